@@ -1,0 +1,27 @@
+"""Optional packages, imported where they are used: their absence is one line that names the extra to install."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from lockstep.errors import MissingExtraError
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Imports ``module`` and returns it.
+
+    Args:
+        module: dotted name, such as ``"torchmetrics"`` or ``"torch.utils.tensorboard"``.
+        extra: the extra of this package that installs it, such as ``"text"``.
+
+    Raises:
+        MissingExtraError: the module, or a package that it needs, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        raise MissingExtraError(
+            f"{module} needs the package {missing!r}, which is not installed; run: pip install 'lockstep[{extra}]'"
+        ) from error
