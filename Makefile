@@ -1,0 +1,41 @@
+# Needs python3.11, make and a network, nothing else: every target makes its own environment first.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# The stamp is newer than what it was made from, so that a second run installs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+demo: $(STAMP) ## train the masked language model on four logical devices, then show that it is exact
+	@$(BIN)/lockstep train mlm --devices cpu:4 --output runs/demo --check-exact
+
+test: $(STAMP) ## run every test
+	@$(BIN)/python -m pytest
+
+check: $(STAMP) ## lint, formatting, types and import order
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: $(STAMP) ## measure step time and memory beside the peers; writes a dated table
+	@$(BIN)/python -m lockstep.bench
+
+docs: $(STAMP) ## build the documentation, warnings being errors
+	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
