@@ -1,0 +1,1 @@
+"""Reduce and gather: the values, the arithmetic, and the meeting point of replica threads."""

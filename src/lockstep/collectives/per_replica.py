@@ -1,0 +1,95 @@
+"""One value per replica: the type ``PerReplica``, and the two walks over nested structures that it needs.
+
+``select`` takes replica i's view of a structure on the way in; ``merge`` joins the replicas' results on the way out.
+Structures are tuples, lists, dicts and named tuples, as ``torch.utils._pytree`` knows them; a PerReplica is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lockstep.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class PerReplica(Generic[T]):
+    """One value per replica, free to differ.
+
+    Args:
+        values: the values in the order of the replicas; at least one.
+
+    Example:
+        >>> import lockstep as ls
+        >>> ls.PerReplica([1, 2]).values
+        (1, 2)
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Sequence[T]) -> None:
+        if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+            raise ConfigError(f"PerReplica got {type(values).__name__}; give a list with one value per replica")
+        if not values:
+            raise ConfigError("PerReplica got no values; give a list with one value per replica")
+        self._values = tuple(values)
+
+    @property
+    def values(self) -> tuple[T, ...]:
+        """The values, in the order of the replicas."""
+        return self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._values)
+
+    def __getitem__(self, replica: int) -> T:
+        return self._values[replica]
+
+    def __repr__(self) -> str:
+        lines = (f"  {replica}: {value!r}" for replica, value in enumerate(self._values))
+        return "PerReplica(\n" + "\n".join(lines) + "\n)"
+
+
+def select(structure: Any, replica: int, num_replicas: int) -> Any:
+    """Replica ``replica``'s view of ``structure``: each PerReplica is replaced by that replica's value.
+
+    Raises:
+        ConfigError: a PerReplica holds another number of values than there are replicas.
+    """
+
+    def pick(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        if len(leaf) != num_replicas:
+            raise ConfigError(
+                f"a PerReplica argument has {len(leaf)} values, but the strategy has {num_replicas} replicas; "
+                "make it with the same strategy"
+            )
+        return leaf[replica]
+
+    return tree_map(pick, structure)
+
+
+def merge(results: Sequence[Any]) -> Any:
+    """Joins one result per replica into one structure with PerReplica leaves.
+
+    A leaf that is the very same object on all replicas comes back bare. Results of different structure (one replica
+    returned None, another a tensor) become a single PerReplica.
+    """
+    flat = [tree_flatten(result) for result in results]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat[1:]):
+        return PerReplica(list(results))
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_join(column) for column in columns], spec)
+
+
+def _join(column: tuple[Any, ...]) -> Any:
+    first = column[0]
+    return first if all(value is first for value in column) else PerReplica(column)

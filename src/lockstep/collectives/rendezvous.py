@@ -1,0 +1,163 @@
+"""The meeting point of the replica threads of one run: all meet at the same collective, or all get an error at once.
+
+    replica 0 --- meet(all_reduce) --.
+    replica 1 --- meet(all_reduce) ---+-- last to arrive combines the values -- all go on with the result
+    replica 2 --- returned -----------'   (or: "replica 2 has returned; replicas 0, 1 wait in all_reduce")
+
+It knows what every replica is doing, so a meeting that can no longer take place is found when it becomes impossible
+and not by waiting. It does no arithmetic: what is combined, and how, is the caller's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.collectives.turns import Turn
+from lockstep.errors import CollectiveError
+
+
+class ReplicaStopped(BaseException):
+    """Unwinds a replica whose run has ended elsewhere. Not an ``Exception``, so that user code does not swallow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective that a replica has entered: ``name`` must be equal on all replicas, ``where`` is for messages."""
+
+    name: str
+    where: str
+
+
+@dataclass(slots=True)
+class _Meeting:
+    calls: dict[int, Call] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+    result: Any = None
+
+
+class Rendezvous:
+    """One run's meeting point.
+
+    Args:
+        replicas: how each replica is called in messages, such as ``"replica 1 (cpu:1)"``, in replica order.
+        timeout_s: how many seconds a replica waits in one collective before it reports who has not come.
+    """
+
+    def __init__(self, replicas: Sequence[str], timeout_s: float) -> None:
+        self._replicas = tuple(replicas)
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._meeting = _Meeting()
+        self._left: dict[int, str] = {}
+        self._cause: BaseException | None = None
+
+    @property
+    def cause(self) -> BaseException | None:
+        """The first error of this run, the one to report; None while there is none."""
+        return self._cause
+
+    @property
+    def missing(self) -> list[str]:
+        """The replicas that have neither returned nor failed."""
+        with self._changed:
+            return [name for replica, name in enumerate(self._replicas) if replica not in self._left]
+
+    def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], turn: Turn) -> Any:
+        """Waits for all replicas at ``call``; the last to arrive runs ``combine``, whose result all receive.
+
+        Every replica must call it. ``turn`` is given up while waiting.
+
+        Raises:
+            CollectiveError: (on the replica that finds it) the replicas did not meet at the same collective.
+            ReplicaStopped: the run has ended because of another replica.
+        """
+        with self._changed:
+            self._stop_if_ended()
+            meeting = self._meeting
+            meeting.calls[replica] = call
+            meeting.values[replica] = value
+            self._check(meeting)
+            complete = len(meeting.calls) == len(self._replicas)
+        if complete:
+            return self._complete(meeting, combine)
+        turn.release()
+        try:
+            return self._wait(meeting)
+        finally:
+            turn.acquire()
+
+    def leave(self, replica: int, error: BaseException | None = None) -> None:
+        """Notes that a replica has returned, or failed with ``error``; those who wait for it are told."""
+        with self._changed:
+            self._left[replica] = "has returned" if error is None else f"failed with {type(error).__name__}"
+            if error is not None and not isinstance(error, ReplicaStopped):
+                self._end(error)
+            elif self._cause is None and self._meeting.calls:
+                self._end(self._explain(self._meeting))
+            self._changed.notify_all()
+
+    def abort(self, cause: BaseException) -> None:
+        """Ends the run from outside, as Ctrl-C does: every replica stops at its next collective."""
+        with self._changed:
+            self._end(cause)
+
+    def wait_until_left(self, timeout_s: float | None) -> bool:
+        """Waits until every replica has returned or failed; False if ``timeout_s`` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._left) == len(self._replicas), timeout_s)
+
+    def _complete(self, meeting: _Meeting, combine: Callable[[list[Any]], Any]) -> Any:
+        try:
+            result = combine([meeting.values[replica] for replica in range(len(self._replicas))])
+        except BaseException as error:
+            self.abort(error)
+            raise
+        with self._changed:
+            self._stop_if_ended()
+            meeting.result, meeting.done = result, True
+            meeting.values.clear()
+            self._meeting = _Meeting()
+            self._changed.notify_all()
+        return result
+
+    def _wait(self, meeting: _Meeting) -> Any:
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while not meeting.done:
+                self._stop_if_ended()
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    error = self._explain(meeting, f"nobody else came within {self._timeout_s:g} s: ")
+                    self._end(error)
+                    raise error
+            return meeting.result
+
+    def _check(self, meeting: _Meeting) -> None:
+        if self._left or len({call.name for call in meeting.calls.values()}) > 1:
+            error = self._explain(meeting)
+            self._end(error)
+            raise error
+
+    def _stop_if_ended(self) -> None:
+        if self._cause is not None:
+            raise ReplicaStopped
+
+    def _end(self, cause: BaseException) -> None:
+        if self._cause is None:
+            self._cause = cause
+        self._changed.notify_all()
+
+    def _explain(self, meeting: _Meeting, reason: str = "") -> CollectiveError:
+        states = []
+        for replica, name in enumerate(self._replicas):
+            call = meeting.calls.get(replica)
+            state = f"waits in {call.name} at {call.where}" if call else self._left.get(replica, "is still running")
+            states.append(f"{name} {state}")
+        return CollectiveError(
+            f"the replicas did not meet at the same collective: {reason}{'; '.join(states)}. "
+            "Every replica must call the same collectives in the same order"
+        )
