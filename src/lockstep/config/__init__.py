@@ -1,0 +1,90 @@
+"""Physical and logical devices, under the names of ``tf.config``.
+
+The one registry of the process lives here; everything else in this package is values and pure rules. Nothing is
+looked for at import: the first question about devices does that.
+
+    physical devices --set_logical_device_configuration--> logical devices --resolve_devices--> a strategy's replicas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.config.devices import LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice, parse_kind
+from lockstep.config.registry import DeviceRegistry
+from lockstep.config.request import DeviceRequest, apply_request, parse_request
+from lockstep.config.resolve import DeviceName, resolve
+
+__all__ = [
+    "DeviceRegistry",
+    "DeviceRequest",
+    "LogicalDevice",
+    "LogicalDeviceConfiguration",
+    "PhysicalDevice",
+    "apply_device_request",
+    "get_logical_device_configuration",
+    "list_logical_devices",
+    "list_physical_devices",
+    "parse_device_request",
+    "resolve_devices",
+    "set_logical_device_configuration",
+]
+
+# A machine's devices are there once per process, and so is what has been made of them.
+_registry = DeviceRegistry()
+
+
+def list_physical_devices(kind: str | None = None) -> list[PhysicalDevice]:
+    """The machine's CPU and GPUs; ``kind`` "CPU" or "GPU", in any case, lists those alone."""
+    return list(_registry.physical_devices(None if kind is None else parse_kind(kind)))
+
+
+def list_logical_devices(kind: str | None = None) -> list[LogicalDevice]:
+    """The logical devices as divided now; ``kind`` "CPU" or "GPU", in any case, lists those alone."""
+    return list(_registry.logical_devices(None if kind is None else parse_kind(kind)))
+
+
+def set_logical_device_configuration(
+    physical: PhysicalDevice, logical_devices: Sequence[LogicalDeviceConfiguration]
+) -> None:
+    """Divides a physical device into logical devices.
+
+    Args:
+        physical: a device from ``list_physical_devices()``.
+        logical_devices: one item per share. A GPU's share needs a ``memory_limit``, a CPU's must have none.
+
+    Raises:
+        ConfigError: a ValueError: no such device, or shares that it cannot give.
+        UsageError: a RuntimeError: another division than now, after a strategy has taken the device.
+    """
+    _registry.configure(physical, logical_devices)
+
+
+def get_logical_device_configuration(physical: PhysicalDevice) -> list[LogicalDeviceConfiguration] | None:
+    """The shares that ``physical`` was divided into; None if it was not."""
+    shares = _registry.configuration(physical)
+    return None if shares is None else list(shares)
+
+
+def resolve_devices(devices: Sequence[DeviceName] | None) -> tuple[LogicalDevice, ...]:
+    """The logical devices that ``devices`` means, in that order. They count as in use from now on.
+
+    Args:
+        devices: names, torch devices or logical devices; None means every logical GPU, else every logical CPU device.
+
+    Raises:
+        ConfigError: an unknown device (the known ones are listed), one named twice, or no list of devices.
+    """
+    resolved = resolve(_registry, devices)
+    _registry.mark_in_use(resolved)
+    return resolved
+
+
+def parse_device_request(text: str) -> DeviceRequest:
+    """Reads the command line's notation for devices, such as ``cpu:4``; ``lockstep.config.request`` has its rules."""
+    return parse_request(text)
+
+
+def apply_device_request(request: DeviceRequest) -> tuple[LogicalDevice, ...]:
+    """Divides devices as ``request`` asks and returns those to take, for a strategy to be made of."""
+    return apply_request(_registry, request)

@@ -1,0 +1,108 @@
+"""The short notation of the command line for devices: ``--devices cpu:4``. Reading it is pure; applying it is not.
+
+cpu, gpu            all logical devices of that kind
+cpu:4               divides the CPU in four and takes them (a lone CPU number counts shares; cpu:1 is the whole CPU)
+gpu:4x2048          divides GPU 0 in four shares of 2048 MB and takes them
+gpu:0               takes GPU 0 (a lone GPU number is its name); so does cpu:0, since no share is none
+gpu:0,gpu:2         takes those, by name; a comma makes every number a name: cpu:0,cpu:1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lockstep.config.devices import DeviceKind, LogicalDevice, LogicalDeviceConfiguration, parse_kind
+from lockstep.config.registry import DeviceRegistry
+from lockstep.config.resolve import resolve
+from lockstep.errors import ConfigError
+
+_ITEM = re.compile(r"(cpu|gpu|cuda)(?::(\d+)(?:x(\d+))?)?", re.IGNORECASE)
+_FORMS = "write cpu, gpu, cpu:4 (four shares), gpu:4x2048 (four shares of 2048 MB) or names such as gpu:0,gpu:2"
+
+# Every share is a thread: a slip of the hand should end in one line, not in a machine out of memory.
+_MOST_SHARES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRequest:
+    """What to divide, then what to take.
+
+    Args:
+        splits: the shares of each physical device to divide, by its name.
+        devices: the names of the logical devices to take; None takes all of ``kind``.
+        kind: the kind to take all of, where ``devices`` is None.
+    """
+
+    splits: Mapping[str, tuple[LogicalDeviceConfiguration, ...]] = field(default_factory=dict)
+    devices: tuple[str, ...] | None = None
+    kind: DeviceKind | None = None
+
+
+def parse_request(text: str) -> DeviceRequest:
+    """Reads the notation above.
+
+    Raises:
+        ConfigError: a form that is not there, a split inside a list, a limit on the CPU, or a limit of no shares.
+    """
+    items = [item.strip() for item in text.split(",")]
+    if len(items) == 1:
+        return _parse_lone(text, items[0])
+    return DeviceRequest(devices=tuple(_parse_name(text, item) for item in items))
+
+
+def apply_request(registry: DeviceRegistry, request: DeviceRequest) -> tuple[LogicalDevice, ...]:
+    """Divides the devices of ``registry`` as asked and returns the logical devices to take.
+
+    Raises:
+        ConfigError: a device that the machine does not have, or shares that it cannot give.
+        UsageError: another division of a device in use.
+    """
+    for name, shares in request.splits.items():
+        known = {device.name: device for device in registry.physical_devices()}
+        if name not in known:
+            raise ConfigError(f"{name} cannot be divided: this machine has {', '.join(known)}; divide one of those")
+        registry.configure(known[name], shares)
+    if request.devices is not None:
+        return resolve(registry, request.devices)
+    devices = registry.logical_devices(request.kind)
+    if not devices:
+        raise ConfigError(f"this machine has no {request.kind}; choose cpu, or cpu:4 to divide the CPU in four")
+    return devices
+
+
+def _parse_lone(text: str, item: str) -> DeviceRequest:
+    kind, number, limit = _parse_item(text, item)
+    if number is None:
+        return DeviceRequest(kind=kind)
+    if limit is None and (kind == "GPU" or number == 0):
+        return DeviceRequest(devices=(f"{kind.lower()}:{number}",))
+    if kind == "CPU" and limit is not None:
+        raise ConfigError(f"devices {text!r} gives the CPU's shares a memory limit; they have none: write cpu:{number}")
+    if not 1 <= number <= _MOST_SHARES:
+        raise ConfigError(f"devices {text!r} asks for {number} shares; ask for 1 to {_MOST_SHARES}")
+    shares = (LogicalDeviceConfiguration(memory_limit=limit),) * number
+    names = tuple(f"{kind.lower()}:{share}" for share in range(number))
+    return DeviceRequest(splits={f"{kind.lower()}:0": shares}, devices=names)
+
+
+def _parse_name(text: str, item: str) -> str:
+    kind, number, limit = _parse_item(text, item)
+    if number is None or limit is not None:
+        raise ConfigError(
+            f"devices {text!r}: in a list every item is one device's name, but {item!r} is none; {_FORMS}"
+        )
+    return f"{kind.lower()}:{number}"
+
+
+def _parse_item(text: str, item: str) -> tuple[DeviceKind, int | None, int | None]:
+    match = _ITEM.fullmatch(item)
+    if match is None:
+        raise ConfigError(f"devices {text!r} cannot be read at {item!r}; {_FORMS}")
+    kind = parse_kind("cpu" if match[1].lower() == "cpu" else "gpu")
+    return kind, _number(match[2]), _number(match[3])
+
+
+def _number(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
