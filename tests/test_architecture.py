@@ -1,0 +1,291 @@
+"""Reads the source and holds the architecture: the order of rooms, where effects may happen, and how long things get.
+
+The rules are functions from one parsed file to complaints, so that each rule is shown to bite on a made-up file before
+the real tree is held to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "lockstep"
+
+# A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
+ROWS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"extras"}),
+    frozenset({"config", "cluster"}),
+    frozenset({"collectives"}),
+    frozenset({"replicas"}),
+    frozenset({"mirroring", "parallel", "data"}),
+    frozenset({"strategies"}),
+    frozenset({"checkpoint"}),
+    frozenset({"train"}),
+    frozenset({"integrations", "recipes", "report"}),
+    frozenset({"launch", "bench"}),
+    frozenset({"cli"}),
+)
+RANK = {room: rank for rank, rooms in enumerate(ROWS) for room in rooms}
+FACADE = "lockstep"
+SEES_THE_FACADE = RANK["integrations"]
+
+READS_ENVIRONMENT = ("cluster/", "launch/")
+WRITES_FILES = (
+    "checkpoint/",
+    "report/",
+    "bench/report",
+    "train/callbacks/tensorboard.py",
+    "train/callbacks/csv_logger.py",
+)
+PRINTS = ("cli/", "train/callbacks/progress")
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
+
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+ENVIRONMENT_CALLS = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+WRITING_CALLS = {
+    "torch.save",
+    "os.replace",
+    "os.rename",
+    "os.makedirs",
+    "os.mkdir",
+    "numpy.save",
+    "np.save",
+    "shutil.copyfile",
+}
+WRITING_METHODS = {"write_text", "write_bytes", "mkdir", "savefig", "touch", "unlink", "save_file", "to_csv"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One file of the package: where it stands and its tree."""
+
+    path: str  # relative to the package: "train/model.py"
+    tree: ast.Module
+    lines: int = 1
+
+    @property
+    def room(self) -> str:
+        first = Path(self.path).parts[0].removesuffix(".py")
+        return FACADE if first == "__init__" else first
+
+
+def parse(path: str, text: str) -> Source:
+    return Source(path=path, tree=ast.parse(text), lines=text.count("\n"))
+
+
+def sources() -> list[Source]:
+    return [parse(file.relative_to(PACKAGE).as_posix(), file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))]
+
+
+def dotted(node: ast.AST) -> str:
+    """``os.environ`` for the tree of it; an empty string for anything that is not a dotted name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under ``if TYPE_CHECKING:``, which never run."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and dotted(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for otherwise in child.orelse:
+                yield from runtime_nodes(otherwise)
+            continue
+        yield child
+        yield from runtime_nodes(child)
+
+
+def imported_rooms(source: Source) -> Iterator[tuple[int, str]]:
+    """Rooms of ours that a file imports when it runs, with the line; the facade is called by its own name."""
+    for node in runtime_nodes(source.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == FACADE else [module]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == FACADE:
+                yield node.lineno, parts[1] if len(parts) > 1 and parts[1] in RANK else FACADE
+
+
+def breaks_order(source: Source) -> Iterator[str]:
+    if source.room == FACADE:
+        yield from (f"{line}: the facade imports {room}" for line, room in imported_rooms(source) if room == "cli")
+        return
+    if source.room not in RANK:
+        yield f"1: no room is called {source.room!r}"
+        return
+    rank = RANK[source.room]
+    for line, room in imported_rooms(source):
+        if room == FACADE:
+            if rank < SEES_THE_FACADE:
+                yield f"{line}: {source.room} imports the facade"
+        elif room != source.room and RANK[room] >= rank:
+            yield f"{line}: {source.room} imports {room}"
+
+
+def uses_environment(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT_CALLS:
+            yield f"{node.lineno}: {dotted(node)}"
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield from (f"{node.lineno}: {a.name}" for a in node.names if f"os.{a.name}" in ENVIRONMENT_CALLS)
+
+
+def writes_files(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func)
+            method = node.func.attr if isinstance(node.func, ast.Attribute) else name
+            if name in WRITING_CALLS or method in WRITING_METHODS or (method in ("open", "fdopen") and _mode(node)):
+                yield f"{node.lineno}: {name or method}"
+
+
+def _mode(call: ast.Call) -> bool:
+    """Whether any text argument of an ``open`` is a mode that writes."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+    modes = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return any(set(mode) <= set("rwaxbt+") and set(mode) & set("wax+") for mode in modes)
+
+
+def prints(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "print":
+            yield f"{node.lineno}: print"
+        if isinstance(node, ast.Attribute) and dotted(node) in ("sys.stdout", "sys.stderr"):
+            yield f"{node.lineno}: {dotted(node)}"
+
+
+def is_too_long(source: Source) -> Iterator[str]:
+    if source.lines > MAX_FILE_LINES:
+        yield f"1: {source.lines} lines; expected at most {MAX_FILE_LINES}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1 - _docstring_lines(node)
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {lines} lines; expected at most {MAX_FUNCTION_LINES}"
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    if ast.get_docstring(node) is None:
+        return 0
+    first = node.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1
+
+
+def is_a_drawer(source: Source) -> Iterator[str]:
+    yield from (f"1: {part}" for part in Path(source.path).with_suffix("").parts if part in FORBIDDEN_NAMES)
+
+
+def sleeps(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("time.sleep", "sleep"):
+            yield f"{node.lineno}: {dotted(node.func)}"
+
+
+Rule = Callable[[Source], Iterator[str]]
+# rule, files that it does not hold for, a file that breaks it, the complaint
+RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
+    "order": (
+        breaks_order,
+        (),
+        ("data/shards.py", "from lockstep.train.model import Model\n"),
+        "1: data imports train",
+    ),
+    "beside": (breaks_order, (), ("recipes/mlm.py", "import lockstep.report\n"), "1: recipes imports report"),
+    "deferred": (breaks_order, (), ("data/a.py", "def f():\n  from lockstep import cli\n"), "2: data imports cli"),
+    "facade": (breaks_order, (), ("train/model.py", "import lockstep as ls\n"), "1: train imports the facade"),
+    "unknown": (breaks_order, (), ("misc/a.py", ""), "1: no room is called 'misc'"),
+    "environment": (uses_environment, READS_ENVIRONMENT, ("train/a.py", "os.environ['A']\n"), "1: os.environ"),
+    "getenv": (uses_environment, READS_ENVIRONMENT, ("train/a.py", "from os import getenv\n"), "1: getenv"),
+    "files": (writes_files, WRITES_FILES, ("train/a.py", "path.open('w')\n"), "1: path.open"),
+    "mode": (writes_files, WRITES_FILES, ("train/a.py", "open(path, mode='ab')\n"), "1: open"),
+    "save": (writes_files, WRITES_FILES, ("train/a.py", "torch.save(state, path)\n"), "1: torch.save"),
+    "print": (prints, PRINTS, ("train/a.py", "print(1)\n"), "1: print"),
+    "stderr": (prints, PRINTS, ("train/a.py", "sys.stderr.write('')\n"), "1: sys.stderr"),
+    "length": (
+        is_too_long,
+        (),
+        ("train/a.py", "def f():\n" + "  g()\n" * 60),
+        "1: f has 61 lines; expected at most 60",
+    ),
+    "size": (is_too_long, (), ("train/a.py", "a = 1\n" * 351), "1: 351 lines; expected at most 350"),
+    "drawer": (is_a_drawer, (), ("train/utils.py", ""), "1: utils"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_bites(name: str):
+    rule, _, (path, text), complaint = RULES[name]
+
+    assert list(rule(parse(path, text))) == [complaint]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_source_keeps_the_rule(name: str):
+    rule, exempt, _, _ = RULES[name]
+    found = [
+        f"{s.path}:{complaint}" for s in sources() if not s.path.startswith(exempt or "\0") for complaint in rule(s)
+    ]
+
+    assert found == []
+
+
+def test_reading_a_file_and_importing_for_types_only_are_no_complaint():
+    text = "if TYPE_CHECKING:\n    from lockstep.train.model import Model\nopen(path, 'rb')\npath.open()\n"
+    source = parse("data/shards.py", text)
+
+    assert [*breaks_order(source), *writes_files(source)] == []
+
+
+def test_no_test_sleeps():
+    files = {file.relative_to(ROOT).as_posix(): file.read_text() for file in (ROOT / "tests").rglob("*.py")}
+    found = [f"{path}:{complaint}" for path, text in files.items() for complaint in sleeps(parse(path, text))]
+
+    assert list(sleeps(parse("a.py", "time.sleep(1)\n"))) == ["1: time.sleep"]
+    assert found == []
+
+
+def test_every_room_is_a_package_with_a_docstring():
+    folders = {file.parent for file in PACKAGE.rglob("*.py")}
+    missing = [folder.name for folder in folders if not (folder / "__init__.py").exists()]
+
+    assert missing == []
+
+
+EXTRAS = (
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "torchmetrics",
+    "tqdm",
+    "tensorboard",
+    "typer",
+    "safetensors",
+    "matplotlib",
+)
+
+
+def test_importing_lockstep_needs_torch_alone():
+    hide = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"
+    code = (
+        f"{hide}; import warnings; warnings.simplefilter('ignore'); import lockstep; print(lockstep.MirroredStrategy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "MirroredStrategy" in done.stdout
