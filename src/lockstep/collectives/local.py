@@ -20,6 +20,9 @@ class Member(Protocol):
     @property
     def replica_id_in_sync_group(self) -> int: ...
 
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any: ...
 
 
@@ -38,9 +41,7 @@ def all_reduce(member: Member, op: ReduceOp, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return member.meet(name, value, lambda values: reduce_values(op, values))
     total = _AllReduceSum.apply(value, member, name)
-    if op is ReduceOp.SUM:
-        return total
-    return total / member.meet(f"{name} count", 1, sum)
+    return total if op is ReduceOp.SUM else total / member.num_replicas_in_sync
 
 
 def all_gather(member: Member, value: Any, axis: int) -> torch.Tensor:

@@ -106,6 +106,11 @@ class Rendezvous:
         with self._changed:
             self._end(cause)
 
+    def wait_until_settled(self) -> None:
+        """Waits until every replica has returned or failed, or the run has an error. For the owner of the run."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._cause is not None or len(self._left) == len(self._replicas))
+
     def wait_until_left(self, timeout_s: float | None) -> bool:
         """Waits until every replica has returned or failed; False if ``timeout_s`` seconds pass first."""
         with self._changed:

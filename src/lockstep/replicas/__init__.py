@@ -1,0 +1,1 @@
+"""Replicas: their threads, their context, their random numbers."""

@@ -1,0 +1,148 @@
+"""What a step function can ask and do inside a replica: its number, its device, and the collectives.
+
+``get_replica_context`` finds it; outside a replica it gives None. The context lives as long as one run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lockstep.collectives.local import all_gather, all_reduce
+from lockstep.collectives.per_replica import merge, select
+from lockstep.collectives.reduction import ReduceOp
+from lockstep.collectives.rendezvous import Call, Rendezvous
+from lockstep.collectives.turns import Turn
+from lockstep.config import LogicalDevice
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
+
+_current: ContextVar[ReplicaContext | None] = ContextVar("lockstep_replica", default=None)
+# Frames of this package and of torch are not where the user called from.
+_PACKAGES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the replica that runs this code; None outside a replica (in cross-replica context)."""
+    return _current.get()
+
+
+class ReplicaContext:
+    """One replica's view of one ``strategy.run``.
+
+    The collectives must be called by every replica, in the same order; else all of them get a ``CollectiveError``
+    that says which replica waits where.
+
+    Example:
+        >>> import torch, lockstep as ls
+        >>> strategy = ls.MirroredStrategy()
+        >>> def step():
+        ...     context = ls.get_replica_context()
+        ...     return context.all_reduce("sum", torch.ones(()))
+        >>> int(strategy.reduce("mean", strategy.run(step))) == strategy.num_replicas_in_sync
+        True
+    """
+
+    def __init__(
+        self, strategy: Strategy, replica: int, device: LogicalDevice, rendezvous: Rendezvous, turn: Turn
+    ) -> None:
+        self._strategy = strategy
+        self._replica = replica
+        self._device = device
+        self._rendezvous = rendezvous
+        self._turn = turn
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's number, from 0."""
+        return self._replica
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run this step together."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def device(self) -> LogicalDevice:
+        """The logical device of this replica; ``device.torch_device`` is where its tensors belong."""
+        return self._device
+
+    def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
+        """Sums or averages ``value`` over all replicas. Every replica must call it. Differentiable.
+
+        Args:
+            op: "sum" or "mean".
+            value: a tensor or number, or a tuple, list or dict of them; shapes are equal on all replicas.
+
+        Returns:
+            The same structure; each replica gets its own copy on its device.
+        """
+        op = ReduceOp.of(op)
+        return tree_map(lambda leaf: all_reduce(self, op, leaf), value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenates ``value`` of all replicas along ``axis``, in replica order. Every replica must call it.
+
+        Differentiable. Shapes may differ in dimension ``axis`` only.
+        """
+        return tree_map(lambda leaf: all_gather(self, leaf, axis), value)
+
+    def merge_call(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        """Runs ``fn`` once for all replicas, in cross-replica context. Every replica must call it.
+
+        Args:
+            fn: gets ``args`` with a PerReplica wherever the replicas' arguments are not the same object.
+            args: this replica's arguments.
+
+        Returns:
+            What ``fn`` returned; a PerReplica in it gives each replica its own value.
+        """
+
+        def combine(all_args: list[Any]) -> Any:
+            with in_context(None):
+                return fn(*merge(all_args))
+
+        result = self.meet("merge_call", tuple(args), combine)
+        return select(result, self._replica, self.num_replicas_in_sync)
+
+    def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """The primitive under all collectives: the last replica to arrive combines all values, in replica order.
+
+        Every replica must call it with the same ``name``. All get the same result object.
+        """
+        return self._rendezvous.meet(self._replica, Call(name, _caller()), value, combine, self._turn)
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext(replica {self._replica} of {self.num_replicas_in_sync} on {self._device.name})"
+
+
+@contextmanager
+def in_context(context: ReplicaContext | None) -> Iterator[None]:
+    """Makes ``context`` the current one of this thread; None is cross-replica context."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _caller() -> str:
+    """The nearest line outside this package and torch: where the user called the collective."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,166 @@
+"""Each replica's own random numbers, so that dropout in threads is reproducible and differs between replicas.
+
+torch's default generator is shared by all threads: who draws first would decide who gets which number. Function modes
+are thread-local, so ``ReplicaRandom`` gives every random function that is called in its thread the replica's own
+``torch.Generator``. Numbers drawn on a GPU are not its business: there one replica issues at a time, and its turn
+swaps the device's own generator (``replicas.cuda``).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from lockstep.replicas import drawing
+
+DEFAULT_GENERATOR_LOCK = threading.Lock()
+"""Held while torch's default generator is lent to a replica, and by whoever draws from it in a thread of its own."""
+
+_TAKES_GENERATOR: frozenset[Any] = frozenset(
+    [
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like),
+        *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.binomial, torch._standard_gamma),
+        *(torch._sample_dirichlet, torch.Tensor.bernoulli, torch.Tensor.multinomial, torch.Tensor.bernoulli_),
+        *(torch.Tensor.cauchy_, torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_),
+        *(torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_),
+    ]
+)
+# Python functions that draw through others: their own body is run with the mode still on.
+_COMPOSITE: frozenset[Any] = frozenset([F.multi_head_attention_forward, F.gumbel_softmax])
+# Functions that draw inside C++, or that nobody calls in a hot loop: the default generator is lent to them, one replica at a time.
+_DRAWS_INSIDE: frozenset[Any] = frozenset(
+    [
+        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.rrelu, torch.rrelu_),
+        *(torch.dropout, torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_),
+        *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+        *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+        *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+        *(torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
+    ]
+)
+_ATTENTION = F.scaled_dot_product_attention
+_DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | drawing.DROPOUTS.keys() | {F.rrelu, _ATTENTION}
+
+
+def replica_generator(seed: int, replica: int) -> torch.Generator:
+    """A CPU generator whose numbers depend on the seed and the replica's number, and on nothing else."""
+    digest = hashlib.sha256(f"{seed}/{replica}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+class ReplicaRandom(TorchFunctionMode):
+    """Gives random functions called in this thread on CPU tensors the numbers of ``generator``."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _DRAWING or _on_accelerator(args, kwargs):
+            return func(*args, **kwargs)
+        if func in _TAKES_GENERATOR:
+            return self._inject(func, args, kwargs)
+        if func in drawing.DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        if func is F.rrelu:
+            return self._rrelu(*args, **kwargs)
+        if func is _ATTENTION:
+            return self._attention(*args, **kwargs)
+        if func in _COMPOSITE:
+            with self:
+                return _body(func)(*args, **kwargs)
+        return self._lend(func, args, kwargs)
+
+    def _inject(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is None and not any(isinstance(arg, torch.Generator) for arg in args):
+            kwargs = {**kwargs, "generator": self.generator}
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, func: Any, input: torch.Tensor, p: float = 0.5, training: bool | None = None, inplace: bool = False
+    ) -> torch.Tensor:
+        if training is None:
+            training = inspect.signature(func).parameters["training"].default
+        if not training or p == 0 or not 0 < p <= 1:
+            untouched: torch.Tensor = func(input, p, training, inplace)
+            return untouched
+        result = drawing.DROPOUTS[func](input, p, self.generator)
+        return drawing.inplace(input, result) if inplace else result
+
+    def _rrelu(
+        self,
+        input: torch.Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if not training:
+            return F.rrelu(input, lower, upper, training, inplace)
+        result = drawing.rrelu(input, lower, upper, self.generator)
+        return drawing.inplace(input, result) if inplace else result
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p == 0:
+            return _ATTENTION(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return drawing.attention(
+            query, key, value, attn_mask, dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, generator=self.generator,
+        )  # fmt: skip
+
+    def _lend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        default = torch.default_generator
+        with DEFAULT_GENERATOR_LOCK:
+            others = default.get_state()
+            default.set_state(self.generator.get_state())
+            try:
+                result = func(*args, **kwargs)
+                self.generator.set_state(default.get_state())
+            finally:
+                default.set_state(others)
+        return result
+
+
+def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type != "cpu"
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return isinstance(first, torch.Tensor) and first.device.type != "cpu"
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+@functools.cache
+def _body(func: types.FunctionType) -> Callable[..., Any]:
+    """``func`` without its own check for modes: calling ``func`` itself here would only come back to the mode."""
+    names = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    body = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body

@@ -1,0 +1,183 @@
+"""One run: a body per replica, in the replicas' threads, to one result each or to one error.
+
+    run -- a job to each thread -- turn, random numbers, caller's state, context -- body -- leave
+     `---------------- waits until all have left; then results, or the first error -----------'
+
+It joins the parts of this package; what a body does is the strategy's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.collectives.rendezvous import Rendezvous, ReplicaStopped
+from lockstep.collectives.turns import Turn, Turns
+from lockstep.config import LogicalDevice
+from lockstep.errors import ReplicaError, UsageError
+from lockstep.replicas.caller_state import CallerState
+from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.cuda import CudaReplicaState, CudaTurn
+from lockstep.replicas.issue import IssuePolicy
+from lockstep.replicas.random import ReplicaRandom, replica_generator
+from lockstep.replicas.threads import ReplicaThreads
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
+
+STOP_GRACE_S = 1.0
+"""Seconds that the other replicas of a failed run get to reach a collective or their end before they are interrupted."""
+STOP_LIMIT_S = 30.0
+"""Seconds after the interrupt at which a replica that still runs is given up."""
+
+
+def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]:
+    """Each replica's intra-op threads: an equal part of the cores for the CPU's replicas, at least one.
+
+    The share follows from the layout alone. torch adds up large tensors in a different order with another number of
+    threads, so a share that changed while running would change the numbers.
+    """
+    on_cpu = sum(device.kind == "CPU" for device in devices)
+    return tuple(max(1, cores // on_cpu) if device.kind == "CPU" else 1 for device in devices)
+
+
+class ReplicaRunner:
+    """Runs bodies in the replicas' threads.
+
+    Args:
+        devices: one logical device per replica.
+        seed: of all replicas' random numbers.
+        timeout_s: how many seconds a replica waits in one collective.
+    """
+
+    def __init__(self, devices: Sequence[LogicalDevice], *, seed: int, timeout_s: float) -> None:
+        cores = torch.get_num_threads()
+        shares = core_shares(devices, cores)
+        self._devices = tuple(devices)
+        self._names = [f"replica {replica} ({device.name})" for replica, device in enumerate(devices)]
+        self._timeout_s = timeout_s
+        generators = [replica_generator(seed, replica) for replica in range(len(devices))]
+        self._random = [ReplicaRandom(generator) for generator in generators]
+        self._cuda = [
+            CudaReplicaState(device.torch_device, generator.initial_seed()) if device.kind == "GPU" else None
+            for device, generator in zip(devices, generators, strict=True)
+        ]
+        sharing = Counter(device.physical.name for device in devices)
+        self._policies = {
+            device.physical.name: IssuePolicy(
+                min(sharing[device.physical.name], max(1, cores // share)) if device.kind == "CPU" else 1
+            )
+            for device, share in zip(devices, shares, strict=True)
+        }
+        self._lost: list[str] = []
+        self._one_run = threading.Lock()
+        self._threads = ReplicaThreads(shares)
+
+    def run(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        bodies: Sequence[Callable[[], Any]],
+        rows: Sequence[int | None],
+    ) -> list[Any]:
+        """Runs one body per replica and returns their results in replica order.
+
+        Args:
+            strategy: whose replicas these are.
+            fn: what the bodies call, by which the issue policy knows a step again.
+            bodies: one per replica, without arguments.
+            rows: each replica's shard length, None where unknown; for messages.
+
+        Raises:
+            BaseException: the first failing replica's own exception, with the replica and device as a note.
+            CollectiveError: the replicas did not meet at the same collective.
+            UsageError: the strategy has been closed.
+        """
+        if self._threads.closed:
+            raise UsageError("the strategy has been closed and its threads have ended; make a new one")
+        if self._lost:
+            raise ReplicaError(f"{', '.join(self._lost)} never stopped after an earlier error; make a new strategy")
+        with self._one_run:
+            began = time.perf_counter()
+            run = _Run(strategy, self._names, self._timeout_s)
+            turns = self._turns(fn, rows)
+            for replica, body in enumerate(bodies):
+                context = ReplicaContext(strategy, replica, self._devices[replica], run.rendezvous, turns[replica])
+                self._threads.submit(replica, run.job(context, turns[replica], self._random[replica], body))
+            self._wait(run)
+            for policy in self._policies.values():
+                policy.record(fn, time.perf_counter() - began)
+        return run.results
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        self._threads.close()
+
+    def _turns(self, fn: Callable[..., Any], rows: Sequence[int | None]) -> list[Turn]:
+        gates = {name: Turns(policy.width(fn)) for name, policy in self._policies.items()}
+        turns: list[Turn] = []
+        for device, state, length in zip(self._devices, self._cuda, rows, strict=True):
+            gate = gates[device.physical.name]
+            turns.append(gate if state is None else CudaTurn(gate, device, state, length))
+        return turns
+
+    def _wait(self, run: _Run) -> None:
+        try:
+            run.rendezvous.wait_until_settled()
+        except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
+            run.rendezvous.abort(interruption)
+            self._stop(run)
+            raise
+        if run.rendezvous.cause is not None:
+            self._stop(run)
+            raise run.rendezvous.cause
+
+    def _stop(self, run: _Run) -> None:
+        if run.rendezvous.wait_until_left(STOP_GRACE_S):
+            return
+        for name in run.rendezvous.missing:
+            self._threads.interrupt(self._names.index(name), ReplicaStopped)
+        if not run.rendezvous.wait_until_left(STOP_LIMIT_S):
+            self._lost = run.rendezvous.missing
+
+
+class _Run:
+    """The state of one run: its meeting point and its results."""
+
+    def __init__(self, strategy: Strategy, names: Sequence[str], timeout_s: float) -> None:
+        self.rendezvous = Rendezvous(names, timeout_s)
+        self.results: list[Any] = [None] * len(names)
+        self._names = names
+        self._caller = [CallerState.capture() for _ in names]
+
+    def job(
+        self, context: ReplicaContext, turn: Turn, random: ReplicaRandom, body: Callable[[], Any]
+    ) -> Callable[[], None]:
+        """What the replica's thread is given to do. It never raises; ``leave`` takes the error."""
+        replica = context.replica_id_in_sync_group
+        caller = self._caller[replica]
+
+        def in_turn() -> Any:
+            turn.acquire()
+            try:
+                with caller.applied(), random, in_context(context):
+                    return body()
+            finally:
+                turn.release()
+
+        def job() -> None:
+            error: BaseException | None = None
+            try:
+                self.results[replica] = caller.context.run(in_turn)
+            except BaseException as raised:  # handed to the caller of run by leave
+                error = raised
+                if not isinstance(raised, ReplicaStopped):
+                    raised.add_note(f"raised in {self._names[replica]}")
+            self.rendezvous.leave(replica, error)
+
+        return job

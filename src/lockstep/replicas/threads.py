@@ -1,0 +1,94 @@
+"""The persistent threads of a strategy's replicas, one each, never started per step.
+
+Each thread has its share of the cores for good: torch keeps the number of intra-op threads per thread, but sets it
+anew from the process's value at a thread's first parallel operation, so that one is made to happen first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lockstep.collectives.rendezvous import ReplicaStopped
+from lockstep.errors import ReplicaError
+
+START_LIMIT_S = 60.0
+END_LIMIT_S = 10.0
+
+Job = Callable[[], None]
+
+
+class ReplicaThreads:
+    """Threads that wait for jobs. They end with ``close``, with this object, or with the interpreter.
+
+    Args:
+        cores: each thread's number of intra-op threads.
+        name: the prefix of the threads' names.
+    """
+
+    def __init__(self, cores: Sequence[int], name: str = "lockstep-replica") -> None:
+        self._inboxes: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in cores]
+        self._threads: list[threading.Thread] = []
+        self._finalizer = weakref.finalize(self, _end, self._inboxes, self._threads)
+        process_wide = torch.get_num_threads()
+        try:
+            for replica, (inbox, share) in enumerate(zip(self._inboxes, cores, strict=True)):
+                ready = threading.Event()
+                # Daemons, so that a program may end without closing its strategy; the finalizer joins them then.
+                thread = threading.Thread(
+                    target=_work, args=(inbox, share, ready), name=f"{name}-{replica}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+                if not ready.wait(START_LIMIT_S):
+                    raise ReplicaError(f"the thread of replica {replica} did not start within {START_LIMIT_S:g} s")
+        finally:
+            torch.set_num_threads(process_wide)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads have been ended."""
+        return not self._finalizer.alive
+
+    def submit(self, replica: int, job: Job) -> None:
+        """Hands the replica's thread a job; jobs run one after another. A job must not raise."""
+        self._inboxes[replica].put(job)
+
+    def interrupt(self, replica: int, exception: type[BaseException]) -> None:
+        """Raises ``exception`` in the replica's thread at its next line of Python code."""
+        ident = self._threads[replica].ident
+        if ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(exception))
+
+    def close(self) -> None:
+        """Ends the threads and waits for them, at most ``END_LIMIT_S`` seconds each. Idempotent."""
+        self._finalizer()
+
+
+def _work(inbox: queue.SimpleQueue[Job | None], cores: int, ready: threading.Event) -> None:
+    torch.get_num_threads()  # the thread's first parallel operation, which would undo the next line if it came later
+    torch.set_num_threads(cores)
+    ready.set()
+    while True:
+        try:
+            job = inbox.get()
+            if job is None:
+                return
+            job()
+        except ReplicaStopped:  # an interrupt that came when its job had just ended
+            continue
+        finally:
+            job = None  # a job holds the step's arguments; they must not live until the next one
+
+
+def _end(inboxes: Sequence[queue.SimpleQueue[Job | None]], threads: Sequence[threading.Thread]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(END_LIMIT_S)
