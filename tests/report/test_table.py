@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.report.table import epochs_table, metrics_line, text_table
+from lockstep.report.table import epochs_table, history_columns, metrics_line, text_table
+from lockstep.train.history import EpochTiming, History
 
 
 def test_numbers_stand_right_and_words_left():
@@ -34,3 +35,16 @@ def test_a_run_cut_short_leaves_a_dash_where_there_is_no_value():
 
 def test_metrics_in_one_line():
     assert metrics_line({"loss": 1.263, "accuracy": 0.353}) == "loss 1.2630, accuracy 0.3530"
+
+
+def test_the_columns_of_a_history_are_its_logs_and_the_times_of_its_steps():
+    history = History()
+    history.add(0, {"loss": 2.0})
+    history.timing.append(EpochTiming(epoch=0, seconds=4.0, steps=10, examples=100, median_step_s=0.25))
+
+    assert history_columns(history) == {
+        "loss": [2.0],
+        "seconds": [4.0],
+        "ms_per_step": [250.0],
+        "examples_per_s": [25.0],
+    }

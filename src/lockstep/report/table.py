@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lockstep.train.history import History
+
 # How the values of a column are written: heading and format. Whatever is not named here is a metric.
 _COLUMNS: Mapping[str, tuple[str, str]] = {
     "epoch": ("epoch", "{:.0f}"),
@@ -51,6 +53,16 @@ def epochs_table(history: Mapping[str, Sequence[float]]) -> str:
         [str(epoch + 1), *(_cell(name, values, epoch) for name, values in history.items())] for epoch in range(epochs)
     ]
     return text_table(headings, rows)
+
+
+def history_columns(history: History) -> dict[str, list[float]]:
+    """The logs of every epoch, and beside them how long its steps took and how many examples a second went through."""
+    return {
+        **history.history,
+        "seconds": [timing.seconds for timing in history.timing],
+        "ms_per_step": [1000 * timing.median_step_s for timing in history.timing],
+        "examples_per_s": [timing.examples_per_s for timing in history.timing],
+    }
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
