@@ -1,0 +1,1 @@
+"""Data: global batches into shards, on the replicas' devices, read ahead."""

@@ -1,0 +1,148 @@
+"""A global batch divided into shards: pure functions, and views of the batch's own memory wherever it is a tensor's.
+
+    8 rows, 3 replicas -> 3, 3, 2      4 rows, 3 replicas -> 2, 2, 0      (ceil(rows / replicas) until none are left)
+
+The first replicas are full, the last short or empty; no row is dropped, padded or doubled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.data.structure import map_leaves, named_leaves
+from lockstep.errors import DataError
+
+# Leaves that have no rows: every replica gets them as they are.
+_SINGLE_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_MOST_LEAVES_SHOWN = 8
+
+
+def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
+    """How many of ``rows`` rows each replica gets.
+
+    Example:
+        >>> shard_sizes(4, 3)
+        (2, 2, 0)
+    """
+    full = -(-rows // num_replicas)
+    return tuple(min(full, max(0, rows - replica * full)) for replica in range(num_replicas))
+
+
+def batch_rows(batch: Any) -> int:
+    """The number of rows of a batch: the length of its tensors and arrays along dim 0.
+
+    Raises:
+        DataError: lengths that disagree, nothing that has rows, or a leaf that cannot be divided.
+    """
+    return _rows(_with_tensors(batch))
+
+
+def per_replica_batch(batch: Any, num_replicas: int) -> Any:
+    """The same structure with ``PerReplica`` leaves.
+
+    Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape); numbers,
+    strings, None and tensors without a dimension go to every replica. A list is structure: a list of strings is many
+    strings, each for every replica.
+
+    Args:
+        batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
+        num_replicas: how many shards.
+
+    Raises:
+        DataError: lengths that disagree, nothing that has rows, or a leaf that cannot be divided.
+    """
+    tensors = _with_tensors(batch)
+    sizes = shard_sizes(_rows(tensors), num_replicas)
+    return map_leaves(lambda _, leaf: PerReplica(_divide(leaf, sizes)), tensors)
+
+
+def split_batch(batch: Any, num_replicas: int) -> list[Any]:
+    """One batch per replica: ``per_replica_batch`` seen from each of them."""
+    divided = per_replica_batch(batch, num_replicas)
+    return [select(divided, replica, num_replicas) for replica in range(num_replicas)]
+
+
+def join_batches(batches: Sequence[Any], num_replicas: int) -> Any:
+    """The structure with ``PerReplica`` leaves made of batches that are per-replica already.
+
+    Args:
+        batches: one per replica, in order, all of one structure; the replicas that are missing at the end get an
+            empty batch, 0 rows of the first one.
+        num_replicas: how many replicas there are.
+
+    Raises:
+        DataError: the structures differ, or a leaf cannot be handed to a replica.
+    """
+    given = [_with_tensors(batch) for batch in batches]
+    empty = map_leaves(lambda _, leaf: leaf[:0] if has_rows(leaf) else leaf, given[0])
+    flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]
+    names = [[name for name, _ in leaves] for leaves in flat]
+    for replica, other in enumerate(names):
+        if other != names[0]:
+            raise DataError(
+                f"replica {replica} got a batch of {_listed(other)}, replica 0 one of {_listed(names[0])}; "
+                "give every replica the same structure"
+            )
+    columns = iter([PerReplica([leaf for _, leaf in column]) for column in zip(*flat, strict=True)])
+    return map_leaves(lambda *_: next(columns), given[0])
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf is a tensor with a dim 0 to divide."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+
+
+def _divide(leaf: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+    return leaf.split(sizes) if has_rows(leaf) else (leaf,) * len(sizes)
+
+
+def _rows(tensors: Any) -> int:
+    lengths = {name: len(leaf) for name, leaf in named_leaves(tensors) if has_rows(leaf)}
+    if not lengths:
+        found = [f"{name}: {type(leaf).__name__}" for name, leaf in named_leaves(tensors)]
+        raise DataError(
+            f"a batch of {_listed(found)} has no rows to divide; expected tensors with the examples along dim 0: "
+            "batch the data with a DataLoader, and give a Hugging Face dataset torch format and .batch(size)"
+        )
+    if len(set(lengths.values())) > 1:
+        found = [f"{name}: {rows} rows" for name, rows in lengths.items()]
+        raise DataError(
+            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), "
+            "and values that are one for the whole batch as tensors without a dimension"
+        )
+    return next(iter(lengths.values()))
+
+
+def _with_tensors(batch: Any) -> Any:
+    return map_leaves(_as_tensor, batch)
+
+
+def _as_tensor(name: str, leaf: Any) -> Any:
+    # An array can only be there if somebody has imported numpy, which this package does not need.
+    numpy = sys.modules.get("numpy")
+    if isinstance(leaf, (torch.Tensor, *_SINGLE_VALUES)) or (numpy and isinstance(leaf, numpy.generic)):
+        return leaf
+    if not numpy or not isinstance(leaf, numpy.ndarray):
+        raise DataError(
+            f"{name} is a {type(leaf).__name__}, which cannot be divided among replicas; give tensors, arrays or "
+            "single values in tuples, lists and dicts (a collate_fn of the DataLoader can make them)"
+        )
+    try:
+        # torch shares an array's memory, but warns about read-only memory and refuses negative strides.
+        shareable = leaf.flags.writeable and min(leaf.strides, default=0) >= 0
+        return torch.as_tensor(leaf if shareable else leaf.copy())
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{name} is an array of dtype {leaf.dtype}, which no tensor can hold; convert it, or leave it out"
+        ) from error
+
+
+def _listed(items: Sequence[str]) -> str:
+    shown = ", ".join(items[:_MOST_LEAVES_SHOWN]) or "nothing"
+    more = len(items) - _MOST_LEAVES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
