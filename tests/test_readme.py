@@ -1,0 +1,102 @@
+"""Runs what the README and the documentation show, and keeps the two READMEs the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+# A bash block is run where this comment stands before it; a python block always is.
+BLOCK = re.compile(r"^(<!-- run -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w./-]+?)(?P<folder>/?)  +(?P<says>\S.*)$")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for _, kind, body in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def runnable_bash(page: Path) -> list[str]:
+    return [body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and mark]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command with this environment's programs first on the path, in a folder of its own."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=170, check=False
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
+    done = run([sys.executable, "-W", "error::UserWarning", "-c", "\n".join(blocks(page, "python"))], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", range(len(runnable_bash(README))))
+def test_the_bash_of_the_readme_runs(number: int, tmp_path: Path):
+    done = run(["bash", "-euo", "pipefail", "-c", runnable_bash(README)[number]], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_has_python_and_bash_to_run():
+    assert blocks(README, "python")
+    assert runnable_bash(README)
+
+
+@pytest.mark.parametrize("language", ["bash", "python"])
+def test_both_readmes_show_the_same_code(language: str):
+    assert blocks(CHINESE, language) == blocks(README, language)
+
+
+def test_both_readmes_have_the_same_sections():
+    assert [heading.count("#") for heading in headings(CHINESE)] == [heading.count("#") for heading in headings(README)]
+
+
+def headings(page: Path) -> list[str]:
+    return re.findall(r"^#+ ", BLOCK.sub("", page.read_text()), re.MULTILINE)
+
+
+def test_the_first_commands_of_the_readme_are_demo_and_test():
+    assert [line.split("#")[0].strip() for line in blocks(README, "bash")[0].splitlines()] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", [README, CHINESE], ids=lambda page: page.name)
+def test_the_tree_names_every_file_of_the_package(page: Path):
+    (tree,) = [block for block in blocks(page, "text") if block.startswith("src/lockstep/")]
+    package = ROOT / "src" / "lockstep"
+    files = {file.relative_to(ROOT).as_posix() for file in package.rglob("*.py")}
+    wanted = {file for file in files if file == "src/lockstep/__init__.py" or not file.endswith("__init__.py")}
+
+    assert listed(tree) == wanted
+
+
+def listed(tree: str) -> set[str]:
+    """The files that a printed tree names: folders end in a slash, and depth is by four spaces."""
+    above: list[str] = []
+    files = set()
+    for line in tree.splitlines():
+        match = TREE_LINE.match(line)
+        assert match, f"no line of a tree: {line!r}"
+        depth = len(match["indent"]) // 4
+        path = "/".join([*above[:depth], match["name"]])
+        above = [*above[:depth], match["name"]]
+        if not match["folder"]:
+            files.add(path)
+    return files
+
+
+def test_the_tree_is_read_by_its_indent():
+    tree = "src/lockstep/      all\n    errors.py      errors\n    train/         room\n        model.py   Model\n    extras.py  more\n"
+
+    assert listed(tree) == {"src/lockstep/errors.py", "src/lockstep/train/model.py", "src/lockstep/extras.py"}
