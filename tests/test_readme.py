@@ -96,7 +96,14 @@ def listed(tree: str) -> set[str]:
     return files
 
 
-def test_the_tree_is_read_by_its_indent():
-    tree = "src/lockstep/      all\n    errors.py      errors\n    train/         room\n        model.py   Model\n    extras.py  more\n"
+TREE = """\
+src/lockstep/      the package
+    errors.py      errors
+    train/         a room
+        model.py   the model
+    extras.py      more
+"""
 
-    assert listed(tree) == {"src/lockstep/errors.py", "src/lockstep/train/model.py", "src/lockstep/extras.py"}
+
+def test_the_tree_is_read_by_its_indent():
+    assert listed(TREE) == {"src/lockstep/errors.py", "src/lockstep/train/model.py", "src/lockstep/extras.py"}

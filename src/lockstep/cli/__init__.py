@@ -1,0 +1,42 @@
+"""The command ``lockstep``: it parses, calls one function, and prints.
+
+Errors end in one line on stderr: exit code 2 for what was asked wrongly, 1 for a failure while running, 130 for Ctrl-C.
+No other room imports this one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lockstep.cli.failure import INTERRUPTED, report_failure
+from lockstep.extras import require
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code.
+
+    Args:
+        argv: the words after ``lockstep``; None takes those of this process.
+
+    Example:
+        >>> from lockstep.cli import main
+        >>> main(["devices", "--devices", "cpu"])  # doctest: +SKIP
+        0
+    """
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    traceback = "--traceback" in words
+    try:
+        return _run([word for word in words if word != "--traceback"])
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost frame: whatever happens is one line
+        return report_failure(error, traceback=traceback)
+
+
+def _run(words: Sequence[str]) -> int:
+    require("typer", "cli")
+    from lockstep.cli.app import parse
+
+    job = parse(words)
+    if job == INTERRUPTED:  # Ctrl-C while parsing, which typer turns into a number
+        raise KeyboardInterrupt
+    return job if isinstance(job, int) else job()

@@ -1,0 +1,58 @@
+"""The tree of commands. A command only describes a job; ``main`` runs it, outside typer, so that errors are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from typer.main import get_command
+
+from lockstep.cli.data import data_app
+from lockstep.cli.devices import devices
+from lockstep.cli.train import train_app
+from lockstep.errors import ConfigError
+
+Job = Callable[[], int]
+
+
+def parse(words: Sequence[str]) -> Job | int:
+    """The job that ``words`` ask for, or the exit code where all has been said already, as after ``--help``.
+
+    Raises:
+        ConfigError: words that are no command or no flag, or a value that is not of its flag's type.
+    """
+    command = get_command(_app())
+    try:
+        job: Job | int = command.main(args=list(words), prog_name="lockstep", standalone_mode=False)
+    except typer.TyperException as error:
+        raise ConfigError(f"{error.format_message().rstrip('.')}; see lockstep --help") from error
+    return job
+
+
+def _app() -> typer.Typer:
+    app = typer.Typer(add_completion=False, epilog="Example: lockstep train mlm --devices cpu:4")
+    app.callback()(_root)
+    app.add_typer(train_app(), name="train", help="Train one of the recipes.")
+    app.command(epilog="Example: lockstep devices --devices cpu:4")(devices)
+    app.add_typer(data_app(), name="data", help="Say what the data of a recipe holds.")
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lockstep {version('lockstep')}")
+        raise typer.Exit
+
+
+def _root(
+    *,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="On an error, show where it was raised too. May stand anywhere.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train one model on many devices as if on one, with the same numbers."""

@@ -1,0 +1,72 @@
+"""``lockstep devices``: the devices of this machine and how they are divided."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import torch
+import typer
+
+from lockstep import config
+from lockstep.report.table import text_table
+
+DEVICES_HELP = (
+    "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 picks by name; "
+    "cpu or gpu takes all of that kind. Without it: every GPU, or else the CPU."
+)
+DevicesFlag = Annotated[str | None, typer.Option("--devices", metavar="SPEC", help=DEVICES_HELP, show_default=False)]
+
+
+def devices(*, devices: DevicesFlag = None) -> Callable[[], int]:
+    """Show the physical devices, and the logical devices that --devices makes of them."""
+
+    def job() -> int:
+        chosen = take_devices(devices)
+        print(physical_table(config.list_physical_devices()))
+        print()
+        print(logical_table(chosen))
+        return 0
+
+    return job
+
+
+def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
+    """The logical devices that a ``--devices`` flag means, divided as it asks; None means what a strategy takes.
+
+    Raises:
+        ConfigError: a form that is not there, or a device or a share that this machine cannot give.
+    """
+    if spec is None:
+        return config.resolve_devices(None)
+    return config.apply_device_request(config.parse_device_request(spec))
+
+
+def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
+    """One row for every physical device: its name, what it is, and what it has to share."""
+    return text_table(["physical", "is", "has"], [[p.name, _product(p), _whole(p)] for p in physical])
+
+
+def logical_table(logical: Sequence[config.LogicalDevice]) -> str:
+    """One row for every logical device: its name, what it is a share of, and how large the share is."""
+    return text_table(["logical", "of", "share"], [[d.name, d.physical.name, _share(d)] for d in logical])
+
+
+def _product(physical: config.PhysicalDevice) -> str:
+    return torch.cuda.get_device_name(physical.torch_device) if physical.kind == "GPU" else "CPU"
+
+
+def _whole(physical: config.PhysicalDevice) -> str:
+    return _cores(len(os.sched_getaffinity(0))) if physical.memory is None else f"{physical.memory} MB"
+
+
+def _share(device: config.LogicalDevice) -> str:
+    if device.memory_limit is not None:
+        return f"{device.memory_limit} MB"
+    shares = len(config.get_logical_device_configuration(device.physical) or [device])
+    return "all of it" if shares == 1 else f"1 of {shares}"
+
+
+def _cores(number: int) -> str:
+    return "1 core" if number == 1 else f"{number} cores"

@@ -1,0 +1,74 @@
+"""``lockstep train``: one command for each recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.devices import DevicesFlag, logical_table, take_devices
+from lockstep.cli.flags import config_command
+from lockstep.recipes.mlm import MlmConfig
+from lockstep.recipes.mlm_run import check_exactness, train_mlm
+from lockstep.report.curves import draw_curves
+from lockstep.report.table import epochs_table, history_columns, metrics_line
+from lockstep.strategies.mirrored import MirroredStrategy
+
+MLM_EXAMPLE = "Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm"
+
+OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Where the logs, the weights and the curves are put.")]
+CheckFlag = Annotated[
+    bool, typer.Option("--check-exact", help="Then repeat the first steps on one device, without dropout, and compare.")
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", help="No progress lines; the result alone.")]
+
+
+def train_app() -> typer.Typer:
+    """The commands under ``lockstep train``."""
+    app = typer.Typer()
+    app.callback()(_train)
+    app.command("mlm", epilog=MLM_EXAMPLE)(config_command(MlmConfig)(mlm))
+    return app
+
+
+def mlm(
+    *,
+    config: MlmConfig,
+    devices: DevicesFlag = None,
+    output: OutputFlag = Path("runs/mlm"),
+    check_exact: CheckFlag = False,
+    quiet: QuietFlag = False,
+) -> Callable[[], int]:
+    """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text."""
+
+    def job() -> int:
+        chosen = take_devices(devices)
+        print(f"{len(chosen)} logical devices\n\n{logical_table(chosen)}\n", flush=True)
+        with MirroredStrategy(list(chosen), seed=config.seed) as strategy:
+            _train_and_report(config, strategy, output, verbose=0 if quiet else 1)
+            if check_exact:
+                print(f"\n{check_exactness(config, strategy)}")
+        return 0
+
+    return job
+
+
+def _train() -> None:
+    """Train one of the recipes."""
+
+
+def _train_and_report(config: MlmConfig, strategy: MirroredStrategy, output: Path, *, verbose: int) -> None:
+    logs = output / "logs"
+    result = train_mlm(config, strategy, log_dir=logs, output_dir=output, verbose=verbose)
+    columns = history_columns(result.history)
+    curves = draw_curves(columns, output / "curves.png", title=_title(strategy), test=result.test_metrics)
+    print(f"\n{epochs_table(columns)}\n")
+    print(f"test        {metrics_line(result.test_metrics)}")
+    print(f"tensorboard --logdir {logs}")
+    print(f"curves      {curves}")
+
+
+def _title(strategy: MirroredStrategy) -> str:
+    return f"masked language model on {', '.join(device.name for device in strategy.devices)}"
