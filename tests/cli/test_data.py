@@ -1,0 +1,24 @@
+"""What ``lockstep data`` says of a text."""
+
+from __future__ import annotations
+
+from lockstep.cli.data import describe_text
+from lockstep.recipes.text import TextSplits
+
+SPLITS = TextSplits(train=("one two three", "four " * 40), valid=("five six",), test=("seven",), source="a folder")
+
+
+def test_counts_the_lines_words_and_characters_of_every_part():
+    rows = [line.split() for line in describe_text(SPLITS, lines=0).splitlines()]
+
+    assert rows[0] == ["text:", "a", "folder"]
+    assert rows[2] == ["part", "lines", "words", "characters"]
+    assert rows[4:] == [["train", "2", "43", "213"], ["valid", "1", "2", "8"], ["test", "1", "1", "5"]]
+
+
+def test_shows_the_first_lines_cut_to_one_line():
+    shown = describe_text(SPLITS, lines=2).split("\n\n")[2].splitlines()
+
+    assert shown[0] == "train one two three"
+    assert shown[1].startswith("train four four") and shown[1].endswith("...")
+    assert [line.split()[0] for line in shown[2:]] == ["valid", "test"]
