@@ -5,7 +5,7 @@
 
 The thread ends with its iterator: when that is exhausted, closed or garbage-collected, and when either side fails.
 The first item is read by the consumer itself, so that what a source draws from torch's default generator to begin with
-(a DataLoader's sampler draws its seed then) is drawn in program order.
+(a DataLoader's sampler draws its seed then) is drawn in program order; ``source_random`` is about what it draws later.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from lockstep.data.source_random import SourceRandom
 from lockstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class _PrefetchIterator(Generic[T]):
     def __init__(self, source: Iterator[T], depth: int) -> None:
         self._source: Iterator[T] | None = source
         self._queue: _Queue[T] = _Queue(depth)
+        self._random: SourceRandom | None = None
         self._end: Callable[[], object] = self._queue.close
 
     def __iter__(self) -> Iterator[T]:
@@ -61,22 +63,34 @@ class _PrefetchIterator(Generic[T]):
     def __next__(self) -> T:
         try:
             return self._queue.take() if self._source is None else self._start(self._source)
+        except StopIteration:
+            self._exhausted()
+            raise
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Ends the thread; no items come after it."""
-        self._source = None
+        self._source = self._random = None
         self._end()
+
+    def _exhausted(self) -> None:
+        random = self._random
+        self.close()
+        if random is not None:
+            random.give_back()
 
     def _start(self, source: Iterator[T]) -> T:
         first = next(source)
-        self._source = None
+        self._source, self._random = None, SourceRandom()
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
         thread = threading.Thread(
-            target=context.run, args=(_read, source, self._queue), name="lockstep-prefetch", daemon=True
+            target=context.run,
+            args=(_read, source, self._queue, self._random),
+            name="lockstep-prefetch",
+            daemon=True,
         )
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
@@ -129,12 +143,15 @@ class _Queue(Generic[T]):
             self._changed.notify_all()
 
 
-def _read(source: Iterator[T], queue: _Queue[T]) -> None:
+def _read(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
     error: BaseException | None = None
     try:
-        for item in source:
-            if not queue.put(item):
-                return
+        with random.mode():
+            for item in source:
+                wanted = queue.put(item)
+                del item  # while the next one is made, this one is the consumer's alone
+                if not wanted:
+                    return
     except BaseException as raised:  # noqa: BLE001 - not swallowed: the consumer raises it
         error = raised
     finally:
@@ -143,6 +160,6 @@ def _read(source: Iterator[T], queue: _Queue[T]) -> None:
 
 def _end_thread(queue: _Queue[T], thread: threading.Thread) -> None:
     queue.close()
-    # The garbage collector may run this in any thread, the reading one included.
-    if thread is not threading.current_thread():
+    # The garbage collector may run this in any thread, the reading one included; Ctrl-C may come before the start.
+    if thread is not threading.current_thread() and thread.is_alive():
         thread.join(_END_LIMIT_S)
