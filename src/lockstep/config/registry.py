@@ -96,10 +96,10 @@ class DeviceRegistry:
 
     def _check_known(self, physical: PhysicalDevice) -> None:
         if not isinstance(physical, PhysicalDevice) or physical not in self.physical_devices():
-            shown = physical.name if isinstance(physical, PhysicalDevice) else repr(physical)
+            got = physical.name if isinstance(physical, PhysicalDevice) else f"a {type(physical).__name__}"
             known = ", ".join(device.name for device in self.physical_devices())
             raise ConfigError(
-                f"{shown} is no physical device of this machine; known: {known}; "
+                f"received {got}, expected a physical device of this machine ({known}); "
                 "take one from lockstep.config.list_physical_devices()"
             )
 

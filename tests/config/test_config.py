@@ -1,0 +1,72 @@
+"""``lockstep.config`` as a user sees it: the functions over the process's one registry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lockstep import config
+from lockstep.config import LogicalDeviceConfiguration
+
+pytestmark = pytest.mark.usefixtures("fresh_devices")
+
+
+@pytest.fixture
+def cpu():
+    return config.list_physical_devices("CPU")[0]
+
+
+def test_listing(cpu):
+    assert config.list_physical_devices("cpu") == [cpu]
+    assert config.list_physical_devices()[0] == cpu
+    (logical,) = config.list_logical_devices("Cpu")
+    assert (logical.name, logical.physical, logical.memory_limit) == ("cpu:0", cpu, None)
+    assert logical.torch_device == torch.device("cpu")
+    with pytest.raises(ValueError, match="unknown device kind 'TPU'"):
+        config.list_logical_devices("TPU")
+
+
+def test_a_split_and_its_configuration(cpu):
+    assert config.get_logical_device_configuration(cpu) is None
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
+    assert config.get_logical_device_configuration(cpu) == [LogicalDeviceConfiguration()] * 2
+    assert [device.name for device in config.list_logical_devices("CPU")] == ["cpu:0", "cpu:1"]
+
+
+def test_listing_devices_does_not_use_them(cpu):
+    config.list_logical_devices()
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
+
+
+def test_resolving_devices_uses_them(cpu):
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
+    assert [device.name for device in config.resolve_devices(["cpu:1"])] == ["cpu:1"]
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
+    with pytest.raises(RuntimeError, match="cpu:0 cannot be divided anew"):
+        config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+
+
+def test_devices_that_could_not_be_resolved_are_not_in_use(cpu):
+    with pytest.raises(ValueError, match="unknown device"):
+        config.resolve_devices(["cpu:0", "cpu:1"])
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
+
+
+def test_the_notation_of_the_command_line_reaches_the_registry():
+    request = config.parse_device_request("cpu:4")
+    assert config.list_logical_devices("CPU")[1:] == []
+    assert config.apply_device_request(request) == tuple(config.list_logical_devices("CPU"))
+    assert len(config.resolve_devices(["cpu:3", "cpu:0"])) == 2
+
+
+def test_importing_looks_for_no_devices():
+    script = (
+        "import torch\n"
+        "def fail(*_): raise SystemExit('the import looked for devices')\n"
+        "torch.cuda.device_count = torch.cuda.get_device_properties = fail\n"
+        "import lockstep.config\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
