@@ -92,4 +92,6 @@ def check_share(name: str, limit_mb: int | None, peak: int, *, static: int, rows
             if fits
             else f"not even one example fits beside the {static / MB:.0f} MB of weights and state; use a larger share"
         )
-    raise DeviceMemoryError(f"{name} has a memory_limit of {limit_mb} MB, but the step took {peak / MB:.0f} MB; {advice}")
+    raise DeviceMemoryError(
+        f"{name} has a memory_limit of {limit_mb} MB, but the step took {peak / MB:.0f} MB; {advice}"
+    )

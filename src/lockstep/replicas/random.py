@@ -27,7 +27,15 @@ DEFAULT_GENERATOR_LOCK = threading.Lock()
 
 _TAKES_GENERATOR: frozenset[Any] = frozenset(
     [
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like),
+        *(
+            torch.rand,
+            torch.randn,
+            torch.randint,
+            torch.randperm,
+            torch.rand_like,
+            torch.randn_like,
+            torch.randint_like,
+        ),
         *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.binomial, torch._standard_gamma),
         *(torch._sample_dirichlet, torch.Tensor.bernoulli, torch.Tensor.multinomial, torch.Tensor.bernoulli_),
         *(torch.Tensor.cauchy_, torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_),
@@ -124,9 +132,7 @@ class ReplicaRandom(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         if dropout_p == 0:
-            return _ATTENTION(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return drawing.attention(
             query, key, value, attn_mask, dropout_p,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, generator=self.generator,

@@ -1,0 +1,34 @@
+"""Train one model on many devices as if on one.
+
+The names are those of ``tf.distribute`` where it has one, and PyTorch's otherwise. Importing this needs torch alone.
+"""
+
+from lockstep import config, errors
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.collectives.reduction import ReduceOp
+from lockstep.data.input_context import InputContext
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.default import get_strategy
+from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.scope import has_strategy, in_cross_replica_context
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "InputContext",
+    "MirroredStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "Strategy",
+    "compute_average_loss",
+    "config",
+    "errors",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "scale_regularization_loss",
+]

@@ -1,0 +1,1 @@
+"""Mirrored modules, optimizers and variables: one per replica, kept equal."""

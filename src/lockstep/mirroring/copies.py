@@ -1,0 +1,77 @@
+"""One copy of a module per replica, and which of the copies share one storage of the weights.
+
+Replicas of one physical device without a memory limit alias the parameters: one copy of the weights, each replica
+with its own gradients. Buffers, such as batch-norm statistics, are each replica's own. With a memory limit every
+replica holds its own weights, since the user asked to see what as many real devices would hold.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lockstep.config import LogicalDevice
+from lockstep.errors import UsageError
+
+
+def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], ...]:
+    """The replicas by storage: each inner tuple shares one copy of the weights; its first replica is the leader."""
+    groups: dict[str, list[int]] = {}
+    for replica, device in enumerate(devices):
+        shared = device.memory_limit is None
+        groups.setdefault(device.physical.name if shared else f"{device.name} alone", []).append(replica)
+    return tuple(tuple(members) for members in groups.values())
+
+
+def copy_module(module: nn.Module, device: torch.device, *, alias: bool) -> nn.Module:
+    """A copy of ``module`` on ``device``; tied weights stay tied.
+
+    Args:
+        module: whose weights and buffers are on their device already.
+        device: where the copy's buffers, and its own weights, go.
+        alias: share the storage of the parameters, instead of copying it.
+
+    Raises:
+        UsageError: the module cannot be copied.
+    """
+    # deepcopy asks its memo first: parameters found there are taken as they are, so that ties survive.
+    memo = {id(parameter): _copy_parameter(parameter, device, alias) for parameter in module.parameters()}
+    try:
+        duplicate = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise UsageError(
+            f"{type(module).__name__} cannot be copied for every replica ({error}); "
+            "mirror a module that copy.deepcopy can copy"
+        ) from error
+    for parent in duplicate.modules():
+        for name, buffer in parent.named_buffers(recurse=False):
+            setattr(parent, name, buffer.to(device))
+    return duplicate
+
+
+def align(source: nn.Module, duplicate: nn.Module) -> None:
+    """Gives ``duplicate`` the training mode and the frozen parameters of ``source``: the user changes only that one."""
+    for ours, theirs in zip(source.modules(), duplicate.modules(), strict=True):
+        if theirs.training is not ours.training:
+            theirs.training = ours.training
+    for mine, other in zip(source.parameters(), duplicate.parameters(), strict=True):
+        if other.requires_grad is not mine.requires_grad:
+            other.requires_grad_(mine.requires_grad)
+
+
+def uses_channels_last(module: nn.Module) -> bool:
+    """Whether ``memory_format="auto"`` means channels_last: the module has 2-d convolutions.
+
+    On a CPU the convolutions of MobileNetV2 in channels_last take 0.6 to 0.7 of the time of the default format.
+    """
+    return any(isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)) for part in module.modules())
+
+
+def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) -> nn.Parameter:
+    data = parameter.data if alias else parameter.data.to(device, copy=True)
+    duplicate = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    duplicate.__dict__.update(parameter.__dict__)
+    return duplicate

@@ -1,0 +1,83 @@
+"""The exchange: gradients of all replicas are summed, in place and always in replica order.
+
+    within a storage group, slice by slice      between groups, once           back to the groups
+    replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's   leader 1 .grad = leader 0's
+
+Replicas of one group each sum a slice of the parameters, so the work is spread over their threads. The sum ends in the
+leader's ``.grad``; the other members' gradients become None. A parameter without a gradient anywhere keeps none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+Copies = Sequence[nn.Parameter]
+"""One parameter's copies, one per replica."""
+
+
+def sum_within_group(parameters: Sequence[Copies], members: Sequence[int]) -> None:
+    """Sums the gradients of ``members`` into the first member's ``.grad``, parameter by parameter.
+
+    Args:
+        parameters: the copies of each parameter of this slice.
+        members: the replicas that share one storage; the first is the leader.
+    """
+    leader, *others = members
+    for other in others:
+        into: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        for copies in parameters:
+            gradient = copies[other].grad
+            if gradient is None:
+                continue
+            total = copies[leader].grad
+            if total is None:
+                copies[leader].grad = gradient
+            elif gradient.is_sparse or total.is_sparse:
+                copies[leader].grad = total + gradient
+            else:
+                into.append(total)
+                added.append(gradient)
+            copies[other].grad = None
+        if into:
+            torch._foreach_add_(into, added)
+
+
+def sum_between_groups(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
+    """Sums the leaders' gradients and gives every leader the total, on its own device.
+
+    Called once, while all replicas wait.
+    """
+    first, *others = leaders
+    for copies in parameters:
+        gradients = [copies[leader].grad for leader in leaders]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            continue
+        home = copies[first]
+        total = present[0].to(home.device, copy=gradients[0] is None)
+        for gradient in present[1:]:
+            total = total + gradient.to(home.device)
+        home.grad = total
+        for leader in others:
+            copies[leader].grad = total.to(copies[leader].device, copy=True)
+
+
+def gradients_of(parameters: Sequence[Copies], replica: int) -> list[torch.Tensor]:
+    """The gradients that ``replica`` holds for ``parameters``, without those that have none."""
+    return [gradient for copies in parameters if (gradient := copies[replica].grad) is not None]
+
+
+def divide(gradients: Sequence[torch.Tensor], divisor: float) -> None:
+    """Divides gradients in place by the total count, once."""
+    if divisor == 1.0 or not gradients:
+        return
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.div_(divisor)
+    if dense:
+        torch._foreach_div_(dense, divisor)

@@ -1,0 +1,70 @@
+"""Making mirrored modules: place the user's module, copy it for the other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lockstep.config import LogicalDevice
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.batch_norm import convert_sync_batch_norm
+from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels_last
+from lockstep.mirroring.module import MirroredModule
+
+MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
+
+
+def mirror_module(
+    owner: object,
+    module: nn.Module,
+    devices: Sequence[LogicalDevice],
+    *,
+    sync_batchnorm: bool,
+    memory_format: MemoryFormat,
+) -> MirroredModule:
+    """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
+
+    Args:
+        owner: the strategy.
+        module: the user's module.
+        devices: one per replica.
+        sync_batchnorm: replace batch norms (in place) by ones over the global batch.
+        memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
+
+    Raises:
+        UsageError: the module has parameters without a shape yet, or cannot be copied.
+        ConfigError: no such memory format.
+    """
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
+    if sync_batchnorm:
+        module = convert_sync_batch_norm(module)
+    module.to(devices[0].torch_device)
+    layout = _layout(module, memory_format)
+    if layout is not None:
+        module.to(memory_format=layout)  # type: ignore[call-overload]
+    groups = storage_groups(devices)
+    source = {member: group[0] for group in groups for member in group}
+    copies: list[nn.Module] = [module]
+    for replica, device in enumerate(devices[1:], start=1):
+        leader = source[replica]
+        alias = leader != replica
+        copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
+    return MirroredModule(owner, copies, groups)
+
+
+def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:
+    if isinstance(memory_format, torch.memory_format):
+        return memory_format
+    if memory_format == "preserve":
+        return None
+    if memory_format == "auto":
+        return torch.channels_last if uses_channels_last(module) else None
+    raise ConfigError(
+        f'memory_format={memory_format!r} is unknown; choose "auto", "preserve", torch.channels_last '
+        "or torch.contiguous_format"
+    )

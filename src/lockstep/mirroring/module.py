@@ -1,0 +1,218 @@
+"""A mirrored module: calling it runs the current replica's copy; its keys are those of the plain module.
+
+The first copy is the user's own module object, so an optimizer made from its parameters stays valid and the trained
+weights are in the user's hands. How copies are made and who shares storage is ``mirroring.copies``' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lockstep.collectives.reduction import sum_tensors
+from lockstep.errors import UsageError
+from lockstep.mirroring.batch_norm import has_sync_batch_norm
+from lockstep.mirroring.copies import align
+from lockstep.mirroring.empty_shard import guard_empty_shard
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+
+
+class MirroredModule(nn.Module):
+    """One copy of a module per replica. Made by ``strategy.mirror(module)``.
+
+    Inside a replica everything (the call, ``parameters()``, attributes) is that replica's copy; outside it is the
+    user's own module, and what is changed there reaches all copies. Floating buffers, such as batch-norm statistics,
+    are per replica and are averaged when read outside.
+
+    Args:
+        owner: the strategy.
+        copies: one per replica; the first is the user's module.
+        groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
+    """
+
+    def __init__(self, owner: object, copies: Sequence[nn.Module], groups: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
+        self._owner = owner
+        self._copies = tuple(copies)
+        self._groups = tuple(tuple(group) for group in groups)
+        self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module, which is replica 0's copy."""
+        return self._copies[0]
+
+    @property
+    def copies(self) -> tuple[nn.Module, ...]:
+        """One copy per replica."""
+        return self._copies
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the current replica's copy; outside a replica, replica 0's."""
+        here = self._here()
+        with guard_empty_shard(here, args, kwargs):
+            return here(*args, **kwargs)
+
+    def align(self) -> None:
+        """Gives all copies the training mode and the frozen parameters of the user's module."""
+        for duplicate in self._copies[1:]:
+            align(self.module, duplicate)
+
+    def sync_buffers(self) -> None:
+        """Writes the average of the floating buffers to all copies, and replica 0's of the others.
+
+        Raises:
+            UsageError: called inside a replica.
+        """
+        self._outside("sync_buffers")
+        with torch.no_grad():
+            for buffers in self._buffer_copies():
+                mean = _average(buffers)
+                for buffer in buffers:
+                    buffer.copy_(mean)
+
+    def train(self, mode: bool = True) -> MirroredModule:
+        """Sets the training mode, inside a replica of its copy, outside of all.
+
+        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same statistics.
+        """
+        if get_replica_context() is not None:
+            self._here().train(mode)
+            return self
+        for duplicate in self._copies:
+            duplicate.train(mode)
+        self.training = mode
+        if not mode:
+            self.sync_buffers()
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The current copy's parameters by name; outside a replica the user's module's."""
+        return self._here().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The current copy's buffers by name; outside a replica their averages."""
+        here = self._here()
+        named = here.named_buffers(prefix, recurse, remove_duplicate)
+        if get_replica_context() is not None:
+            yield from named
+            return
+        averages = self._averages()
+        for name, buffer in named:
+            yield name, averages.get(id(buffer), buffer)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The current copy's modules by name."""
+        return self._here().named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The current copy's children by name."""
+        return self._here().named_children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The plain module's, same keys; outside a replica with averaged buffers."""
+        state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
+        if get_replica_context() is None:
+            averages = {buffer.data_ptr(): mean for buffer, mean in self._averaged_pairs()}
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() in averages and value.numel():
+                    state[key] = averages[value.data_ptr()]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads into every copy.
+
+        Raises:
+            UsageError: called inside a replica, or with ``assign=True``, which would part the copies.
+        """
+        self._outside("load_state_dict")
+        if assign:
+            raise UsageError("load_state_dict(assign=True) would part the replicas' weights; use assign=False")
+        result = self.module.load_state_dict(state_dict, strict=strict)
+        self._spread()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, inside a replica of its copy, outside of all."""
+        for duplicate in self._copies if get_replica_context() is None else [self._here()]:
+            duplicate.zero_grad(set_to_none)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> MirroredModule:
+        """Applies ``fn`` to the user's module and its children, then gives all copies the same weights."""
+        self._outside("apply")
+        self.module.apply(fn)
+        self._spread()
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
+        raise UsageError("a mirrored module's devices and dtypes are settled; convert the module before mirroring it")
+
+    def __getattr__(self, name: str) -> Any:
+        copies = self.__dict__.get("_copies")
+        if copies is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._here(), name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a mirrored module belongs to its strategy's threads; copy or save module.state_dict() instead"
+        )
+
+    def __repr__(self) -> str:
+        return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
+
+    def _here(self) -> nn.Module:
+        context = get_replica_context()
+        if context is None:
+            return self._copies[0]
+        self._check_owner(context)
+        return self._copies[context.replica_id_in_sync_group]
+
+    def _check_owner(self, context: ReplicaContext) -> None:
+        if context.strategy is not self._owner:
+            raise UsageError(
+                "this module was mirrored by another strategy than the one that runs this replica; "
+                "mirror it with the strategy whose run() calls it"
+            )
+
+    def _outside(self, method: str) -> None:
+        if get_replica_context() is not None:
+            raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
+
+    def _spread(self) -> None:
+        with torch.no_grad():
+            for leader in (group[0] for group in self._groups[1:]):
+                for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
+                    other.copy_(mine)
+            for buffers in self._buffer_copies():
+                for buffer in buffers[1:]:
+                    buffer.copy_(buffers[0])
+
+    def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
+
+    def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        with torch.no_grad():
+            return [(buffers[0], _average(buffers)) for buffers in self._buffer_copies()]
+
+    def _averages(self) -> dict[int, torch.Tensor]:
+        return {id(buffer): mean for buffer, mean in self._averaged_pairs()}
+
+
+def _average(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean of floating buffers; replica 0's of integers, and where all are equal already (a mean would round)."""
+    first = buffers[0]
+    others = [buffer.to(first.device) for buffer in buffers[1:]]
+    if not first.is_floating_point() or all(torch.equal(first, other) for other in others):
+        return first.detach()
+    return sum_tensors([first, *others]) / len(buffers)

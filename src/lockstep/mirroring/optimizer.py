@@ -1,0 +1,181 @@
+"""A mirrored optimizer: torch's face of the update in lockstep.
+
+It is a ``torch.optim.Optimizer`` whose groups, state and ``state_dict`` are the plain optimizer's, so schedulers and
+savers work on it as on the plain one. What happens in a step is ``mirroring.update``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+
+FindCopies = Callable[[nn.Parameter], Sequence[nn.Parameter] | None]
+
+
+class MirroredOptimizer(Optimizer):
+    """An optimizer whose ``step`` is a collective. Made by ``strategy.mirror(optimizer)``.
+
+    Args:
+        owner: the strategy.
+        optimizer: the plain optimizer over the parameters of mirrored modules.
+        groups: the replicas by storage of the weights.
+        find_copies: gives a parameter's copies, one per replica; None if its module is not mirrored.
+    """
+
+    def __init__(
+        self, owner: object, optimizer: Optimizer, groups: Sequence[Sequence[int]], find_copies: FindCopies
+    ) -> None:
+        # Optimizer.__init__ is not called: all that it would set up is the plain optimizer's.
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates its closure many times a step; choose a first-order optimizer")
+        self._owner = owner
+        self._plain = optimizer
+        self._groups = groups
+        self._find_copies = find_copies
+        self._prepare()
+
+    @property
+    def plain(self) -> Optimizer:
+        """The user's own optimizer."""
+        return self._plain
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The plain optimizer's."""
+        return self._plain.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The plain optimizer's."""
+        return self._plain.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The plain optimizer's."""
+        return self._plain.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Sums the gradients over all replicas and updates once. Every replica must call it.
+
+        Afterwards replica 0's parameters hold the summed gradients and the other replicas' none, so that without
+        ``zero_grad`` further gradients add up as they do on one device.
+
+        Args:
+            closure: evaluated on each replica before; its result is returned.
+
+        Raises:
+            UsageError: called outside a replica, or in a replica of another strategy.
+        """
+        context = self._context()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update.run(context, Totals(0.0, 1.0))
+        return loss
+
+    def update(
+        self,
+        context: ReplicaContext,
+        *,
+        totals: Totals,
+        clip_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> StepResult:
+        """``step`` for gradients of sums: divides them once by the summed count. Every replica must call it.
+
+        All replicas' gradients are None afterwards. A summed count of 0 skips the update.
+
+        Args:
+            context: the calling replica's.
+            totals: this replica's sums since the last update.
+            clip_norm: the largest global norm of the divided gradients; None does not clip.
+            scaler: by whose scale the losses were multiplied (fp16); it decides whether to skip.
+
+        Raises:
+            NonFiniteLossError: the summed loss is NaN or infinite; no weight has been touched.
+        """
+        self._check_owner(context)
+        result = self._update.run(context, totals, clip_norm, scaler)
+        self.zero_grad()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the current replica's gradients; outside a replica those of all."""
+        context = get_replica_context()
+        for copies in self._parameters:
+            for parameter in copies if context is None else [copies[context.replica_id_in_sync_group]]:
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain optimizer's."""
+        return self._plain.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads into the plain optimizer and its copies. Outside a replica only.
+
+        Raises:
+            UsageError: called inside a replica.
+        """
+        if get_replica_context() is not None:
+            raise UsageError("load_state_dict reaches all replicas; call it outside strategy.run")
+        self._plain.load_state_dict(dict(state_dict))
+        self._update.updaters.reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters of a mirrored module to the plain optimizer."""
+        self._plain.add_param_group(param_group)
+        self._prepare()
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Registers on the plain optimizer; the hook runs once an update."""
+        return self._plain.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Registers on the plain optimizer; the hook runs once an update."""
+        return self._plain.register_step_post_hook(hook)
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError("a mirrored optimizer belongs to its strategy's threads; save its state_dict() instead")
+
+    def __repr__(self) -> str:
+        return f"MirroredOptimizer({self._plain!r})"
+
+    def _prepare(self) -> None:
+        self._parameters: list[Sequence[nn.Parameter]] = []
+        for group in self._plain.param_groups:
+            for parameter in group["params"]:
+                copies = self._find_copies(parameter)
+                if copies is None:
+                    raise UsageError(
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not "
+                        "mirrored; call strategy.mirror(module) first and give the optimizer that module's parameters"
+                    )
+                self._parameters.append(copies)
+        self._update = LockstepUpdate(self._plain, self._parameters, self._groups)
+
+    def _context(self) -> ReplicaContext:
+        context = get_replica_context()
+        if context is None:
+            raise UsageError(
+                "a mirrored optimizer's step meets all replicas; call it inside the function that strategy.run runs"
+            )
+        self._check_owner(context)
+        return context
+
+    def _check_owner(self, context: ReplicaContext) -> None:
+        if context.strategy is not self._owner:
+            raise UsageError(
+                "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
+            )

@@ -1,0 +1,191 @@
+"""One update in lockstep: the order of things when all replicas are at the end of a step.
+
+    replica r:  meet: totals, NaN check -> sum a slice -> [meet: between storages] -> divide -> [meet: norm; clip]
+                -> update a slice -> meet: done
+
+Gradients are summed, never averaged; the count, where one is given, divides them once. The arithmetic is in
+``exchange`` and ``updaters``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import NonFiniteLossError
+from lockstep.mirroring.exchange import Copies, divide, gradients_of, sum_between_groups, sum_within_group
+from lockstep.mirroring.slices import balance
+from lockstep.mirroring.updaters import Updaters
+from lockstep.replicas.context import ReplicaContext
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One replica's sums since the last update.
+
+    Args:
+        total: the sum of its loss values, a number or a tensor of one element.
+        count: how many there were: examples, or tokens.
+    """
+
+    total: float | torch.Tensor
+    count: float | torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an update did, equal on all replicas.
+
+    Args:
+        total: the loss summed over all replicas.
+        count: the count summed over all replicas.
+        grad_norm: the gradients' norm before clipping; None if not asked for.
+        skipped: nothing was counted, or fp16 gradients overflowed: no weight was touched.
+    """
+
+    total: float
+    count: float
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+class LockstepUpdate:
+    """Sums gradients over all replicas and updates every storage of the weights alike.
+
+    Args:
+        optimizer: the user's optimizer, over replica 0's parameters.
+        parameters: per parameter its copies, one per replica.
+        groups: the replicas by storage of the weights, replica 0's group first; the first of each leads it.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> None:
+        self._parameters = parameters
+        self._groups = {member: tuple(group) for group in groups for member in group}
+        self._leaders = tuple(group[0] for group in groups)
+        self.updaters = Updaters(optimizer, parameters, self._leaders)
+        sizes = [copies[0].numel() for copies in parameters]
+        self._slices: dict[int, list[int]] = {}
+        for group in groups:
+            self._slices |= dict(zip(group, map(list, balance(sizes, len(group))), strict=True))
+
+    def run(
+        self,
+        context: ReplicaContext,
+        totals: Totals,
+        clip_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> StepResult:
+        """One update. Every replica must call it; all get an equal result.
+
+        Raises:
+            NonFiniteLossError: the summed total is NaN or infinite; no weight has been touched.
+        """
+        replica = context.replica_id_in_sync_group
+        leader, mine = self._groups[replica][0], self._slices[replica]
+        result: StepResult = context.meet("optimizer update", totals, self._open)
+        if result.skipped:
+            return result
+        sum_within_group([self._parameters[index] for index in mine], self._groups[replica])
+        if len(self._leaders) > 1:
+            context.meet("gradient exchange", None, lambda _: sum_between_groups(self._parameters, self._leaders))
+        if scaler is not None:
+            return self._run_scaled(context, result, clip_norm, scaler)
+        gradients = gradients_of([self._parameters[index] for index in mine], leader)
+        divide(gradients, result.count)
+        norm = None
+        if clip_norm is not None:
+            norm = context.meet("gradient norm", self._norms(mine, leader), self._global_norm)
+            _clip(gradients, norm, clip_norm)
+        if self.updaters.divisible:
+            self.updaters.step_slice(leader, [self._parameters[index][leader] for index in mine])
+        context.meet("end of the optimizer update", None, self._close)
+        return StepResult(result.total, result.count, None if norm is None else float(norm))
+
+    def _open(self, totals: list[Totals]) -> StepResult:
+        total, count = sum(float(each.total) for each in totals), sum(float(each.count) for each in totals)
+        if not math.isfinite(total):
+            raise NonFiniteLossError(
+                f"the loss is {total}; the weights are those before this update. "
+                "Lower the learning rate, clip the gradients (clip_norm=1.0), or look for bad values in the data"
+            )
+        self.updaters.align()
+        return StepResult(total, count, skipped=count == 0)
+
+    def _close(self, _: list[None]) -> None:
+        if not self.updaters.divisible:
+            for leader in self._leaders:
+                self.updaters.step(leader)
+        self._leave_sums_with_first()
+
+    def _leave_sums_with_first(self) -> None:
+        for copies in self._parameters:
+            for leader in self._leaders[1:]:
+                copies[leader].grad = None
+
+    def _norms(self, indices: Sequence[int], leader: int) -> dict[int, torch.Tensor]:
+        """The norm of each gradient by parameter number; only replica 0's group is asked."""
+        if leader != self._leaders[0]:
+            return {}
+        with_gradient = [index for index in indices if self._parameters[index][leader].grad is not None]
+        gradients = gradients_of([self._parameters[index] for index in with_gradient], leader)
+        norms = torch._foreach_norm(gradients) if gradients else ()
+        return dict(zip(with_gradient, norms, strict=True))
+
+    def _global_norm(self, parts: list[dict[int, torch.Tensor]]) -> torch.Tensor:
+        norms = {index: norm for part in parts for index, norm in part.items()}
+        in_order = [norms[index] for index in sorted(norms)]
+        return torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
+
+    def _run_scaled(
+        self, context: ReplicaContext, opened: StepResult, clip_norm: float | None, scaler: torch.amp.GradScaler
+    ) -> StepResult:
+        """The rest of an fp16 update, in one thread: torch's scaler wants to see all gradients at once."""
+
+        def finish(_: list[None]) -> StepResult:
+            everything = _EveryStorage(self.updaters, self._parameters, self._leaders)
+            gradients = {leader: gradients_of(self._parameters, leader) for leader in self._leaders}
+            for each in gradients.values():
+                divide(each, opened.count)
+            scaler.scale(torch.ones((), device=self._parameters[0][0].device))  # makes its state on first use
+            scaler.unscale_(everything)
+            norm = None
+            if clip_norm is not None:
+                first = self._leaders[0]
+                norm = self._global_norm([self._norms(range(len(self._parameters)), first)])
+                for each in gradients.values():
+                    _clip(each, norm, clip_norm)
+            before = scaler.get_scale()
+            scaler.step(everything)
+            scaler.update()
+            self._leave_sums_with_first()
+            skipped = scaler.get_scale() < before
+            return StepResult(opened.total, opened.count, None if norm is None else float(norm), skipped)
+
+        result: StepResult = context.meet("scaled optimizer update", None, finish)
+        return result
+
+
+class _EveryStorage(Optimizer):
+    """All storages' parameters as one optimizer, which is what torch.amp.GradScaler works on."""
+
+    def __init__(self, updaters: Updaters, parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
+        every: list[nn.Parameter] = [copies[leader] for copies in parameters for leader in leaders]
+        super().__init__(every, {})
+        self._updaters, self._leaders = updaters, leaders
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for leader in self._leaders:
+            self._updaters.step(leader)
+
+
+def _clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip_norm: float) -> None:
+    """Scales gradients in place, as torch.nn.utils.clip_grad_norm_ does (Pascanu et al. 2013)."""
+    if not gradients:
+        return
+    coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].device))

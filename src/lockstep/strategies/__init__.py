@@ -1,0 +1,1 @@
+"""Strategies: what runs a step on which replicas."""

@@ -1,0 +1,224 @@
+"""What every strategy offers, and the part of it that does not depend on where the replicas run.
+
+A strategy supplies its devices and a way to execute one body per replica; run, reduce, gather, mirror, variables and
+datasets follow from these. Abstract: MirroredStrategy and the default strategy are the implementations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar, overload
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.reduction import ReduceOp, gather_values, reduce_values
+from lockstep.config import LogicalDevice
+from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
+from lockstep.data.input_context import InputContext
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.copies import storage_groups
+from lockstep.mirroring.mirror import MemoryFormat, mirror_module
+from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
+from lockstep.replicas.context import get_replica_context
+from lockstep.strategies.scope import entered
+
+R = TypeVar("R")
+
+
+class Strategy(ABC):
+    """How one program runs on many replicas. Subclasses give ``devices`` and ``_execute``."""
+
+    def __init__(self) -> None:
+        # Weak: a mirrored module keeps its strategy alive, and not the other way round.
+        self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """The logical devices of the local replicas, in replica order."""
+
+    @abstractmethod
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        """Runs one body per replica, each in its replica context, and returns their results."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what the strategy keeps running. Idempotent; afterwards ``run`` is an error."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas share each global batch."""
+        return len(self.devices)
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Makes this the strategy that ``ls.Model`` and ``ls.get_strategy`` find inside the ``with`` block.
+
+        Raises:
+            UsageError: (on entering) another strategy's scope is open, or this is inside a replica.
+        """
+        self._outside("scope")
+        return entered(self)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Runs ``fn`` once per replica and waits for all.
+
+        The caller's grad mode, autocast and context variables hold in the replicas too.
+
+        Args:
+            fn: the step function; ``ls.get_replica_context()`` inside it is this replica's.
+            args: a tuple or list. PerReplica values, also inside tuples, lists and dicts, are unwrapped; plain ones go
+                to every replica unchanged.
+            kwargs: likewise.
+
+        Returns:
+            The structure that ``fn`` returned, with a PerReplica for each leaf; a leaf that is the very same object on
+            all replicas comes back bare.
+
+        Raises:
+            TypeError: ``args`` is not a tuple or list.
+            BaseException: a failing replica's own exception, with the replica and its device as a note.
+            CollectiveError: the replicas did not meet at the same collective.
+            UsageError: called inside a replica, or inside another strategy's scope.
+        """
+        self._outside("run")
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(
+                f"args must be a tuple or list of fn's arguments, got {type(args).__name__}; write args=(x,)"
+            )
+        views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(self.num_replicas_in_sync)]
+        for module in self._modules.values():
+            module.align()
+        bodies = [partial(fn, *positional, **named) for positional, named in views]
+        with entered(self):
+            return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
+
+    def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """Reduces per-replica values to one.
+
+        Args:
+            op: "sum" or "mean", or an ``ls.ReduceOp``.
+            value: a PerReplica, or a structure of them. A plain value counts once per replica for the sum.
+            axis: also reduce along this dimension of each value; the mean is then the total sum over the total
+                count, so uneven shards come out right.
+
+        Returns:
+            The same structure with a tensor (on replica 0's device) or number for each leaf.
+        """
+        self._outside("reduce")
+        return self._map_values(partial(reduce_values, ReduceOp.of(op), axis=axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates per-replica values along ``axis``, in replica order; shapes may differ in that dimension only."""
+        self._outside("gather")
+        return self._map_values(partial(gather_values, axis=axis), value)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of the local replicas, one item each; a plain value is every replica's."""
+        return tuple(self._view(value, replica) for replica in range(self.num_replicas_in_sync))
+
+    @overload
+    def mirror(
+        self, target: nn.Module, *, sync_batchnorm: bool = False, memory_format: MemoryFormat = "auto"
+    ) -> MirroredModule: ...
+
+    @overload
+    def mirror(self, target: torch.optim.Optimizer) -> MirroredOptimizer: ...
+
+    def mirror(
+        self,
+        target: nn.Module | torch.optim.Optimizer,
+        *,
+        sync_batchnorm: bool = False,
+        memory_format: MemoryFormat = "auto",
+    ) -> MirroredModule | MirroredOptimizer:
+        """Gives every replica its copy of a module, or makes an optimizer's step a step of all replicas.
+
+        Args:
+            target: a module, which becomes replica 0's copy and is moved to its device in place; or an optimizer over
+                parameters of mirrored modules.
+            sync_batchnorm: batch norms (replaced in place) take their statistics from the whole global batch.
+            memory_format: of a module's weights; "auto" is channels_last where there are 2-d convolutions.
+
+        Raises:
+            UsageError: called inside a replica; a module that cannot be copied; an optimizer over other parameters.
+            TypeError: neither a module nor an optimizer.
+        """
+        self._outside("mirror")
+        if isinstance(target, nn.Module):
+            return self._mirror_module(target, sync_batchnorm, memory_format)
+        if isinstance(target, MirroredOptimizer):
+            return target
+        if isinstance(target, torch.optim.Optimizer):
+            return MirroredOptimizer(self, target, storage_groups(self.devices), self._find_copies)
+        raise TypeError(f"mirror takes a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
+
+    def variable(
+        self, value: Any, *, aggregation: Aggregation = "none", synchronization: Synchronization = "on_write"
+    ) -> MirroredVariable:
+        """A variable with one value per replica; see ``MirroredVariable``."""
+        self._outside("variable")
+        return MirroredVariable(self, value, self.devices, aggregation=aggregation, synchronization=synchronization)
+
+    def distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
+        """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``."""
+        self._outside("distribute_dataset")
+        return DistributedDataset(dataset, self.devices)
+
+    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Iterable[Any]]) -> PerReplicaDataset:
+        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
+        self._outside("distribute_datasets_from_function")
+        return PerReplicaDataset(fn, self.devices)
+
+    def _mirror_module(self, module: nn.Module, sync_batchnorm: bool, memory_format: MemoryFormat) -> MirroredModule:
+        if isinstance(module, MirroredModule):
+            if self._modules.get(id(module.module)) is not module:
+                raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
+            return module
+        mirrored = self._modules.get(id(module))
+        if mirrored is None:
+            mirrored = mirror_module(
+                self, module, self.devices, sync_batchnorm=sync_batchnorm, memory_format=memory_format
+            )
+            self._modules[id(mirrored.module)] = mirrored
+        return mirrored
+
+    def _find_copies(self, parameter: nn.Parameter) -> tuple[nn.Parameter, ...] | None:
+        for module in self._modules.values():
+            for copies in zip(*(duplicate.parameters() for duplicate in module.copies), strict=True):
+                if copies[0] is parameter:
+                    return copies
+        return None
+
+    def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
+        if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
+            return reduction(list(self.local_results(value)))  # values such as lists are values, not structures
+        return tree_map(lambda leaf: reduction(list(self.local_results(leaf))), value)
+
+    def _view(self, structure: Any, replica: int) -> Any:
+        return select(structure, replica, self.num_replicas_in_sync)
+
+    def _outside(self, method: str) -> None:
+        if get_replica_context() is not None:
+            raise UsageError(
+                f"{method} is for all replicas together and was called inside one; call it outside strategy.run, "
+                "or use the replica context: ls.get_replica_context().all_reduce, .all_gather, .merge_call"
+            )
+
+
+def _rows(view: Any) -> int | None:
+    """The length of the first tensor among a replica's arguments: its shard's, for messages."""
+    for leaf in tree_leaves(view):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return None

@@ -1,0 +1,47 @@
+"""The strategy outside every scope: one device, in the caller's own thread, with torch's own random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+from lockstep.collectives.rendezvous import Rendezvous
+from lockstep.collectives.turns import Turns
+from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
+from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.scope import current_strategy
+
+
+class DefaultStrategy(Strategy):
+    """One replica on the first logical GPU, else the first logical CPU device. No thread: a plain torch program."""
+
+    @cached_property
+    def devices(self) -> tuple[LogicalDevice, ...]:  # type: ignore[override]
+        """The one device; chosen, and taken into use, when it is first asked for."""
+        return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        device = self.devices[0]
+        context = ReplicaContext(self, 0, device, Rendezvous([f"replica 0 ({device.name})"], timeout_s=1.0), Turns(1))
+        with in_context(context):
+            return [bodies[0]()]
+
+    def __repr__(self) -> str:
+        return "the default strategy of one device"
+
+
+@cache
+def _default() -> DefaultStrategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy whose scope or replica this code is in; outside, the default one of one device."""
+    return current_strategy() or _default()

@@ -1,0 +1,90 @@
+"""Loss helpers for the user's own loop: per-example losses of a shard, to that shard's part of the global average.
+
+Their results add up over replicas to the loss of the whole global batch, and so do their gradients: nothing is
+averaged between replicas, and uneven shards come out right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.errors import ConfigError, UsageError
+from lockstep.replicas.context import get_replica_context
+from lockstep.strategies.scope import in_cross_replica_context
+
+
+def compute_average_loss(
+    per_example_loss: torch.Tensor,
+    *,
+    sample_weight: torch.Tensor | None = None,
+    global_batch_size: int | None = None,
+) -> torch.Tensor:
+    """The sum of this shard's losses over the global batch size. Inside a replica; outside a scope, one device's mean.
+
+    Args:
+        per_example_loss: [rows, ...], not reduced; 0 rows give 0.
+        sample_weight: [rows] or broadcastable to the losses; multiplies them. The divisor stays the number of examples.
+        global_batch_size: examples in the whole global batch. None adds up the rows of all replicas, and then every
+            replica must call it.
+
+    Returns:
+        A scalar; the sum over all replicas is the average loss of the global batch.
+
+    Raises:
+        ConfigError: a loss that has been reduced already, weights that do not fit, or a size that is not positive.
+        UsageError: called in cross-replica context.
+
+    Example:
+        >>> import torch, lockstep as ls
+        >>> float(ls.compute_average_loss(torch.tensor([1.0, 2.0]), global_batch_size=4))
+        0.75
+    """
+    context = get_replica_context()
+    if context is None and in_cross_replica_context():
+        raise UsageError(
+            "compute_average_loss is about one replica's shard; call it inside the function given to strategy.run"
+        )
+    if per_example_loss.ndim == 0:
+        raise ConfigError(
+            'the loss is a scalar, expected one value per example, shape (rows, ...); use reduction="none" in the loss'
+        )
+    if sample_weight is not None:
+        per_example_loss = per_example_loss * _fitted(sample_weight, per_example_loss)
+    total = per_example_loss.sum()
+    if global_batch_size is not None:
+        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+            raise ConfigError(f"global_batch_size={global_batch_size!r}; expected the number of examples, at least 1")
+        return total / global_batch_size
+    rows: Any = per_example_loss.shape[0]
+    if context is not None:
+        rows = context.meet("compute_average_loss", rows, sum)
+    return total / max(rows, 1)
+
+
+def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:
+    """The loss over the number of replicas: every replica adds the whole regularisation, so that it counts once.
+
+    Raises:
+        UsageError: called in cross-replica context.
+    """
+    context = get_replica_context()
+    if context is not None:
+        return loss.sum() / context.num_replicas_in_sync
+    if in_cross_replica_context():
+        raise UsageError("scale_regularization_loss belongs inside the function given to strategy.run")
+    return loss.sum()
+
+
+def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+    if weight.ndim == 1 and losses.ndim > 1 and weight.shape[0] == losses.shape[0]:
+        weight = weight.reshape(-1, *[1] * (losses.ndim - 1))
+    try:
+        torch.broadcast_to(weight, losses.shape)
+    except RuntimeError:
+        raise ConfigError(
+            f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
+            f"give one weight per example, shape ({losses.shape[0]},)"
+        ) from None
+    return weight

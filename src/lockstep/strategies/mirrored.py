@@ -1,0 +1,72 @@
+"""MirroredStrategy: one process, one replica per logical device, each in its own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.config import LogicalDevice, resolve_devices
+from lockstep.errors import ConfigError
+from lockstep.replicas.runner import ReplicaRunner
+from lockstep.strategies.base import Strategy
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+class MirroredStrategy(Strategy):
+    """Trains one model on many devices of this host as if on one; no launcher.
+
+    The numbers are those of one device on the whole global batch, for any number of replicas; the same program with
+    the same seed on the same devices gives bit-equal weights.
+
+    Args:
+        devices: a list of devices such as ``["cpu:0", "cpu:1"]`` or ``["gpu:0", "gpu:2"]``; None is every logical GPU,
+            else every logical CPU device.
+        seed: of the replicas' random numbers (dropout); None is ``torch.initial_seed()``.
+        timeout_s: how many seconds a replica waits in a collective for one that is still computing.
+
+    Raises:
+        ConfigError: an unknown device, or one named twice.
+
+    Example:
+        >>> import torch, lockstep as ls
+        >>> strategy = ls.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = ls.Model(torch.nn.Linear(4, 1))
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device | LogicalDevice] | None = None,
+        *,
+        seed: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        if isinstance(devices, str):
+            raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r} is no waiting time; give a number of seconds above 0")
+        self._devices = resolve_devices(devices)
+        self._runner = ReplicaRunner(
+            self._devices, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s
+        )
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """The logical devices of the replicas, in replica order."""
+        return self._devices
+
+    def close(self) -> None:
+        """Ends the replica threads. They also end when the strategy is garbage collected and at interpreter exit."""
+        self._runner.close()
+
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        return self._runner.run(self, fn, bodies, rows)
+
+    def __repr__(self) -> str:
+        return f"MirroredStrategy([{', '.join(device.name for device in self._devices)}])"
