@@ -1,0 +1,100 @@
+"""EarlyStopping: ends fit when a monitored number has stopped improving."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.callbacks.monitor import Mode, Monitor
+from lockstep.train.callbacks.progress import write_line
+
+
+class EarlyStopping(Callback):
+    """Stops training when ``monitor`` has not improved for ``patience`` epochs. Arguments as in Keras.
+
+    Args:
+        monitor: a name of the logs.
+        min_delta: a smaller change is no improvement.
+        patience: epochs without improvement after which training stops.
+        verbose: 1 writes a line when it stops or restores.
+        mode: "min", "max", or "auto" to choose by the name.
+        baseline: a value to beat; epochs that do not beat it count as no improvement.
+        restore_best_weights: load the weights of the best epoch at the end of training; kept in memory, on the CPU.
+        start_from_epoch: epochs before this one are not looked at.
+
+    Attributes:
+        best: the best value so far; None before the first.
+        stopped_epoch: the epoch after which training stopped; 0 if it did not.
+        best_epoch: the epoch with the best value.
+
+    Example:
+        >>> callback = EarlyStopping(monitor="val_loss", patience=2, restore_best_weights=True)
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: Mode = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        super().__init__()
+        self._watch = Monitor(monitor, mode=mode, owner="EarlyStopping", min_delta=min_delta)
+        self.monitor = monitor
+        self.patience = patience
+        self.verbose = verbose
+        self.baseline = baseline
+        self.restore_best_weights = restore_best_weights
+        self.start_from_epoch = start_from_epoch
+        self.best: float | None = None
+        self.wait = 0
+        self.stopped_epoch = 0
+        self.best_epoch = 0
+        self._best_weights: dict[str, Tensor] | None = None
+
+    def on_train_begin(self, logs: Logs) -> None:
+        """Forgets an earlier run, so that one instance serves several."""
+        self.best, self._best_weights = None, None
+        self.wait = self.stopped_epoch = self.best_epoch = 0
+        self._watch.begin(self.model.metrics)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Looks at the epoch's number, and stops training when patience is at its end."""
+        if epoch < self.start_from_epoch:
+            return
+        value = self._watch.read(logs)
+        if value is None:
+            return
+        self.wait += 1
+        if self._watch.is_better(value, self.best):
+            self._keep(epoch, value)
+            # As in Keras, only a value that beats the baseline too starts the wait anew.
+            if self._watch.is_better(value, self.baseline):
+                self.wait = 0
+        elif self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Logs) -> None:
+        """Says that training stopped early, and loads the best weights if asked to."""
+        if self.stopped_epoch and self.verbose:
+            write_line(f"epoch {self.stopped_epoch + 1}: early stopping")
+        if self.restore_best_weights and self._best_weights is not None:
+            if self.verbose:
+                write_line(f"restoring the weights of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
+            self.model.load_state_dict(self._best_weights)
+
+    def close(self) -> None:
+        """Drops the kept weights."""
+        self._best_weights = None
+
+    def _keep(self, epoch: int, value: float) -> None:
+        self.best = value
+        self.best_epoch = epoch
+        if self.restore_best_weights:
+            state = self.model.state_dict()
+            self._best_weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

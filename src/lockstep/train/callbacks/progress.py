@@ -1,0 +1,153 @@
+"""ProgressBar: what a person sees while a run goes on. Nothing else of this room writes there.
+
+On a terminal, with tqdm installed, it is one live line per epoch; anywhere else plain lines, one per epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lockstep.errors import MissingExtraError
+from lockstep.extras import require
+from lockstep.train.callbacks.base import Callback, Logs
+
+_REDRAW_S = 0.1
+_BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+_BAR_UNKNOWN = "{desc} {n_fmt} steps [{elapsed}]{postfix}"
+
+
+def write_line(text: str) -> None:
+    """Writes a line to standard output, above a live progress line if there is one."""
+    tqdm = sys.modules.get("tqdm")  # without tqdm loaded there is no live line to spare
+    if tqdm is None:
+        sys.stdout.write(text + "\n")
+    else:
+        tqdm.tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
+class ProgressBar(Callback):
+    """Shows step time, examples a second, loss, metrics and the time left. ``fit(verbose=...)`` makes one by default.
+
+    Args:
+        verbose: 1 a live line where standard output is a terminal, else one line per epoch; 2 one line per epoch.
+
+    Example:
+        >>> callback = ProgressBar(verbose=2)
+    """
+
+    def __init__(self, verbose: Literal[1, 2] = 1) -> None:
+        super().__init__()
+        self.verbose = verbose
+        self._bar: Any = None
+        self._drawn = 0.0
+        self._title = ""
+        self._training = False
+        self._epoch_line = ""
+
+    def wants_batch_logs(self) -> bool:
+        """True when the live line is due for another drawing."""
+        return self._bar is not None and time.monotonic() - self._drawn >= _REDRAW_S
+
+    def on_train_begin(self, logs: Logs) -> None:
+        """Notes that evaluation is now a part of fit, and shown on the epoch's line."""
+        self._training = True
+
+    def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
+        """Begins the epoch's live line."""
+        self._begin(f"epoch {epoch + 1}/{self.params.get('epochs', '?')}", self.params.get("steps"))
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Moves the live line on."""
+        self._advance(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Ends the live line with the numbers of the epoch, or writes them as a plain line."""
+        self._finish(logs)
+
+    def on_test_begin(self, logs: Logs) -> None:
+        """Begins a live line for evaluate; inside fit the epoch's line stays."""
+        if not self._training:
+            self._begin("evaluate", self.params.get("steps"))
+
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        """Moves evaluate's live line on."""
+        if not self._training:
+            self._advance(logs)
+
+    def on_test_end(self, logs: Logs) -> None:
+        """Ends evaluate's line; inside fit the results stand on the epoch's line."""
+        if not self._training:
+            self._finish(logs)
+
+    def on_predict_begin(self, logs: Logs) -> None:
+        """Begins a live line for predict."""
+        self._begin("predict", self.params.get("steps"))
+
+    def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
+        """Moves predict's live line on."""
+        self._advance(logs)
+
+    def on_predict_end(self, logs: Logs) -> None:
+        """Ends predict's line."""
+        self._finish(logs)
+
+    def close(self) -> None:
+        """Leaves the terminal on a new line, also after an error."""
+        self._training = False
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _begin(self, title: str, steps: int | None) -> None:
+        self._title = title
+        self._drawn = time.monotonic()
+        make_bar = _bar_maker() if self.verbose == 1 else None
+        self._bar = (
+            None
+            if make_bar is None
+            else make_bar(desc=title, total=steps, bar_format=_BAR_UNKNOWN if steps is None else _BAR_KNOWN)
+        )
+
+    def _advance(self, logs: Logs) -> None:
+        if self._bar is None:
+            return
+        self._bar.n += 1
+        if self.wants_batch_logs():
+            self._drawn = time.monotonic()
+            self._bar.set_postfix_str(self._describe(logs))
+
+    def _finish(self, logs: Logs) -> None:
+        text = self._describe(logs)
+        if self._bar is None:
+            clock = self.model.clock
+            write_line(f"{self._title}: {clock.steps} steps, {clock.seconds:.1f} s, {text}")
+            return
+        self._bar.set_postfix_str(text)
+        self._bar.close()
+        self._bar = None
+
+    def _describe(self, logs: Logs) -> str:
+        clock = self.model.clock
+        speed = [f"{clock.median_step_s * 1000:.0f} ms/step", f"{clock.examples_per_s:,.0f} examples/s"]
+        return ", ".join(speed + [f"{name} {value:.4g}" for name, value in logs.items()])
+
+
+def _bar_maker() -> Callable[..., Any] | None:
+    """A function that makes a tqdm bar on standard output; None where that is no terminal or tqdm is missing."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        tqdm = require("tqdm", "text").tqdm
+    except MissingExtraError:
+        return None
+    # Without its monitor thread: it would outlive the run, and we redraw at our own pace.
+    bar_class = type("Bar", (tqdm,), {"monitor_interval": 0})
+
+    def make(**options: Any) -> Any:
+        return bar_class(file=sys.stdout, dynamic_ncols=True, mininterval=0, **options)
+
+    return make

@@ -1,0 +1,153 @@
+"""torchmetrics on replicas: one copy of each metric per replica, merged exactly, never averaged.
+
+Each replica updates its own deep copy on its own device. Reading gathers the states of all replicas and reduces each
+with the function that the metric itself registered for it (sum, mean, max, min, cat, its own, or none: stacked), as
+torchmetrics' synchronisation between processes does. A replica that saw no row takes no part, so it cannot pull a mean.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+
+Reduction = Callable[[Any], Any]
+
+
+def check_metrics(metrics: Any) -> dict[str, Any]:
+    """The metrics given to ``compile`` as a dict of name to torchmetrics Metric.
+
+    Raises:
+        ConfigError: something that is no dict, no metric, or a metric named "loss".
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics is a {type(metrics).__name__}; give a dict of name to torchmetrics Metric, such as "
+            "{'accuracy': MulticlassAccuracy(num_classes=10)}"
+        )
+    if metrics:
+        metric_class = require("torchmetrics", "text").Metric
+        for name, metric in metrics.items():
+            _check_metric(name, metric, metric_class)
+    return dict(metrics)
+
+
+def _check_metric(name: Any, metric: Any, metric_class: type) -> None:
+    if not isinstance(metric, metric_class):
+        kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+        raise ConfigError(f"metric {name!r} is {kind}; give an instance of a torchmetrics Metric")
+    if not isinstance(name, str) or name == "loss":
+        raise ConfigError(f"a metric is named {name!r}; choose a text other than 'loss', which the logs have already")
+
+
+class ReplicaMetrics:
+    """The metrics of one pass: a copy of each on every replica, and the merged values.
+
+    Args:
+        metrics: name to torchmetrics Metric, as the user gave them; they are copied and never updated.
+        devices: the torch device of each replica, in replica order.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
+        self._copies = [{name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
+
+    @property
+    def per_replica(self) -> list[dict[str, Any]]:
+        """Each replica's own metrics, by name."""
+        return self._copies
+
+    def reset(self) -> None:
+        """Forgets all updates."""
+        for copies in self._copies:
+            for metric in copies.values():
+                metric.reset()
+
+    def compute(self) -> dict[str, float]:
+        """The values over the rows of all replicas, by name. Call between steps, outside the replicas."""
+        values: dict[str, float] = {}
+        for name in self._copies[0]:
+            merged = merge_metrics([copies[name] for copies in self._copies])
+            values.update(_as_floats(name, merged.compute()))
+        return values
+
+
+def merge_metrics(replicas: Sequence[Any]) -> Any:
+    """One metric with the states of all replicas; the replicas' own metrics stay as they are.
+
+    Args:
+        replicas: the same metric on each replica, in replica order.
+    """
+    if len(replicas) == 1:
+        return replicas[0]
+    nested = [_nested_metrics(metric) for metric in replicas]
+    base = next((i for i, parts in enumerate(nested) if any(part.update_called for part in parts)), 0)
+    merged = _copy_sharing_states(replicas[base])
+    for part, sources in zip(_nested_metrics(merged), zip(*nested, strict=True), strict=True):
+        _merge_into(part, [source for source in sources if source.update_called])
+    return merged
+
+
+def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
+    """One state of a metric, given its value on every replica and the metric's own reduction.
+
+    Lists are joined in replica order and tensors stacked along a new first dimension; then the reduction is applied.
+    """
+    if isinstance(states[0], list):
+        joined = [item for state in states for item in state]
+        return reduction(joined) if joined and reduction is not None else joined
+    stacked = torch.stack(list(states))
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _merge_into(part: Any, sources: Sequence[Any]) -> None:
+    for name, reduction in part._reductions.items():
+        states = [_to_device(source.metric_state[name], part.device) for source in sources]
+        if states:
+            setattr(part, name, states[0] if len(states) == 1 else merge_states(states, reduction))
+    part._update_count = sum(source.update_count for source in sources)
+    part._computed = None
+
+
+def _nested_metrics(metric: Any) -> list[Any]:
+    """The metric and all metrics inside it, such as the two of a sum or the one of a wrapper."""
+    metric_class = require("torchmetrics", "text").Metric
+    return [module for module in metric.modules() if isinstance(module, metric_class)]
+
+
+def _fresh_copy(metric: Any, device: torch.device) -> Any:
+    fresh = copy.deepcopy(metric).to(device)
+    fresh.reset()
+    return fresh
+
+
+def _copy_sharing_states(metric: Any) -> Any:
+    """A deep copy whose state tensors are the original's: states can be large, and they are replaced, not written."""
+    states = (state for part in _nested_metrics(metric) for state in part.metric_state.values())
+    tensors = [tensor for state in states for tensor in (state if isinstance(state, list) else [state])]
+    return copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors})
+
+
+def _to_device(state: Any, device: torch.device) -> Any:
+    if isinstance(state, list):
+        return [_to_device(item, device) for item in state]
+    return state.to(device) if isinstance(state, Tensor) else state
+
+
+def _as_floats(name: str, value: Any) -> dict[str, float]:
+    """The logs of one computed value: itself, or one per entry where a metric computes a dict."""
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": number for key, item in value.items() for number in _as_floats(name, item).values()}
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ConfigError(
+            f"metric {name!r} computed a tensor of shape {tuple(value.shape)}; the logs hold single numbers: "
+            "choose an average, or wrap it in torchmetrics' ClasswiseWrapper"
+        )
+    return {name: float(value)}

@@ -1,0 +1,303 @@
+"""Model: a module with compile, fit, evaluate and predict, on whatever strategy it was made under.
+
+It holds what the user gave and starts the loops of ``loop.py``; what runs in a replica is in ``step.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.mirror import MemoryFormat
+from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.default import get_strategy
+from lockstep.train.callbacks.base import Callback
+from lockstep.train.callbacks.callback_list import CallbackList
+from lockstep.train.callbacks.progress import ProgressBar
+from lockstep.train.compile_config import CompileConfig, Loss
+from lockstep.train.feed import Distributed, Feed, distribute
+from lockstep.train.history import History
+from lockstep.train.loop import TrainLoop, run_evaluation, run_prediction
+from lockstep.train.mode import module_mode
+from lockstep.train.optimizing import OptimizerLike, SchedulerLike, make_optimizer, make_scheduler
+from lockstep.train.precision import Precision, PrecisionName
+from lockstep.train.step import Job
+from lockstep.train.timing import StepClock
+
+Data = Iterable[Any] | Distributed
+Verbose = Literal[0, 1, 2]
+
+
+class Model:
+    """Trains and runs a module on the strategy whose scope it is made in; without a scope, on one device.
+
+    The module stays the user's own: its parameters are trained in place, and an optimizer made over them stays valid.
+
+    Args:
+        module: any ``nn.Module``, or a mirrored one.
+        sync_batchnorm: compute batch-norm statistics over the global batch instead of each replica's shard.
+        memory_format: "auto", "preserve" and so on, as in ``strategy.mirror``.
+
+    Attributes:
+        stop_training: set it in a callback to end fit after the current batch.
+        history: the History of the last fit.
+        clock: the times of the pass under way, or of the last one.
+
+    Example:
+        >>> import torch, lockstep as ls
+        >>> model = ls.Model(torch.nn.Linear(2, 1))
+        >>> model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=torch.nn.functional.mse_loss)
+        >>> history = model.fit([(torch.zeros(4, 2), torch.zeros(4, 1))], epochs=2, verbose=0)
+        >>> len(history.history["loss"])
+        2
+    """
+
+    def __init__(
+        self, module: nn.Module, *, sync_batchnorm: bool = False, memory_format: MemoryFormat = "auto"
+    ) -> None:
+        self.strategy: Strategy = get_strategy()
+        self._module = _mirrored(self.strategy, module, sync_batchnorm, memory_format)
+        self._config: CompileConfig | None = None
+        self._optimizer: MirroredOptimizer | None = None
+        self._scheduler: LRScheduler | None = None
+        self._precision = Precision("fp32", self.strategy.devices[0].torch_device.type)
+        self.stop_training = False
+        self.history = History()
+        self.clock = StepClock()
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self._module.module
+
+    @property
+    def optimizer(self) -> MirroredOptimizer | None:
+        """The mirrored optimizer; None before compile."""
+        return self._optimizer
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The scheduler that is stepped once per update, if there is one."""
+        return self._scheduler
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics given to compile, by name."""
+        return self._config.metrics if self._config is not None else {}
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the optimizer's first group."""
+        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else 0.0
+
+    def compile(
+        self,
+        optimizer: OptimizerLike | None = None,
+        loss: Loss | None = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        scheduler: SchedulerLike | None = None,
+        precision: PrecisionName = "fp32",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+    ) -> None:
+        """Says how to train.
+
+        Args:
+            optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
+                None to evaluate only.
+            loss: ``loss(outputs, targets)``, returning one value per example (any shape whose first dimension is the
+                rows), a pair (total, count), or a scalar mean over the examples.
+            metrics: name to torchmetrics Metric, updated with (outputs, targets).
+            scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
+            precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
+            accumulate: global batches per update.
+            clip_norm: clips the gradients of each update to this global norm.
+
+        Raises:
+            ConfigError: a value that cannot be used.
+        """
+        if loss is None:
+            raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
+        self._config = CompileConfig(
+            loss=loss, metrics=metrics or {}, precision=precision, accumulate=accumulate, clip_norm=clip_norm
+        )
+        self._precision = Precision(precision, self.strategy.devices[0].torch_device.type)
+        self._optimizer, self._scheduler = None, None
+        if optimizer is not None:
+            made = make_optimizer(optimizer, self.module)
+            self._scheduler = make_scheduler(scheduler, made)
+            self._optimizer = made if isinstance(made, MirroredOptimizer) else self.strategy.mirror(made)
+
+    def fit(
+        self,
+        data: Data,
+        validation_data: Data | None = None,
+        *,
+        epochs: int = 1,
+        callbacks: Sequence[Callback] | None = None,
+        verbose: Verbose = 1,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_freq: int = 1,
+    ) -> History:
+        """Trains.
+
+        Args:
+            data: an iterable of global batches (x, y) or (x, y, sample_weight), or a distributed dataset.
+            validation_data: evaluated at the end of epochs; its numbers get the prefix "val_".
+            epochs: the number of the last epoch, counted from 1.
+            callbacks: called at Keras's hooks, in order, before the progress bar.
+            verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
+            initial_epoch: the epoch to begin with, from 0.
+            steps_per_epoch: global batches per epoch; by default all there are.
+            validation_freq: validate after every this many epochs.
+
+        Returns:
+            The record of this fit, with ``history``, ``epoch`` and ``timing``.
+
+        Raises:
+            UsageError: not compiled, or compiled without an optimizer.
+            DataError: the data has no batches, or an item that is no pair or triple.
+            NonFiniteLossError: the loss became NaN or infinite; the weights are those of the last good update.
+            CallbackError: a callback raised.
+        """
+        job = self._job("fit")
+        if job.optimizer is None:
+            raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
+        feed = Feed(distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch)
+        validation = None if validation_data is None else self._feed(validation_data, "the validation data")
+        params = {"epochs": epochs, "steps": feed.steps, "verbose": verbose, "validated": validation is not None}
+        self.stop_training, self.history = False, History()
+        with (
+            self._callbacks(callbacks, verbose, params) as called,
+            module_mode(self._module, training=True),
+            closing(feed),
+        ):
+            loop = TrainLoop(
+                self.strategy, job, scheduler=self._scheduler, callbacks=called, should_stop=lambda: self.stop_training
+            )
+            called.call("on_train_begin")
+            logs: dict[str, float] = {}
+            for epoch in range(initial_epoch, epochs):
+                called.call("on_epoch_begin", epoch)
+                self.clock = StepClock()
+                logs = loop.run_epoch(feed, epoch, self.clock)
+                if validation is not None and (epoch + 1) % validation_freq == 0:
+                    logs |= {f"val_{name}": value for name, value in self._evaluate(job, validation, called).items()}
+                self.history.timing.append(self.clock.summary(epoch))
+                self.history.add(epoch, logs)
+                called.call("on_epoch_end", epoch, logs=logs)
+                if self.stop_training:
+                    break
+            called.call("on_train_end", logs=logs)
+        return self.history
+
+    def evaluate(
+        self, data: Data, *, verbose: Verbose = 1, callbacks: Sequence[Callback] | None = None
+    ) -> dict[str, float]:
+        """The loss and the metrics over the data, each example counted once.
+
+        Args:
+            data: an iterable of global batches (x, y) or (x, y, sample_weight), or a distributed dataset.
+            verbose: 0 silent, 1 a live line, 2 a plain line.
+            callbacks: hear the ``on_test`` hooks.
+
+        Raises:
+            UsageError: not compiled.
+            DataError: the data has no batches, or an item that is no pair or triple.
+        """
+        job = self._job("evaluate")
+        feed = self._feed(data, "the data")
+        self.clock = clock = StepClock()
+        with self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called:
+            return self._evaluate(job, feed, called, clock)
+
+    def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
+        """The module's outputs for all rows, in the order of the data, on the CPU.
+
+        Args:
+            data: an iterable of global batches: x alone (a tensor or a dict of the module's keyword arguments), or
+                tuples and lists (x, y) or (x, y, sample_weight), of which x is taken.
+            verbose: 0 silent, 1 a live line, 2 a plain line.
+            callbacks: hear the ``on_predict`` hooks.
+
+        Returns:
+            One tensor, or the structure of tensors that the module returns.
+
+        Raises:
+            DataError: the data has no batches.
+            ConfigError: an output that has not one row per example.
+        """
+        feed = self._feed(data, "the data")
+        self.clock = StepClock()
+        with (
+            self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called,
+            module_mode(self._module, training=False),
+        ):
+            return run_prediction(
+                self.strategy, self._module, self._precision, feed, callbacks=called, clock=self.clock
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas."""
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a state_dict of the plain module into every replica's copy."""
+        self._module.load_state_dict(state)
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Writes the module's state_dict to a safetensors file, which appears whole or not at all.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        write_weights(self.state_dict(), path)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Loads a safetensors file into every replica's copy; nothing is loaded unless everything fits.
+
+        Raises:
+            CheckpointError: no such file, or keys or shapes that are not the module's.
+        """
+        weights: dict[str, Tensor] = read_weights(path)
+        check_fit(weights, self._module.state_dict(), path)
+        self._module.load_state_dict(weights)
+
+    def _evaluate(
+        self, job: Job, feed: Feed, callbacks: CallbackList, clock: StepClock | None = None
+    ) -> dict[str, float]:
+        with module_mode(self._module, training=False):
+            return run_evaluation(self.strategy, job, feed, callbacks=callbacks, clock=clock or StepClock())
+
+    def _job(self, caller: str) -> Job:
+        if self._config is None:
+            raise UsageError(f"{caller} was called before compile; call model.compile(optimizer=..., loss=...) first")
+        return Job(module=self._module, config=self._config, precision=self._precision, optimizer=self._optimizer)
+
+    def _feed(self, data: Data, name: str) -> Feed:
+        return Feed(distribute(self.strategy, data), name=name)
+
+    def _callbacks(self, given: Sequence[Callback] | None, verbose: Verbose, params: Mapping[str, Any]) -> CallbackList:
+        if verbose not in (0, 1, 2):
+            raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
+        callbacks = list(given or ())
+        if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(ProgressBar(verbose))
+        return CallbackList(callbacks, model=self, params=params)
+
+
+def _mirrored(strategy: Strategy, module: Any, sync_batchnorm: bool, memory_format: MemoryFormat) -> MirroredModule:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"Model got a {type(module).__name__}; give a torch.nn.Module")
+    return strategy.mirror(module, sync_batchnorm=sync_batchnorm, memory_format=memory_format)

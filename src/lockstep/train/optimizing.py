@@ -1,0 +1,51 @@
+"""The optimizer and the scheduler that ``compile`` was given, or made from the functions that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.errors import ConfigError
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+def make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer itself, or what the function makes of the module's parameters.
+
+    Raises:
+        ConfigError: neither an optimizer nor a function that makes one.
+    """
+    made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(module.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(made).__name__}; give a torch optimizer over module.parameters(), "
+            "or a function of the parameters that makes one"
+        )
+    return made
+
+
+def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """The scheduler itself, or what the function makes of the optimizer.
+
+    Raises:
+        ConfigError: neither a scheduler nor a function that makes one, or one that cannot be stepped per update.
+    """
+    if given is None:
+        return None
+    made: Any = given if isinstance(given, LRScheduler) or not callable(given) else given(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler is a ReduceLROnPlateau, which steps by a metric; fit steps schedulers once per update: "
+            "choose another, or step it in a callback's on_epoch_end"
+        )
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(
+            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
+            "or a function of the optimizer that makes one"
+        )
+    return made

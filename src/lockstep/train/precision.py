@@ -1,0 +1,61 @@
+"""Mixed precision inside a step: the autocast of the forward pass, and the gradient scaler that fp16 needs."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from lockstep.replicas.context import ReplicaContext
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MEAN_LOSS_SCALE = 65536.0
+
+
+class Precision:
+    """What ``compile(precision=...)`` means on one kind of device.
+
+    Weights, gradients and the optimizer stay in the module's own dtype; autocast chooses the dtype of each operation.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        device_type: "cpu" or "cuda".
+    """
+
+    def __init__(self, name: PrecisionName, device_type: str) -> None:
+        self._dtype = _AUTOCAST_DTYPES.get(name)
+        self._needs_scaler = name == "fp16"
+        self._device_type = device_type
+        self.scaler: torch.amp.GradScaler | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of forward pass and loss; it is thread-local, so each replica enters its own."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> float:
+        """The factor for the loss before backward. Every replica must call it: the first call sums the counts.
+
+        Args:
+            context: the calling replica's.
+            count: this replica's count of the step.
+        """
+        if not self._needs_scaler:
+            return 1.0
+        if self.scaler is None:
+            self.scaler = context.merge_call(lambda counts: self._make_scaler(context, counts), (count,))
+        return self.scaler.get_scale()
+
+    def _make_scaler(self, context: ReplicaContext, counts: Any) -> torch.amp.GradScaler:
+        """A scaler that suits sums: torch's own default suits means, and sums are larger by the count.
+
+        Without the division the first steps overflow and are skipped, one halving each.
+        """
+        count = max(float(context.strategy.reduce("sum", counts)), 1.0)
+        scale = _MEAN_LOSS_SCALE / 2.0 ** math.ceil(math.log2(count))
+        return torch.amp.GradScaler(self._device_type, init_scale=scale)

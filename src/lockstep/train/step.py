@@ -1,0 +1,169 @@
+"""The functions that run inside each replica: one training step, one evaluation step, one prediction step.
+
+    shard -> forward -> (total, count) -> backward of the SUM -> [update: sums over replicas, divided once]
+
+They run in replica threads on the replica's own shard; the loops in ``loop.py`` run outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.data.shards import batch_rows
+from lockstep.errors import UsageError
+from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.update import StepResult, Totals
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpack_labelled
+from lockstep.train.compile_config import CompileConfig
+from lockstep.train.loss import loss_sums, no_examples
+from lockstep.train.precision import Precision
+
+Count = Tensor | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all replicas share in a pass.
+
+    Args:
+        module: the mirrored module.
+        config: what compile was given.
+        precision: the meaning of ``config.precision`` on the strategy's devices.
+        optimizer: the mirrored optimizer; None where nothing is trained.
+    """
+
+    module: MirroredModule
+    config: CompileConfig
+    precision: Precision
+    optimizer: MirroredOptimizer | None = None
+
+
+class ReplicaState:
+    """What one replica carries from step to step: its metrics, and its sums since the last update."""
+
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self.metrics = metrics
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts the sums anew."""
+        self.total: Count = 0.0
+        self.count: Count = 0.0
+
+    def add(self, total: Count, count: Count) -> None:
+        """Adds one step's sums, in double precision."""
+        self.total = self.total + _double(total)
+        self.count = self.count + _double(count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """One replica's part of a step: rows, the sums of its losses, and the update if there was one."""
+
+    rows: int
+    total: Count
+    count: Count
+    update: StepResult | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One replica's part of a prediction step: rows, and the module's outputs for them; None for no rows."""
+
+    rows: int
+    outputs: Any = None
+
+
+def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
+    """Forward and backward on this replica's shard; then the update, if it is due. Every replica must call it."""
+    context = _context()
+    rows = batch_rows(item)
+    total: Count = 0.0
+    count: Count = 0.0
+    # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
+    if rows or job.module.has_sync_batchnorm:
+        total, count = _forward(job, state, unpack_labelled(item), rows)
+    scale = job.precision.scale(context, count)
+    if isinstance(total, Tensor):
+        torch.autograd.backward(total if scale == 1.0 else total * scale)
+        total = total.detach()
+    state.add(total, count)
+    return StepOutput(
+        rows=rows, total=total, count=count, update=update_weights(job, state, context) if update else None
+    )
+
+
+def update_weights(job: Job, state: ReplicaState, context: ReplicaContext) -> StepResult:
+    """Sums gradients and losses over the replicas, divides once, updates. Every replica must call it."""
+    if job.optimizer is None:
+        raise UsageError("there is no optimizer; give one to model.compile(optimizer=...)")
+    totals = Totals(total=state.total, count=state.count)
+    state.forget()
+    return job.optimizer.update(context, totals=totals, clip_norm=job.config.clip_norm, scaler=job.precision.scaler)
+
+
+def finish_cycle(job: Job, state: ReplicaState) -> StepResult:
+    """The update of an accumulation cycle that the end of the epoch cut short. Every replica must call it."""
+    return update_weights(job, state, _context())
+
+
+def clear_gradients(job: Job, state: ReplicaState) -> None:
+    """Drops gradients and sums that something before this fit left behind."""
+    state.forget()
+    if job.optimizer is not None:
+        job.optimizer.zero_grad()
+
+
+def evaluate_step(job: Job, state: ReplicaState, item: Any) -> StepOutput:
+    """The loss and metrics of this replica's shard; the caller has switched gradients off."""
+    rows = batch_rows(item)
+    if not rows:
+        return StepOutput(rows=0, total=0.0, count=0.0)
+    total, count = _forward(job, state, unpack_labelled(item), rows)
+    return StepOutput(rows=rows, total=total, count=count)
+
+
+def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Prediction:
+    """The module's outputs for this replica's shard; the caller has switched gradients off."""
+    x = unpack_inputs(item)
+    rows = batch_rows(x)
+    if not rows:
+        return Prediction(rows=0)
+    with precision.autocast():
+        return Prediction(rows=rows, outputs=call_module(module, x))
+
+
+def _forward(job: Job, state: ReplicaState, batch: LabelledBatch, rows: int) -> tuple[Tensor, Count]:
+    with job.precision.autocast():
+        outputs = call_module(job.module, batch.x)
+        if not rows:
+            return no_examples(_first_float(outputs))
+        sums = loss_sums(job.config.loss(outputs, batch.y), rows, batch.sample_weight)
+    if state.metrics:
+        detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+        for metric in state.metrics.values():
+            metric.update(detached, batch.y)
+    return sums
+
+
+def _first_float(outputs: Any) -> Tensor:
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return leaves[0]
+
+
+def _context() -> ReplicaContext:
+    context = get_replica_context()
+    if context is None:
+        raise UsageError("a step was called outside a replica; call it through strategy.run")
+    return context
+
+
+def _double(value: Count) -> Count:
+    return value.detach().to(torch.float64) if isinstance(value, Tensor) else value

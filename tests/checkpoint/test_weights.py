@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
+from lockstep.errors import CheckpointError
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7)
+        self.head.weight = self.embed.weight
+
+
+def test_every_key_of_a_state_dict_is_in_the_file(tmp_path: Path):
+    module = Tied()
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    whole = torch.arange(12.0)
+    views = {"part": whole[2:6], "transposed": whole.view(3, 4).t(), "empty": whole[:0]}
+    state = {**module.state_dict(), "conv": conv.weight, **views}
+    path = tmp_path / "w.safetensors"
+
+    write_weights(state, path)
+
+    read = read_weights(path)
+    assert set(read) == set(state)
+    assert all(torch.equal(read[key], state[key].detach()) for key in state)
+
+
+def test_tensors_that_need_no_copy_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = {}
+    save = safetensors.torch.save_file
+    monkeypatch.setattr(safetensors.torch, "save_file", lambda t, *a, **k: (seen.update(t), save(t, *a, **k)))
+    weight = torch.ones(5)
+
+    write_weights({"weight": weight}, tmp_path / "w.safetensors")
+
+    assert seen["weight"].data_ptr() == weight.data_ptr()
+
+
+def test_folders_are_made_and_an_older_file_is_replaced(tmp_path: Path):
+    path = tmp_path / "a" / "b" / "w.safetensors"
+    write_weights({"x": torch.zeros(2)}, path)
+    write_weights({"x": torch.ones(2)}, path)
+
+    assert read_weights(path)["x"].tolist() == [1.0, 1.0]
+    assert [file.name for file in path.parent.iterdir()] == ["w.safetensors"]
+
+
+def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "w.safetensors"
+    write_weights({"x": torch.zeros(2)}, path)
+
+    def torn(tensors: object, name: str, metadata: object) -> None:
+        Path(name).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", torn)
+    with pytest.raises(CheckpointError, match=r"cannot write the weights to .*No space left"):
+        write_weights({"x": torch.ones(2)}, path)
+
+    monkeypatch.undo()
+    assert read_weights(path)["x"].tolist() == [0.0, 0.0]
+    assert [file.name for file in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_what_is_no_tensor_is_named(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="the state has 'extra', a dict"):
+        write_weights({"x": torch.zeros(1), "extra": {}}, tmp_path / "w.safetensors")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"there is no weights file .*none\.safetensors; give the path"):
+        read_weights(tmp_path / "none.safetensors")
+
+
+def test_a_file_that_is_no_safetensors_is_one_line(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(b"no such thing")
+
+    with pytest.raises(CheckpointError, match=r"cannot read the weights in .*give a safetensors file"):
+        read_weights(path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    write_weights({"x": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:-8])
+
+    with pytest.raises(CheckpointError, match="cannot read the weights"):
+        read_weights(path)
+
+
+def test_weights_that_do_not_fit_name_keys_and_shapes():
+    state = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3, 4)}
+    weights = {"a": torch.zeros(2), "c": torch.zeros(4, 3), "d": torch.zeros(1)}
+
+    with pytest.raises(CheckpointError) as raised:
+        check_fit(weights, state, "w.safetensors")
+
+    message = str(raised.value)
+    assert "missing keys: b;" in message
+    assert "unexpected keys: d;" in message
+    assert "wrong shapes: c has shape (4, 3) instead of (3, 4);" in message
+    assert "\n" not in message
+
+
+def test_a_long_list_of_faults_is_cut():
+    state = {f"layer{i}": torch.zeros(1) for i in range(10)}
+
+    with pytest.raises(CheckpointError, match="layer0, layer1, layer2, layer3 and 6 more"):
+        check_fit({}, state, "w.safetensors")
+
+
+def test_weights_that_fit_pass():
+    check_fit({"a": torch.zeros(2)}, {"a": torch.ones(2)}, "w.safetensors")

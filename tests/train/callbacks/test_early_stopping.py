@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.train.callbacks import EarlyStopping
+from lockstep.train.model import Model
+
+
+def play(model: Model, callback: EarlyStopping, values: list[float], name: str = "val_loss") -> int:
+    """Feeds the epochs' values to the callback; returns how many epochs ran."""
+    model.stop_training = False
+    callback.set_model(model)
+    callback.on_train_begin({})
+    epochs = 0
+    for epoch, value in enumerate(values):
+        callback.on_epoch_end(epoch, {name: value})
+        epochs += 1
+        if model.stop_training:
+            break
+    callback.on_train_end({})
+    callback.close()
+    return epochs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "epochs"),
+    [
+        ({}, [3.0, 2.0, 2.5, 1.0], 3),
+        ({"patience": 1}, [3.0, 2.0, 2.5, 1.0], 3),
+        ({"patience": 2}, [3.0, 2.0, 2.5, 2.4, 1.0], 4),
+        ({"patience": 2}, [3.0, 2.0, 2.5, 1.9, 2.0, 2.0, 0.0], 6),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.8, 2.6, 1.0], 3),
+        ({"patience": 2, "mode": "max"}, [1.0, 2.0, 1.0, 1.0, 3.0], 4),
+        ({"patience": 2, "baseline": 1.0}, [3.0, 2.0, 1.5, 2.0, 0.5], 4),
+        ({"start_from_epoch": 2}, [3.0, 4.0, 5.0, 4.0, 4.5, 0.0], 5),
+        ({"patience": 1}, [float("nan"), float("nan"), 1.0], 2),
+    ],
+)
+def test_it_stops_when_keras_would(model: Model, arguments: dict[str, Any], values: list[float], epochs: int):
+    callback = EarlyStopping(**arguments)
+
+    assert play(model, callback, values) == epochs
+    assert callback.stopped_epoch == epochs - 1
+
+
+def test_an_instance_serves_several_runs(model: Model):
+    callback = EarlyStopping()
+
+    assert play(model, callback, [1.0, 2.0]) == 2
+    assert play(model, callback, [5.0, 4.0, 3.0]) == 3
+    assert callback.stopped_epoch == 0
+
+
+def test_the_best_weights_come_back(model: Model):
+    weight = model.module.weight
+    callback = EarlyStopping(patience=2, restore_best_weights=True)
+    callback.set_model(model)
+    callback.on_train_begin({})
+    for epoch, value in enumerate([3.0, 1.0, 2.0, 2.0]):
+        with torch.no_grad():
+            weight.fill_(float(epoch))
+        callback.on_epoch_end(epoch, {"val_loss": value})
+    callback.on_train_end({})
+
+    assert (callback.best_epoch, callback.best) == (1, 1.0)
+    assert model.module.weight is weight
+    assert weight.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_without_asking_the_last_weights_stay(model: Model):
+    before = model.module.weight.clone()
+
+    play(model, EarlyStopping(), [1.0, 2.0])
+
+    assert torch.equal(model.module.weight, before)
+
+
+def test_it_says_what_it_did(model: Model, capsys: pytest.CaptureFixture[str]):
+    play(model, EarlyStopping(verbose=1, restore_best_weights=True), [1.0, 2.0])
+
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 2: early stopping",
+        "restoring the weights of epoch 1: val_loss 1",
+    ]
+
+
+def test_an_absent_name_warns_and_does_not_stop(model: Model):
+    with pytest.warns(UserWarning, match="EarlyStopping monitors 'val_loss'"):
+        assert play(model, EarlyStopping(), [1.0, 2.0, 3.0], name="loss") == 3

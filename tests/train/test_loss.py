@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.train.loss import loss_sums, no_examples
+
+
+def sums(returned: object, rows: int, weight: torch.Tensor | None = None) -> tuple[float, float]:
+    total, count = loss_sums(returned, rows, weight)
+    return float(total), float(count)
+
+
+def test_per_example_values_are_summed_and_counted():
+    assert sums(torch.tensor([1.0, 2.0, 3.0]), 3) == (6.0, 3.0)
+
+
+def test_values_of_more_dimensions_count_every_value():
+    assert sums(torch.ones(2, 3, 4), 2) == (24.0, 24.0)
+
+
+def test_one_row_is_no_scalar():
+    assert sums(torch.tensor([5.0]), 1) == (5.0, 1.0)
+
+
+def test_a_scalar_is_the_mean_over_the_rows():
+    assert sums(torch.tensor(2.5), 4) == (10.0, 4.0)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3])])
+def test_a_pair_is_taken_as_it_is(count: object):
+    assert sums((torch.tensor(6.0), count), 2) == (6.0, 3.0)
+
+
+def test_the_total_carries_the_gradient():
+    values = torch.ones(3, requires_grad=True)
+
+    loss_sums(values * 2, 3)[0].backward()
+
+    assert values.grad is not None
+    assert values.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
+    total, count = loss_sums(torch.full((4096,), 1.0, dtype=dtype), 4096)
+
+    assert total.dtype == torch.float32
+    assert (float(total), count) == (4096.0, 4096.0)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1)])
+def test_sample_weight_multiplies_the_values_and_not_the_count(shape: tuple[int, ...]):
+    weight = torch.tensor([2.0, 0.5]).reshape(shape)
+
+    assert sums(torch.tensor([1.0, 4.0]), 2, weight) == (4.0, 2.0)
+
+
+def test_sample_weight_broadcasts_over_the_other_dimensions():
+    assert sums(torch.ones(2, 3), 2, torch.tensor([2.0, 1.0])) == (9.0, 6.0)
+
+
+def test_sample_weight_of_the_values_own_shape():
+    assert sums(torch.ones(2, 2), 2, torch.tensor([[1.0, 0.0], [0.0, 0.0]])) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 2)])
+def test_a_sample_weight_that_does_not_fit_is_named(shape: tuple[int, ...]):
+    with pytest.raises(ConfigError, match=r"has shape .* beside loss values of shape \(2,\); give shape \(2,\)"):
+        loss_sums(torch.ones(2), 2, torch.ones(shape))
+
+
+@pytest.mark.parametrize("returned", [torch.tensor(1.0), (torch.tensor(1.0), 2)])
+def test_a_reduced_loss_cannot_be_weighted(returned: object):
+    with pytest.raises(ConfigError, match="sample_weight came with a loss that returns"):
+        loss_sums(returned, 2, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.ones(3), r"the loss returned shape \(3,\) for 2 examples; return one value per example"),
+        (torch.ones(1), r"the loss returned shape \(1,\) for 2 examples"),
+        (1.0, "the loss returned float; return a tensor"),
+        (None, "the loss returned NoneType; return a tensor"),
+        ((torch.tensor(1.0),), "a tuple of 1 items; return a pair"),
+        ((torch.ones(2), 2), r"a pair whose total is shape \(2,\)"),
+        ((1.0, 2), "a pair whose total is float"),
+        ((torch.tensor(1.0), torch.ones(2)), r"whose count has shape \(2,\)"),
+        ((torch.tensor(1.0), "two"), "whose count is a str"),
+    ],
+)
+def test_other_shapes_and_types_are_one_line(returned: object, message: str):
+    with pytest.raises(ConfigError, match=message) as raised:
+        loss_sums(returned, 2)
+
+    assert "\n" not in str(raised.value)
+
+
+def test_no_examples_is_a_zero_that_backward_runs_through():
+    weight = torch.ones(3, 2, requires_grad=True)
+
+    total, count = no_examples(torch.zeros(0, 3) @ weight)
+    total.backward()
+
+    assert (total.item(), count) == (0.0, 0.0)
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() == 0
