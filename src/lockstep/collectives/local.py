@@ -40,7 +40,7 @@ def all_reduce(member: Member, op: ReduceOp, value: Any) -> Any:
     name = f"all_reduce({op.value})"
     if not isinstance(value, torch.Tensor):
         return member.meet(name, value, lambda values: reduce_values(op, values))
-    total = _AllReduceSum.apply(value, member, name)
+    total = _AllReduceSum.apply(value, member, name)  # type: ignore[no-untyped-call]
     return total if op is ReduceOp.SUM else total / member.num_replicas_in_sync
 
 
@@ -50,7 +50,7 @@ def all_gather(member: Member, value: Any, axis: int) -> torch.Tensor:
     Raises:
         ConfigError: shapes differ in another dimension, or there is no such dimension.
     """
-    gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(value), member, axis)
+    gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(value), member, axis)  # type: ignore[no-untyped-call]
     return gathered
 
 

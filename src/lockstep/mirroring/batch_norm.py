@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
         squares = context.all_reduce("sum", centred.square().sum(dims))
         variance = squares / count
         self._track(mean.detach(), squares.detach(), count, context)
-        output = centred * torch.rsqrt(variance + self.eps).view(shape)
+        output: torch.Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output

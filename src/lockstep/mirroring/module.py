@@ -113,13 +113,13 @@ class MirroredModule(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """The current copy's modules by name."""
-        return self._here().named_modules(memo, prefix, remove_duplicate)
+        yield from self._here().named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The current copy's children by name."""
         return self._here().named_children()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The plain module's, same keys; outside a replica with averaged buffers."""
         state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
         if get_replica_context() is None:
@@ -164,9 +164,7 @@ class MirroredModule(nn.Module):
         return getattr(self._here(), name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            "a mirrored module belongs to its strategy's threads; copy or save module.state_dict() instead"
-        )
+        raise UsageError("a mirrored module belongs to its strategy's threads; copy or save its state_dict() instead")
 
     def __repr__(self) -> str:
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"

@@ -62,7 +62,7 @@ class MirroredOptimizer(Optimizer):
         """The plain optimizer's."""
         return self._plain.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sums the gradients over all replicas and updates once. Every replica must call it.
 
         Afterwards replica 0's parameters hold the summed gradients and the other replicas' none, so that without

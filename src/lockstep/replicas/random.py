@@ -44,7 +44,7 @@ _TAKES_GENERATOR: frozenset[Any] = frozenset(
 )
 # Python functions that draw through others: their own body is run with the mode still on.
 _COMPOSITE: frozenset[Any] = frozenset([F.multi_head_attention_forward, F.gumbel_softmax])
-# Functions that draw inside C++, or that nobody calls in a hot loop: the default generator is lent to them, one replica at a time.
+# Functions that draw inside C++, or that no hot loop calls: the default generator is lent to them, one at a time.
 _DRAWS_INSIDE: frozenset[Any] = frozenset(
     [
         *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.rrelu, torch.rrelu_),

@@ -23,6 +23,7 @@ from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.caller_state import CallerState
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cuda import CudaReplicaState, CudaTurn
+from lockstep.replicas.host_memory import keep_freed_memory
 from lockstep.replicas.issue import IssuePolicy
 from lockstep.replicas.random import ReplicaRandom, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
 STOP_GRACE_S = 1.0
-"""Seconds that the other replicas of a failed run get to reach a collective or their end before they are interrupted."""
+"""Seconds that the others of a failed run get to reach a collective or their end before they are interrupted."""
 STOP_LIMIT_S = 30.0
 """Seconds after the interrupt at which a replica that still runs is given up."""
 
@@ -74,6 +75,8 @@ class ReplicaRunner:
             )
             for device, share in zip(devices, shares, strict=True)
         }
+        if any(device.kind == "CPU" for device in devices):
+            keep_freed_memory()
         self._lost: list[str] = []
         self._one_run = threading.Lock()
         self._threads = ReplicaThreads(shares)
@@ -174,7 +177,7 @@ class _Run:
             error: BaseException | None = None
             try:
                 self.results[replica] = caller.context.run(in_turn)
-            except BaseException as raised:  # handed to the caller of run by leave
+            except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
                 error = raised
                 if not isinstance(raised, ReplicaStopped):
                     raised.add_note(f"raised in {self._names[replica]}")

@@ -22,7 +22,7 @@ from lockstep.collectives.reduction import ReduceOp, gather_values, reduce_value
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
 from lockstep.data.input_context import InputContext
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
@@ -119,7 +119,7 @@ class Strategy(ABC):
         return self._map_values(partial(reduce_values, ReduceOp.of(op), axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates per-replica values along ``axis``, in replica order; shapes may differ in that dimension only."""
+        """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
         self._outside("gather")
         return self._map_values(partial(gather_values, axis=axis), value)
 

@@ -18,7 +18,7 @@ class DefaultStrategy(Strategy):
     """One replica on the first logical GPU, else the first logical CPU device. No thread: a plain torch program."""
 
     @cached_property
-    def devices(self) -> tuple[LogicalDevice, ...]:  # type: ignore[override]
+    def devices(self) -> tuple[LogicalDevice, ...]:
         """The one device; chosen, and taken into use, when it is first asked for."""
         return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
 

@@ -60,7 +60,8 @@ def compute_average_loss(
     rows: Any = per_example_loss.shape[0]
     if context is not None:
         rows = context.meet("compute_average_loss", rows, sum)
-    return total / max(rows, 1)
+    average: torch.Tensor = total / max(rows, 1)
+    return average
 
 
 def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The ambient strategy: ``with strategy.scope()`` sets it, ``get_strategy`` finds it. The only ambient state there is."""
+"""The ambient strategy: ``with strategy.scope()`` sets it, ``get_strategy`` finds it. There is no other such state."""
 
 from __future__ import annotations
 
