@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torchmetrics.regression import MeanSquaredError
+
+from lockstep.config import DeviceRegistry
+from lockstep.errors import (
+    CallbackError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteLossError,
+    UsageError,
+)
+from lockstep.train.callbacks import LambdaCallback
+from lockstep.train.model import Model
+
+if TYPE_CHECKING:
+    from tests.train.conftest import MakeStrategy
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def compiled(module: nn.Module, strategy: Any, **settings: Any) -> Model:
+    with strategy.scope():
+        model = Model(module)
+        model.compile(
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05), loss=nn.functional.mse_loss, **settings
+        )
+    return model
+
+
+def weights(model: Model) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# --- fit
+
+
+def test_fit_trains_the_users_own_module_and_keeps_a_record(model: Model, batches: Batches):
+    before = copy.deepcopy(model.module)
+
+    history = model.fit(batches, validation_data=batches[:1], epochs=3, verbose=0)
+
+    assert list(history.history) == ["loss", "val_loss"]
+    assert [len(values) for values in history.history.values()] == [3, 3]
+    assert history.history["loss"][2] < history.history["loss"][0]
+    assert history.epoch == [0, 1, 2]
+    assert [(timing.steps, timing.examples) for timing in history.timing] == [(3, 10)] * 3
+    assert model.history is history
+    assert not torch.equal(model.module.weight, before.weight)
+
+
+def test_without_a_scope_there_is_one_device(fresh_devices: DeviceRegistry, batches: Batches):
+    module = nn.Linear(3, 1)
+    model = Model(module)
+    model.compile(optimizer=torch.optim.SGD(module.parameters(), 0.05), loss=nn.functional.mse_loss)
+
+    history = model.fit(batches, epochs=2, verbose=0)
+
+    assert model.strategy.num_replicas_in_sync == 1
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+def test_the_loss_is_the_mean_over_all_examples_of_the_epoch(make_strategy: MakeStrategy, batches: Batches):
+    module = nn.Linear(3, 1)
+    with make_strategy(3).scope():
+        model = Model(module)
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=nn.functional.mse_loss)
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+
+    history = model.fit(batches, verbose=0)
+
+    assert history.history["loss"][0] == pytest.approx(nn.functional.mse_loss(module(x), y).item())
+
+
+def test_a_dict_of_inputs_becomes_keyword_arguments_and_a_tuple_positional_ones(make_strategy: MakeStrategy):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return self.scale * (left - right)
+
+    model = compiled(Two(), make_strategy(2), metrics={"mse": MeanSquaredError()})
+    left, right, y = torch.full((3,), 5.0), torch.full((3,), 2.0), torch.zeros(3)
+
+    named = model.evaluate([({"right": right, "left": left}, y)], verbose=0)
+    placed = model.evaluate([((left, right), y)], verbose=0)
+
+    assert named == placed == {"loss": 9.0, "mse": 9.0}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_scheduler_steps_once_per_update(accumulate: int, make_strategy: MakeStrategy, batches: Batches):
+    made = []
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        made.append(LambdaLR(optimizer, lambda update: 0.5**update))
+        return made[0]
+
+    model = compiled(nn.Linear(3, 1), make_strategy(2), scheduler=scheduler, accumulate=accumulate)
+    model.fit(batches, epochs=2, verbose=0)
+
+    updates = {1: 6, 2: 4}[accumulate]  # three batches an epoch: two and one
+    assert made[0].last_epoch == updates
+    assert model.learning_rate == pytest.approx(0.05 * 0.5**updates)
+
+
+def test_an_epoch_can_be_a_number_of_steps_and_the_next_goes_on(make_strategy: MakeStrategy):
+    seen: list[float] = []
+
+    class Spy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x[0, 0].item())
+            return super().forward(x)
+
+    model = compiled(Spy(1, 1), make_strategy(1))
+    data = [(torch.full((2, 1), float(n)), torch.zeros(2, 1)) for n in range(3)]
+
+    history = model.fit(data, epochs=2, steps_per_epoch=2, verbose=0)
+
+    assert seen == [0.0, 1.0, 2.0, 0.0]
+    assert [timing.steps for timing in history.timing] == [2, 2]
+
+
+def test_validation_can_be_every_few_epochs_and_epochs_can_go_on(model: Model, batches: Batches):
+    history = model.fit(batches, validation_data=batches, epochs=5, initial_epoch=1, validation_freq=2, verbose=0)
+
+    assert history.epoch == [1, 2, 3, 4]
+    assert (len(history.history["loss"]), len(history.history["val_loss"])) == (4, 2)
+
+
+def test_a_distributed_dataset_is_taken_as_it_is(model: Model, batches: Batches):
+    distributed = model.strategy.distribute_dataset(batches)
+
+    history = model.fit(distributed, epochs=2, verbose=0)
+
+    assert [timing.examples for timing in history.timing] == [10, 10]
+
+
+def test_the_same_program_twice_gives_bit_equal_weights_with_dropout(make_strategy: MakeStrategy, batches: Batches):
+    def train(seed: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+        strategy = make_strategy(3, seed=seed)
+        model = compiled(module, strategy, clip_norm=1.0)
+        model.fit(batches, epochs=3, verbose=0)
+        return weights(model)
+
+    assert equal(train(7), train(7))
+    assert not equal(train(7), train(8))
+
+
+def test_synchronised_batch_norm_trains_as_on_one_device_with_an_empty_shard_too(make_strategy: MakeStrategy):
+    random = torch.Generator().manual_seed(2)
+    data = [(torch.randn(n, 3, generator=random), torch.randn(n, 1, generator=random)) for n in (8, 3)]
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    data = [(x.double(), y.double()) for x, y in data]
+
+    def train(replicas: int) -> list[Tensor]:
+        with make_strategy(replicas).scope():
+            model = Model(copy.deepcopy(module), sync_batchnorm=True)
+            model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.05), loss=nn.functional.mse_loss)
+        model.fit(data, epochs=2, verbose=0)
+        return weights(model)
+
+    for one, four in zip(train(1), train(4), strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-9, atol=1e-9)
+
+
+# --- modes
+
+
+def test_fit_and_evaluate_put_the_modes_back(make_strategy: MakeStrategy, batches: Batches):
+    modes: list[tuple[bool, bool]] = []
+
+    class Spy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.append((self.training, torch.is_grad_enabled()))
+            return super().forward(x)
+
+    module = nn.Sequential(Spy(3, 1), nn.Dropout(0.0))
+    model = compiled(module, make_strategy(1))
+    module.eval()
+    module[1].train()
+
+    model.fit(batches[:1], validation_data=batches[:1], epochs=2, verbose=0)
+    model.predict(batches[:1])
+
+    assert modes == [(True, True), (False, False), (True, True), (False, False), (False, False)]
+    assert [part.training for part in module.modules()] == [False, False, True]
+
+
+# --- errors
+
+
+def test_nan_names_epoch_and_step_and_keeps_the_last_good_weights(make_strategy: MakeStrategy, batches: Batches):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    model, good = compiled(copy.deepcopy(module), make_strategy(2)), compiled(module, make_strategy(2))
+    poisoned = [*batches[:2], (batches[2][0] * float("nan"), batches[2][1])]
+
+    with pytest.raises(NonFiniteLossError, match=r"^epoch 1, step 3: the loss is nan; the weights are those before"):
+        model.fit(poisoned, epochs=2, verbose=0)
+    good.fit(batches[:2], verbose=0)
+
+    assert equal(weights(model), weights(good))
+
+
+def test_nan_is_found_in_a_cycle_that_the_epoch_cuts_short(make_strategy: MakeStrategy, batches: Batches):
+    model = compiled(nn.Linear(3, 1), make_strategy(2), accumulate=4)
+    before = weights(model)
+
+    with pytest.raises(NonFiniteLossError, match="epoch 1, step 3: the loss is inf"):
+        model.fit([*batches[:2], (batches[2][0], batches[2][1] * float("inf"))], verbose=0)
+
+    assert equal(weights(model), before)
+
+
+def stop_at_first_batch(error: BaseException) -> LambdaCallback:
+    def stop(batch: int, logs: Any) -> None:
+        raise error
+
+    return LambdaCallback(on_train_batch_end=stop)
+
+
+def test_a_run_that_was_stopped_leaves_nothing_to_the_next(make_strategy: MakeStrategy, batches: Batches):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    stopped = compiled(copy.deepcopy(module), make_strategy(2), accumulate=2)
+    fresh = compiled(module, make_strategy(2), accumulate=2)
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(batches, callbacks=[stop_at_first_batch(KeyboardInterrupt())], verbose=0)
+    stopped.fit(batches, verbose=0)
+    fresh.fit(batches, verbose=0)
+
+    assert equal(weights(stopped), weights(fresh))
+
+
+def test_a_callback_that_raises_is_named(model: Model, batches: Batches):
+    with pytest.raises(CallbackError, match=r"callback LambdaCallback\.on_train_batch_end raised ValueError: no"):
+        model.fit(batches, callbacks=[stop_at_first_batch(ValueError("no"))], verbose=0)
+
+
+def test_stop_training_ends_after_the_batch(model: Model, batches: Batches):
+    def stop(batch: int, logs: Any) -> None:
+        model.stop_training = batch == 1
+
+    history = model.fit(batches, epochs=5, callbacks=[LambdaCallback(on_train_batch_end=stop)], verbose=0)
+
+    assert [timing.steps for timing in history.timing] == [2]
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_an_empty_dataset_is_one_line(model: Model, call: str):
+    with pytest.raises(DataError, match="gave no batches; give a DataLoader or a list with at least one batch"):
+        getattr(model, call)([], verbose=0)
+
+
+def test_validation_data_that_is_empty_is_named(model: Model, batches: Batches):
+    with pytest.raises(DataError, match="the validation data gave no batches"):
+        model.fit(batches, validation_data=[], verbose=0)
+
+
+def test_a_generator_that_is_read_already_is_named(model: Model, batches: Batches):
+    def once() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from batches
+
+    with pytest.raises(DataError, match="the training data gave no batches for epoch 2: a generator can be read only"):
+        model.fit(once(), epochs=2, verbose=0)
+
+
+def test_a_loss_of_the_wrong_shape_names_the_shape_and_the_rows(make_strategy: MakeStrategy, batches: Batches):
+    with make_strategy(2).scope():
+        model = Model(nn.Linear(3, 1))
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: outputs.flatten()[:1])
+
+    with pytest.raises(ConfigError, match=r"the loss returned shape \(1,\) for 2 examples"):
+        model.fit(batches, verbose=0)
+
+
+def test_fit_before_compile_says_so(make_strategy: MakeStrategy, batches: Batches):
+    with make_strategy(1).scope():
+        model = Model(nn.Linear(3, 1))
+
+    with pytest.raises(UsageError, match=r"fit was called before compile; call model\.compile"):
+        model.fit(batches)
+    model.compile(loss=nn.functional.mse_loss)
+    with pytest.raises(UsageError, match="fit needs an optimizer"):
+        model.fit(batches)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8' is unknown; choose 'fp32', 'bf16' or 'fp16'"),
+        ({"accumulate": 0}, "accumulate=0; give the number of global batches per update"),
+        ({"clip_norm": 0.0}, r"clip_norm=0.0; give a positive norm, or None"),
+        ({"metrics": {"mse": print}}, "metric 'mse' is a builtin_function_or_method; give an instance"),
+        ({"loss": 3}, "loss is a int; give a function"),
+        ({"loss": None}, "compile got no loss"),
+        ({"optimizer": 3}, "optimizer is a int; give a torch optimizer"),
+        ({"optimizer": lambda parameters: 3}, "optimizer is a int; give a torch optimizer"),
+        ({"scheduler": 3}, "scheduler is a int; give a torch scheduler"),
+        ({"scheduler": ReduceLROnPlateau}, "scheduler is a ReduceLROnPlateau, which steps by a metric"),
+    ],
+)
+def test_bad_settings_are_refused_by_compile(make_strategy: MakeStrategy, settings: dict[str, Any], message: str):
+    good: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, 0.1), "loss": nn.functional.mse_loss}
+    with make_strategy(1).scope(), pytest.raises(ConfigError, match=message):
+        Model(nn.Linear(3, 1)).compile(**(good | settings))
+
+
+def test_bad_arguments_of_fit_are_refused(model: Model, batches: Batches):
+    with pytest.raises(ConfigError, match="verbose=3 is unknown; choose 0"):
+        model.fit(batches, verbose=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="steps_per_epoch=0; give a number"):
+        model.fit(batches, steps_per_epoch=0)
+
+
+def test_a_model_of_something_else_is_refused(make_strategy: MakeStrategy):
+    with make_strategy(1).scope(), pytest.raises(ConfigError, match=r"Model got a function; give a torch\.nn\.Module"):
+        Model(lambda x: x)  # type: ignore[arg-type]
+
+
+# --- predict
+
+
+class Outputs(NamedTuple):
+    doubled: Tensor
+    rows: Tensor
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Outputs]:
+        return {"out": Outputs(x * 2, x[:, 0].long())}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_predict_gives_every_row_once_in_order(replicas: int, make_strategy: MakeStrategy):
+    x = torch.arange(22.0).view(11, 2)
+    with make_strategy(replicas).scope():
+        predicted = Model(Doubling()).predict(list(x.split(5)))
+
+    assert torch.equal(predicted["out"].doubled, x * 2)
+    assert torch.equal(predicted["out"].rows, x[:, 0].long())
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: (x,), lambda x: (x, x), lambda x: [x, x, x], lambda x: {"input": x}]
+)
+def test_predict_takes_inputs_of_any_kind_of_item(wrap: Any, make_strategy: MakeStrategy):
+    x = torch.randn(5, 3)
+    module = nn.Linear(3, 2)
+    with make_strategy(2).scope():
+        predicted = Model(module).predict([wrap(x)])
+
+    torch.testing.assert_close(predicted, module(x).detach())
+    assert not predicted.requires_grad
+
+
+def test_predict_of_a_scalar_output_is_one_line(make_strategy: MakeStrategy):
+    class Scalar(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    with make_strategy(2).scope(), pytest.raises(ConfigError, match=r"returned shape \(\) for 2 rows"):
+        Model(Scalar()).predict([torch.ones(4)])
+
+
+# --- weights
+
+
+def test_saved_weights_are_the_plain_modules_and_load_everywhere(model: Model, batches: Batches, tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    model.fit(batches, verbose=0)
+    expected = model.predict(batches)
+    model.save_weights(path)
+    model.fit(batches, verbose=0)
+
+    model.load_weights(path)
+
+    assert torch.equal(model.predict(batches), expected)
+    assert list(model.state_dict()) == ["weight", "bias"]
+
+
+def test_weights_that_do_not_fit_load_nothing(model: Model, make_strategy: MakeStrategy, tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    before = weights(model)
+    with make_strategy(2).scope():
+        Model(nn.Linear(3, 2)).save_weights(path)
+
+    with pytest.raises(CheckpointError, match=r"wrong shapes: weight has shape \(2, 3\) instead of \(1, 3\)"):
+        model.load_weights(path)
+
+    assert equal(weights(model), before)
+
+
+def test_batch_norm_statistics_are_averaged_before_evaluation_and_in_the_file(
+    make_strategy: MakeStrategy, tmp_path: Path
+):
+    module = nn.BatchNorm1d(1)
+    model = compiled(module, make_strategy(2))
+    x = torch.tensor([[0.0], [0.0], [10.0], [20.0]])
+    model.fit([(x, x)], verbose=0)
+
+    assert model.state_dict()["running_mean"].item() == pytest.approx(0.75)  # 0.1 * the mean of 0 and 15
+
+    halves = [model.evaluate([(half, half)], verbose=0)["loss"] for half in (x, x.flip(0))]
+    assert halves[0] == pytest.approx(halves[1])
