@@ -13,16 +13,35 @@ from lockstep.strategies.default import get_strategy
 from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.scope import has_strategy, in_cross_replica_context
+from lockstep.train import History, Model
+from lockstep.train.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorBoard,
+)
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "History",
     "InputContext",
+    "LambdaCallback",
     "MirroredStrategy",
+    "Model",
+    "ModelCheckpoint",
     "PerReplica",
+    "ProgressBar",
     "ReduceOp",
     "ReplicaContext",
     "Strategy",
+    "TensorBoard",
     "compute_average_loss",
     "config",
     "errors",
