@@ -1,0 +1,32 @@
+"""DistributedDataParallel over gloo: one process a share, at the settings that torch's documentation recommends."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.bench.contenders.plain import laid_out, memory_format, train
+from lockstep.bench.laps import Laps
+from lockstep.bench.trial import Seat, Trial
+from lockstep.data.shards import split_batch
+
+SETTINGS = "gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
+
+
+def train_ddp(trial: Trial, seat: Seat, laps: Laps) -> None:
+    """One of ``trial.contender.processes`` processes. All of them must call it: they meet at ``seat.store``.
+
+    DDP averages the processes' gradients, so each divides its sum by its part of the count.
+    """
+    torch.set_num_threads(trial.threads_per_process)
+    torch.manual_seed(0)
+    world, layout = trial.contender.processes, trial.contender.layout
+    dist.init_process_group("gloo", init_method=f"file://{seat.store}", rank=seat.rank, world_size=world)
+    module = trial.workload.make_module().train().to(memory_format=memory_format(layout))  # type: ignore[call-overload]
+    wrapped = DistributedDataParallel(
+        module, forward_sync_buffers=False, gradient_as_bucket_view=True, static_graph=True
+    )
+    shards = [split_batch(batch, world)[seat.rank] for batch in trial.workload.make_batches(laps.total)]
+    train(trial, wrapped, laid_out(shards, layout), laps, divisor=trial.workload.count / world)
+    dist.destroy_process_group()

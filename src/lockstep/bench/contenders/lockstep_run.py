@@ -1,0 +1,50 @@
+"""Ours as a hand-written loop: the CPU split into logical devices, ``mirror``, ``run``, ``optimizer.step``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lockstep as ls
+from lockstep.bench.laps import Laps
+from lockstep.bench.trial import Seat, Trial
+
+
+def split_cpu(shares: int) -> list[str]:
+    """Splits the CPU into logical devices and gives their names."""
+    (cpu,) = ls.config.list_physical_devices("CPU")
+    ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration() for _ in range(shares)])
+    return [device.name for device in ls.config.list_logical_devices("CPU")]
+
+
+def run_replicas(trial: Trial, seat: Seat, laps: Laps) -> None:
+    """Trains with a MirroredStrategy of ``trial.contender.shares`` replicas.
+
+    Exchange and update are told apart by the replicas' clocks: from the arrival of the last replica at
+    ``optimizer.step`` to the moment when all have left it. What the others wait for the last one is no exchange.
+    """
+    torch.set_num_threads(trial.cores)
+    torch.manual_seed(0)
+    workload = trial.workload
+    strategy = ls.MirroredStrategy(split_cpu(trial.contender.shares))
+    module = strategy.mirror(workload.make_module())
+    optimizer = strategy.mirror(torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True))
+
+    def step(x: Any, y: Tensor) -> tuple[Tensor, float, float]:
+        optimizer.zero_grad()
+        total, _ = workload.loss(module(**x) if isinstance(x, dict) else module(x), y)
+        loss = total / workload.count
+        loss.backward()  # type: ignore[no-untyped-call]
+        arrived = time.perf_counter()
+        optimizer.step()
+        return loss.detach(), arrived, time.perf_counter()
+
+    module.train()
+    for x, y in strategy.distribute_dataset(workload.make_batches(laps.total)):
+        losses, arrivals, departures = strategy.run(step, args=(x, y))
+        exchange_s = max(strategy.local_results(departures)) - max(strategy.local_results(arrivals))
+        laps.lap(float(strategy.reduce("sum", losses)), exchange_s)
+    strategy.close()

@@ -1,0 +1,69 @@
+"""The stopwatch that a contender carries through its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class LapRecord:
+    """What one process saw.
+
+    Args:
+        first_step_s: from the start of the trial's processes to the end of the first step.
+        step_s: seconds of each timed step.
+        exchange_s: seconds of each timed step that went into exchange and update; empty where they are not told apart.
+        loss: of the last step.
+    """
+
+    first_step_s: float
+    step_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
+    loss: float
+
+
+class Laps:
+    """Times steps, and reports when the last is done.
+
+    Args:
+        warm_up: steps that are not timed.
+        steps: steps that are.
+        started_s: ``time.monotonic()`` at the start of the trial.
+        report: receives the record inside the last lap, while the contender still holds all that it holds in a step.
+    """
+
+    def __init__(self, *, warm_up: int, steps: int, started_s: float, report: Callable[[LapRecord], None]) -> None:
+        self._warm_up = warm_up
+        self.total = warm_up + steps
+        self._started_s = started_s
+        self._report = report
+        self._ends: list[float] = []
+        self._exchanges: list[float] = []
+        self._first_step_s = 0.0
+
+    def lap(self, loss: float, exchange_s: float | None = None) -> None:
+        """A step is done.
+
+        Args:
+            loss: of this step's global batch, or of the part that this process knows.
+            exchange_s: seconds of it spent in exchange and update.
+        """
+        self._ends.append(time.perf_counter())
+        if len(self._ends) == 1:
+            self._first_step_s = time.monotonic() - self._started_s
+        if exchange_s is not None and len(self._ends) > self._warm_up:
+            self._exchanges.append(exchange_s)
+        if len(self._ends) == self.total:
+            self._report(self._record(loss))
+
+    def _record(self, loss: float) -> LapRecord:
+        timed = self._ends[self._warm_up - 1 :]
+        return LapRecord(
+            first_step_s=self._first_step_s,
+            step_s=tuple(after - before for before, after in pairwise(timed)),
+            exchange_s=tuple(self._exchanges),
+            loss=loss,
+        )

@@ -1,0 +1,51 @@
+"""Writes a run's report: Markdown for people, and beside it JSON with every sample for those who count again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lockstep.bench.harness import Sample
+from lockstep.bench.markdown import Conditions, WorkloadResult, render
+
+
+def write_report(
+    folder: Path, conditions: Conditions, results: Sequence[WorkloadResult], samples: Sequence[Sample]
+) -> Path:
+    """Writes ``DATE-cpu-CORES.md`` and ``.json``, each whole or not at all; a run of the same day is replaced.
+
+    Args:
+        folder: where; made where it is missing.
+        conditions: how the run was made.
+        results: what is shown.
+        samples: all of them, for the JSON.
+
+    Returns:
+        The path of the Markdown file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    base = folder / f"{conditions.date}-cpu-{conditions.machine.cores}"
+    _write_whole(base.with_suffix(".json"), json.dumps(_record(conditions, results, samples), indent=1) + "\n")
+    return _write_whole(base.with_suffix(".md"), render(conditions, results))
+
+
+def _record(conditions: Conditions, results: Sequence[WorkloadResult], samples: Sequence[Sample]) -> dict[str, object]:
+    targets = [
+        {"workload": result.workload.name, **asdict(target), "reached": target.reached}
+        for result in results
+        for target in result.targets
+    ]
+    return {"conditions": asdict(conditions), "targets": targets, "samples": [asdict(sample) for sample in samples]}
+
+
+def _write_whole(path: Path, text: str) -> Path:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path

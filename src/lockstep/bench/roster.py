@@ -1,0 +1,71 @@
+"""Who takes part in which workload, at which settings."""
+
+from __future__ import annotations
+
+from lockstep.bench.contenders.ddp import SETTINGS, train_ddp
+from lockstep.bench.contenders.lockstep_fit import fit_model
+from lockstep.bench.contenders.lockstep_run import run_replicas
+from lockstep.bench.contenders.plain import train_alone
+from lockstep.bench.trial import Contender, Layout
+
+_CONVOLUTIONAL = frozenset({"mobilenetv2"})
+_SUFFIX: dict[Layout, str] = {"channels_last": " channels_last", "contiguous": ""}
+_SHARES = (2, 4)
+
+
+def roster(workload: str) -> tuple[Contender, ...]:
+    """The contenders of a workload, ours first.
+
+    Rivals try both memory formats where there are convolutions, and the faster one counts.
+    """
+    layouts: tuple[Layout, ...] = ("channels_last", "contiguous") if workload in _CONVOLUTIONAL else ("contiguous",)
+    return (
+        *(_replicas(shares) for shares in _SHARES),
+        *(_alone(layout) for layout in layouts),
+        *(_ddp(processes, layout) for processes in _SHARES for layout in layouts),
+        _fit(2),
+    )
+
+
+def _replicas(shares: int) -> Contender:
+    return Contender(
+        name=f"lockstep-{shares}",
+        settings=f"MirroredStrategy, CPU split in {shares}, one process, memory_format auto, run + optimizer.step",
+        body=run_replicas,
+        shares=shares,
+        layout="auto",
+        ours=True,
+    )
+
+
+def _fit(shares: int) -> Contender:
+    return Contender(
+        name=f"lockstep-{shares} fit",
+        settings=f"as lockstep-{shares}, through Model.fit, its loss the running mean of the epoch; a check, not counted",
+        body=fit_model,
+        shares=shares,
+        layout="auto",
+        ours=True,
+        counted=False,
+    )
+
+
+def _alone(layout: Layout) -> Contender:
+    return Contender(
+        name=f"single{_SUFFIX[layout]}",
+        settings=f"one process, a hand-written loop, all cores as intra-op threads, {layout}",
+        body=train_alone,
+        shares=1,
+        layout=layout,
+    )
+
+
+def _ddp(processes: int, layout: Layout) -> Contender:
+    return Contender(
+        name=f"ddp-{processes}{_SUFFIX[layout]}",
+        settings=f"{processes} processes, {SETTINGS}, cores // processes threads each (at least 1), {layout}",
+        body=train_ddp,
+        shares=processes,
+        processes=processes,
+        layout=layout,
+    )

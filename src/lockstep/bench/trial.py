@@ -1,0 +1,114 @@
+"""What is measured, as plain data: a workload, a contender that does it, and one trial of the two.
+
+Everything here travels to a contender's fresh process, so functions are named by their modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lockstep.bench.laps import Laps
+from lockstep.errors import ConfigError
+
+Layout = Literal["auto", "channels_last", "contiguous"]
+"""Memory format of a module's weights and pictures; "auto" leaves it to the strategy."""
+
+Batch = tuple[Any, Tensor]
+"""A global batch (x, y); x is a tensor or a dict of the module's keyword arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training step that all contenders do, on the same numbers.
+
+    Args:
+        name: as on the command line.
+        title: for the table: model, shapes, optimizer.
+        make_module: the model, of random weights from torch's default generator.
+        make_batches: so many different global batches, the same in every process.
+        loss: ``loss(outputs, y)`` -> (sum over what is counted, how many are counted).
+        count: how many are counted in each global batch.
+        learning_rate: Adam's.
+    """
+
+    name: str
+    title: str
+    make_module: Callable[[], nn.Module]
+    make_batches: Callable[[int], list[Batch]]
+    loss: Callable[[Any, Tensor], tuple[Tensor, Any]]
+    count: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to do the work.
+
+    Args:
+        name: a short one, such as "ddp-2".
+        settings: for the table: what was chosen, and how.
+        body: trains in this process, calling ``laps.lap`` after every step.
+        shares: among how many replicas or processes the global batch is divided.
+        processes: how many processes run ``body`` together.
+        layout: memory format.
+        ours: whether it is this package; the others are rivals.
+        counted: False for a row that is shown and takes no part in the targets.
+    """
+
+    name: str
+    settings: str
+    body: Callable[[Trial, Seat, Laps], None]
+    shares: int
+    processes: int = 1
+    layout: Layout = "contiguous"
+    ours: bool = False
+    counted: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One contender doing one workload, once, in fresh processes.
+
+    Args:
+        workload: the work.
+        contender: who does it.
+        warm_up: steps before the ones that are timed, at least 1.
+        steps: steps that are timed, at least 1.
+        cores: CPU cores to use in all.
+    """
+
+    workload: Workload
+    contender: Contender
+    warm_up: int
+    steps: int
+    cores: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm_up", 1), ("steps", 1), ("cores", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name}={value} was given, expected at least {least}; raise it")
+
+    @property
+    def threads_per_process(self) -> int:
+        """Intra-op threads of each process: an equal part of the cores, at least one."""
+        return max(1, self.cores // self.contender.processes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A process's place in its trial.
+
+    Args:
+        rank: 0 to processes - 1.
+        started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
+        store: path of a file, not there yet, at which the processes of the trial meet.
+    """
+
+    rank: int
+    started_s: float
+    store: str
