@@ -13,7 +13,7 @@ from lockstep.strategies.default import get_strategy
 from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.scope import has_strategy, in_cross_replica_context
-from lockstep.train import History, Model
+from lockstep.train import History, Model, callbacks
 from lockstep.train.callbacks import (
     Callback,
     CSVLogger,
@@ -42,6 +42,7 @@ __all__ = [
     "ReplicaContext",
     "Strategy",
     "TensorBoard",
+    "callbacks",
     "compute_average_loss",
     "config",
     "errors",
