@@ -46,7 +46,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         super().__init__()
         if save_freq != "epoch" and (not isinstance(save_freq, int) or isinstance(save_freq, bool) or save_freq < 1):
-            raise ConfigError(f"ModelCheckpoint(save_freq={save_freq!r}) ; give 'epoch' or a number of batches")
+            raise ConfigError(f"ModelCheckpoint(save_freq={save_freq!r}); give 'epoch' or a number of batches")
         if not save_weights_only:
             raise ConfigError("ModelCheckpoint(save_weights_only=False): it saves nothing but weights; leave it True")
         self.filepath = os.fspath(filepath)

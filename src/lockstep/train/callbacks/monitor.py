@@ -51,9 +51,7 @@ class Monitor:
         if self.name in logs:
             return logs[self.name]
         names = ", ".join(logs) or "none"
-        warnings.warn(
-            f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {names}", stacklevel=2
-        )
+        warnings.warn(f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {names}", stacklevel=2)
         return None
 
     def is_better(self, value: float, reference: float | None) -> bool:

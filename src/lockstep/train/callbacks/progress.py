@@ -1,6 +1,7 @@
 """ProgressBar: what a person sees while a run goes on. Nothing else of this room writes there.
 
-On a terminal, with tqdm installed, it is one live line per epoch; anywhere else plain lines, one per epoch.
+On a terminal, with tqdm installed, a live line follows each epoch; when that ends, and anywhere else, the epoch is one
+plain line, which no width cuts off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
 
 _REDRAW_S = 0.1
-_BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+_BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 _BAR_UNKNOWN = "{desc} {n_fmt} steps [{elapsed}]{postfix}"
 
 
@@ -65,7 +66,7 @@ class ProgressBar(Callback):
         self._advance(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Ends the live line with the numbers of the epoch, or writes them as a plain line."""
+        """Replaces the live line by a plain one with the numbers of the epoch."""
         self._finish(logs)
 
     def on_test_begin(self, logs: Logs) -> None:
@@ -98,9 +99,7 @@ class ProgressBar(Callback):
     def close(self) -> None:
         """Leaves the terminal on a new line, also after an error."""
         self._training = False
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._close_bar()
 
     def _begin(self, title: str, steps: int | None) -> None:
         self._title = title
@@ -120,20 +119,22 @@ class ProgressBar(Callback):
             self._drawn = time.monotonic()
             self._bar.set_postfix_str(self._describe(logs))
 
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     def _finish(self, logs: Logs) -> None:
-        text = self._describe(logs)
-        if self._bar is None:
-            clock = self.model.clock
-            write_line(f"{self._title}: {clock.steps} steps, {clock.seconds:.1f} s, {text}")
-            return
-        self._bar.set_postfix_str(text)
-        self._bar.close()
-        self._bar = None
+        if self._bar is not None:
+            self._bar.leave = False
+            self._close_bar()
+        clock = self.model.clock
+        write_line(f"{self._title}: {clock.steps} steps, {clock.seconds:.1f} s, {self._describe(logs)}")
 
     def _describe(self, logs: Logs) -> str:
         clock = self.model.clock
         speed = [f"{clock.median_step_s * 1000:.0f} ms/step", f"{clock.examples_per_s:,.0f} examples/s"]
-        return ", ".join(speed + [f"{name} {value:.4g}" for name, value in logs.items()])
+        return ", ".join([f"{name} {value:.4g}" for name, value in logs.items()] + speed)
 
 
 def _bar_maker() -> Callable[..., Any] | None:
