@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lockstep.train.callbacks import EarlyStopping
+from lockstep.train.callbacks import EarlyStopping, LambdaCallback
 from lockstep.train.model import Model
 
 
@@ -90,3 +91,19 @@ def test_it_says_what_it_did(model: Model, capsys: pytest.CaptureFixture[str]):
 def test_an_absent_name_warns_and_does_not_stop(model: Model):
     with pytest.warns(UserWarning, match="EarlyStopping monitors 'val_loss'"):
         assert play(model, EarlyStopping(), [1.0, 2.0, 3.0], name="loss") == 3
+
+
+def test_fit_ends_early_and_has_the_weights_of_the_best_epoch(model: Model, batches: list[tuple[Tensor, Tensor]]):
+    seen: list[Tensor] = []
+
+    def disturb(epoch: int, logs: Any) -> None:
+        seen.append(model.module.weight.detach().clone())
+        with torch.no_grad():  # from the third epoch on the weights are far off
+            model.module.weight.add_(100.0 if epoch >= 1 else 0.0)
+
+    stopping = EarlyStopping("loss", patience=2, restore_best_weights=True)
+    history = model.fit(batches, epochs=9, callbacks=[stopping, LambdaCallback(on_epoch_end=disturb)], verbose=0)
+
+    assert len(history.epoch) == 4
+    assert stopping.best_epoch == 1
+    assert torch.equal(model.module.weight, seen[1])
