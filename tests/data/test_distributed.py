@@ -67,6 +67,29 @@ def test_a_generator_is_data_once(three):
     assert rows(dataset) == []
 
 
+class Beginning:
+    """Notes when iterating over it begins."""
+
+    begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter([torch.arange(3)])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_source_is_begun_with_the_iteration(three, prefetch):
+    source = Beginning()
+    dataset = DistributedDataset(source, three, prefetch=prefetch)
+    assert source.begun == 0
+    iter(dataset)
+    assert source.begun == 1
+    per_replica = PerReplicaDataset(lambda _: source, three, prefetch=prefetch)
+    assert source.begun == 1
+    iter(per_replica)
+    assert source.begun == 2
+
+
 def test_two_iterations_at_once_do_not_disturb_each_other(three):
     dataset = DistributedDataset(DataLoader(range(6), batch_size=3), three)
     pairs = [(a[0].tolist(), b[0].tolist()) for a, b in zip(dataset, dataset, strict=True)]

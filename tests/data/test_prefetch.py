@@ -152,21 +152,35 @@ def test_even_an_exit_of_the_source_reaches_the_consumer():
         next(iterator)
 
 
-def test_ctrl_c_in_the_consumer_ends_the_thread(monkeypatch):
+@pytest.fixture
+def interrupted():
+    """Set once Ctrl-C has reached a consumer that waits for an item; it is ignored anywhere else."""
+    reached = threading.Event()
+
+    def interrupt(_, frame):
+        if any(where.name == "take" for where in traceback.extract_stack(frame)):
+            reached.set()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    yield reached
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_the_consumer_ends_the_thread(monkeypatch, interrupted):
     monkeypatch.setattr(prefetch, "_END_LIMIT_S", 0.01)
-    ready, go_on = threading.Event(), threading.Event()
+    go_on = threading.Event()
 
     def source():
         yield 0
-        ready.wait(LIMIT_S)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while not interrupted.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         go_on.wait(LIMIT_S)
         yield from itertools.count()
 
     iterator = read_ahead(source(), 1)
     next(iterator)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the signal must not come before this line
-        ready.set()
+    with pytest.raises(KeyboardInterrupt):
         next(iterator)
     (thread,) = readers()
     go_on.set()
@@ -175,6 +189,7 @@ def test_ctrl_c_in_the_consumer_ends_the_thread(monkeypatch):
     assert list(iterator) == []
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_iterator_dropped_inside_the_reading_thread_ends_it():
     held = []
 

@@ -40,7 +40,7 @@ class Transfer:
         return PerReplica([self._move(value, device) for value, device in zip(leaf, self._devices, strict=True)])
 
     def _move(self, value: Any, device: torch.device) -> Any:
-        if not isinstance(value, torch.Tensor) or value.device == device:
+        if not isinstance(value, torch.Tensor):
             return value
         if device.type != "cuda" or value.device.type != "cpu":
             return value.to(device)
