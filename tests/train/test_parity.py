@@ -208,7 +208,7 @@ def test_metrics_and_evaluation_are_those_of_one_device(replicas: int, make_stra
     batches = vectors()
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     expected = {name: float(metric(module(x), y)) for name, metric in metrics.items()}
-    expected["loss"] = float(mean(module(x), y))
+    expected["loss"] = mean(module(x), y).item()
     with make_strategy(replicas).scope():
         model = Model(module)
         model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=mean, metrics=metrics)

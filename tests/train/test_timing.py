@@ -25,6 +25,15 @@ def test_only_steps_are_timed(clock: StepClock):
     assert clock.examples_per_s == pytest.approx(20 / 13)
 
 
+def test_a_pause_is_not_timed(clock: StepClock):
+    clock.start()
+    clock.pause()
+    clock.start()
+    clock.stop(rows=1)
+
+    assert clock.seconds == 1.0 + 2.0
+
+
 def test_the_summary_is_what_was_measured(clock: StepClock):
     clock.start()
     clock.stop(rows=3)

@@ -12,7 +12,7 @@ class EpochTiming:
 
     Args:
         epoch: the epoch, from 0.
-        seconds: from the first batch asked for to the last step done, without the callbacks.
+        seconds: the sum over the steps, reading of the batches included.
         steps: global batches.
         examples: rows of all replicas.
         median_step_s: the median over the epoch's steps, reading of the batch included, in seconds.

@@ -5,8 +5,8 @@ fit -> TrainLoop.run_epoch -> strategy.run -> train_step (in each replica): forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -97,8 +97,14 @@ class TrainLoop:
         clock.start()
         with closing(feed.epoch(epoch)) as batches:
             for step, batch in enumerate(batches, start=1):
+                clock.pause()
                 self._callbacks.call("on_train_batch_begin", step - 1)
-                outputs = self._step(batch, epoch, step)
+                clock.start()
+                with _located(epoch, step):
+                    due = step % self._job.config.accumulate == 0
+                    results = self._strategy.run(train_step, (self._job, self._states, batch, due))
+                outputs = self._strategy.local_results(results)
+                self._after_update(outputs[0].update)
                 loss.add(outputs)
                 clock.stop(rows=sum(output.rows for output in outputs))
                 metrics = self._metrics.compute() if self._callbacks.wants_batch_logs() else {}
@@ -107,25 +113,10 @@ class TrainLoop:
                     break
                 clock.start()
         if step % self._job.config.accumulate:
-            self._finish_cycle(epoch, step)
+            with _located(epoch, step):
+                results = self._strategy.run(finish_cycle, (self._job, self._states))
+            self._after_update(self._strategy.local_results(results)[0])
         return {"loss": loss.value, **self._metrics.compute()}
-
-    def _step(self, batch: Any, epoch: int, step: int) -> Sequence[StepOutput]:
-        due = step % self._job.config.accumulate == 0
-        try:
-            results = self._strategy.run(train_step, (self._job, self._states, batch, due))
-        except NonFiniteLossError as error:
-            raise _located(error, epoch, step) from error
-        outputs: Sequence[StepOutput] = self._strategy.local_results(results)
-        self._after_update(outputs[0].update)
-        return outputs
-
-    def _finish_cycle(self, epoch: int, step: int) -> None:
-        try:
-            results = self._strategy.run(finish_cycle, (self._job, self._states))
-        except NonFiniteLossError as error:
-            raise _located(error, epoch, step) from error
-        self._after_update(self._strategy.local_results(results)[0])
 
     def _after_update(self, update: StepResult | None) -> None:
         if self._scheduler is not None and update is not None and not update.skipped:
@@ -143,7 +134,9 @@ def run_evaluation(
     clock.start()
     with torch.no_grad(), closing(feed.epoch(0)) as batches:
         for step, batch in enumerate(batches):
+            clock.pause()
             callbacks.call("on_test_batch_begin", step)
+            clock.start()
             outputs = strategy.local_results(strategy.run(evaluate_step, (job, states, batch)))
             loss.add(outputs)
             clock.stop(rows=sum(output.rows for output in outputs))
@@ -169,7 +162,9 @@ def run_prediction(
     clock.start()
     with torch.no_grad(), closing(feed.epoch(0)) as batches:
         for step, batch in enumerate(batches):
+            clock.pause()
             callbacks.call("on_predict_batch_begin", step)
+            clock.start()
             shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
             for shard in shards:
                 if shard.rows:
@@ -181,8 +176,13 @@ def run_prediction(
     return collected.joined()
 
 
-def _located(error: NonFiniteLossError, epoch: int, step: int) -> NonFiniteLossError:
-    return NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error}")
+@contextmanager
+def _located(epoch: int, step: int) -> Iterator[None]:
+    """Says in which epoch and step, both from 1, the loss was not finite."""
+    try:
+        yield
+    except NonFiniteLossError as error:
+        raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error}") from error
 
 
 def _torch_devices(strategy: Strategy) -> list[torch.device]:

@@ -83,13 +83,16 @@ class Prediction:
 
 def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard; then the update, if it is due. Every replica must call it."""
-    context = _context()
-    rows = batch_rows(item)
+    context, rows = _context(), batch_rows(item)
     total: Count = 0.0
     count: Count = 0.0
     # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
     if rows or job.module.has_sync_batchnorm:
-        total, count = _forward(job, state, unpack_labelled(item), rows)
+        batch = unpack_labelled(item)
+        with job.precision.autocast():
+            outputs = call_module(job.module, batch.x)
+            total, count = _sums(job, outputs, batch, rows)
+        _update_metrics(state, outputs, batch, rows)
     scale = job.precision.scale(context, count)
     if isinstance(total, Tensor):
         torch.autograd.backward(total if scale == 1.0 else total * scale)
@@ -126,7 +129,11 @@ def evaluate_step(job: Job, state: ReplicaState, item: Any) -> StepOutput:
     rows = batch_rows(item)
     if not rows:
         return StepOutput(rows=0, total=0.0, count=0.0)
-    total, count = _forward(job, state, unpack_labelled(item), rows)
+    batch = unpack_labelled(item)
+    with job.precision.autocast():
+        outputs = call_module(job.module, batch.x)
+        total, count = _sums(job, outputs, batch, rows)
+    _update_metrics(state, outputs, batch, rows)
     return StepOutput(rows=rows, total=total, count=count)
 
 
@@ -140,17 +147,18 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
         return Prediction(rows=rows, outputs=call_module(module, x))
 
 
-def _forward(job: Job, state: ReplicaState, batch: LabelledBatch, rows: int) -> tuple[Tensor, Count]:
-    with job.precision.autocast():
-        outputs = call_module(job.module, batch.x)
-        if not rows:
-            return no_examples(_first_float(outputs))
-        sums = loss_sums(job.config.loss(outputs, batch.y), rows, batch.sample_weight)
-    if state.metrics:
-        detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-        for metric in state.metrics.values():
-            metric.update(detached, batch.y)
-    return sums
+def _sums(job: Job, outputs: Any, batch: LabelledBatch, rows: int) -> tuple[Tensor, Count]:
+    if not rows:
+        return no_examples(_first_float(outputs))
+    return loss_sums(job.config.loss(outputs, batch.y), rows, batch.sample_weight)
+
+
+def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> None:
+    if not rows or not state.metrics:
+        return
+    detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+    for metric in state.metrics.values():
+        metric.update(detached, batch.y)
 
 
 def _first_float(outputs: Any) -> Tensor:

@@ -9,7 +9,9 @@ from lockstep.train.history import EpochTiming
 
 
 class StepClock:
-    """Times the steps of one pass. ``start`` before a batch is asked for, ``stop`` when its step is done.
+    """Times the steps of one pass: ``start`` before a batch is asked for, ``stop`` when its step is done.
+
+    What lies between ``stop`` and ``start``, or ``pause`` and ``start``, is not the step's: callbacks, above all.
 
     Example:
         >>> clock = StepClock()
@@ -21,16 +23,22 @@ class StepClock:
 
     def __init__(self) -> None:
         self._started = 0.0
+        self._before_pause = 0.0
         self._step_seconds: list[float] = []
         self.examples = 0
 
     def start(self) -> None:
-        """A batch is about to be asked for."""
+        """A batch is about to be asked for, or its step to be run."""
         self._started = time.perf_counter()
+
+    def pause(self) -> None:
+        """The batch is there; what comes until the next ``start`` is not timed."""
+        self._before_pause += time.perf_counter() - self._started
 
     def stop(self, *, rows: int) -> None:
         """The step is done; ``rows`` is the number of examples of all replicas."""
-        self._step_seconds.append(time.perf_counter() - self._started)
+        self._step_seconds.append(self._before_pause + time.perf_counter() - self._started)
+        self._before_pause = 0.0
         self.examples += rows
 
     @property

@@ -134,7 +134,7 @@ class ProgressBar(Callback):
     def _describe(self, logs: Logs) -> str:
         clock = self.model.clock
         speed = [f"{clock.median_step_s * 1000:.0f} ms/step", f"{clock.examples_per_s:,.0f} examples/s"]
-        return ", ".join([f"{name} {value:.4g}" for name, value in logs.items()] + speed)
+        return ", ".join([f"{name} {value:#.4g}" for name, value in logs.items()] + speed)
 
 
 def _bar_maker() -> Callable[..., Any] | None:
