@@ -79,7 +79,8 @@ class MirroredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update.run(context, Totals(0.0, 1.0))
+        # The counts add up to 1: what the replicas back-propagated are parts of one loss, summed and not averaged.
+        self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
         return loss
 
     def update(

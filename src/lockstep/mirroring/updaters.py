@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lockstep.errors import UsageError
 
 _ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
@@ -40,11 +43,17 @@ class Updaters:
     @property
     def divisible(self) -> bool:
         """Whether parameters can be updated in slices: torch's elementwise optimizers, without hooks on the step."""
-        hooks = self.plain._optimizer_step_pre_hooks or self.plain._optimizer_step_post_hooks
-        return type(self.plain) in _ELEMENTWISE and not hooks
+        hooks = (
+            self.plain._optimizer_step_pre_hooks,
+            self.plain._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+        return type(self.plain) in _ELEMENTWISE and not any(hooks)
 
     def reset(self) -> None:
         """Makes the copies anew, with the state that the user's optimizer has now (after load_state_dict)."""
+        self._state = self.plain.state
         self._by_leader: dict[int, Optimizer] = {self._leaders[0]: self.plain}
         for leader in self._leaders[1:]:
             memo: dict[int, Any] = {id(copies[0]): copies[leader] for copies in self._parameters}
@@ -56,7 +65,19 @@ class Updaters:
             self._by_leader[leader] = duplicate
 
     def align(self) -> None:
-        """Gives the copies the user's hyperparameters, and notes for schedulers that a step has been taken."""
+        """Gives the copies the user's hyperparameters, and notes for schedulers that a step has been taken.
+
+        Raises:
+            UsageError: the user's optimizer got parameters that the mirrored one does not know.
+        """
+        known = sum(len(group["params"]) for group in self.plain.param_groups)
+        if known != len(self._parameters):
+            raise UsageError(
+                f"the optimizer has {known} parameters, but had {len(self._parameters)} when it was mirrored; "
+                "add groups with add_param_group of the mirrored optimizer"
+            )
+        if self.plain.state is not self._state:  # the user loaded a state_dict into the plain optimizer
+            self.reset()
         for duplicate in list(self._by_leader.values())[1:]:
             for theirs, ours in zip(duplicate.param_groups, self.plain.param_groups, strict=True):
                 theirs.update({name: value for name, value in ours.items() if name != "params"})
