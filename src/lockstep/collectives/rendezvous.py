@@ -51,7 +51,9 @@ class Rendezvous:
     def __init__(self, replicas: Sequence[str], timeout_s: float) -> None:
         self._replicas = tuple(replicas)
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        # A plain lock, taken and given back in one step each by "with": an interrupted replica cannot leave it taken.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._meeting = _Meeting()
         self._left: dict[int, str] = {}
         self._cause: BaseException | None = None
@@ -64,7 +66,7 @@ class Rendezvous:
     @property
     def missing(self) -> list[str]:
         """The replicas that have neither returned nor failed."""
-        with self._changed:
+        with self._lock:
             return [name for replica, name in enumerate(self._replicas) if replica not in self._left]
 
     def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], turn: Turn) -> Any:
@@ -76,7 +78,7 @@ class Rendezvous:
             CollectiveError: (on the replica that finds it) the replicas did not meet at the same collective.
             ReplicaStopped: the run has ended because of another replica.
         """
-        with self._changed:
+        with self._lock:
             self._stop_if_ended()
             meeting = self._meeting
             meeting.calls[replica] = call
@@ -93,7 +95,7 @@ class Rendezvous:
 
     def leave(self, replica: int, error: BaseException | None = None) -> None:
         """Notes that a replica has returned, or failed with ``error``; those who wait for it are told."""
-        with self._changed:
+        with self._lock:
             self._left[replica] = "has returned" if error is None else f"failed with {type(error).__name__}"
             if error is not None and not isinstance(error, ReplicaStopped):
                 self._end(error)
@@ -101,19 +103,28 @@ class Rendezvous:
                 self._end(self._explain(self._meeting))
             self._changed.notify_all()
 
+    def stop_if_ended(self) -> None:
+        """For a replica that has been waiting elsewhere: is there still a run to take part in?
+
+        Raises:
+            ReplicaStopped: the run has ended because of another replica.
+        """
+        with self._lock:
+            self._stop_if_ended()
+
     def abort(self, cause: BaseException) -> None:
         """Ends the run from outside, as Ctrl-C does: every replica stops at its next collective."""
-        with self._changed:
+        with self._lock:
             self._end(cause)
 
     def wait_until_settled(self) -> None:
         """Waits until every replica has returned or failed, or the run has an error. For the owner of the run."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._cause is not None or len(self._left) == len(self._replicas))
 
     def wait_until_left(self, timeout_s: float | None) -> bool:
         """Waits until every replica has returned or failed; False if ``timeout_s`` seconds pass first."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: len(self._left) == len(self._replicas), timeout_s)
 
     def _complete(self, meeting: _Meeting, combine: Callable[[list[Any]], Any]) -> Any:
@@ -122,7 +133,7 @@ class Rendezvous:
         except BaseException as error:
             self.abort(error)
             raise
-        with self._changed:
+        with self._lock:
             self._stop_if_ended()
             meeting.result, meeting.done = result, True
             meeting.values.clear()
@@ -132,7 +143,7 @@ class Rendezvous:
 
     def _wait(self, meeting: _Meeting) -> Any:
         deadline = time.monotonic() + self._timeout_s
-        with self._changed:
+        with self._lock:
             while not meeting.done:
                 self._stop_if_ended()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:

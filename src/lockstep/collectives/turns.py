@@ -32,15 +32,22 @@ class Turns:
         self._waiting: deque[threading.Lock] = deque()
 
     def acquire(self) -> None:
-        """Takes a turn, after those who asked earlier. Holders always give theirs back, on errors too."""
-        with self._lock:
-            if self._free > 0:
-                self._free -= 1
-                return
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiting.append(gate)
+        """Takes a turn, after those who asked earlier. Holders always give theirs back, on errors too.
+
+        A replica of a failed run is interrupted wherever it is, here too; a turn that it was just given goes on then.
+        """
+        gate = threading.Lock()
         gate.acquire()
+        try:
+            with self._lock:
+                if self._free > 0:
+                    self._free -= 1
+                    return
+                self._waiting.append(gate)
+            gate.acquire()
+        except BaseException:
+            self._give_up(gate)
+            raise
 
     def release(self) -> None:
         """Gives the turn to the one who has waited longest, or back to the gate."""
@@ -49,3 +56,10 @@ class Turns:
                 self._waiting.popleft().release()
             else:
                 self._free += 1
+
+    def _give_up(self, gate: threading.Lock) -> None:
+        with self._lock:
+            if gate in self._waiting:
+                self._waiting.remove(gate)
+                return
+        self.release()

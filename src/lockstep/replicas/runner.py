@@ -77,7 +77,7 @@ class ReplicaRunner:
         }
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
-        self._lost: list[str] = []
+        self._stopped: Rendezvous | None = None
         self._one_run = threading.Lock()
         self._threads = ReplicaThreads(shares)
 
@@ -103,16 +103,26 @@ class ReplicaRunner:
         """
         if self._threads.closed:
             raise UsageError("the strategy has been closed and its threads have ended; make a new one")
-        if self._lost:
-            raise ReplicaError(f"{', '.join(self._lost)} never stopped after an earlier error; make a new strategy")
         with self._one_run:
+            if self._stopped is not None and self._stopped.missing:
+                missing = ", ".join(self._stopped.missing)
+                raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             began = time.perf_counter()
             run = _Run(strategy, self._names, self._timeout_s)
             turns = self._turns(fn, rows)
-            for replica, body in enumerate(bodies):
-                context = ReplicaContext(strategy, replica, self._devices[replica], run.rendezvous, turns[replica])
-                self._threads.submit(replica, run.job(context, turns[replica], self._random[replica], body))
-            self._wait(run)
+            try:
+                for replica, body in enumerate(bodies):
+                    context = ReplicaContext(strategy, replica, self._devices[replica], run.rendezvous, turns[replica])
+                    self._threads.submit(replica, run.job(context, turns[replica], self._random[replica], body))
+                    run.submitted = replica + 1
+                run.rendezvous.wait_until_settled()
+            except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
+                run.rendezvous.abort(interruption)
+                self._stop(run)
+                raise
+            if run.rendezvous.cause is not None:
+                self._stop(run)
+                raise run.rendezvous.cause
             for policy in self._policies.values():
                 policy.record(fn, time.perf_counter() - began)
         return run.results
@@ -129,24 +139,18 @@ class ReplicaRunner:
             turns.append(gate if state is None else CudaTurn(gate, device, state, length))
         return turns
 
-    def _wait(self, run: _Run) -> None:
-        try:
-            run.rendezvous.wait_until_settled()
-        except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
-            run.rendezvous.abort(interruption)
-            self._stop(run)
-            raise
-        if run.rendezvous.cause is not None:
-            self._stop(run)
-            raise run.rendezvous.cause
-
     def _stop(self, run: _Run) -> None:
+        self._stopped = run.rendezvous
+        for replica in range(run.submitted, len(self._devices)):
+            run.rendezvous.leave(replica, ReplicaStopped())
         if run.rendezvous.wait_until_left(STOP_GRACE_S):
             return
-        for name in run.rendezvous.missing:
-            self._threads.interrupt(self._names.index(name), ReplicaStopped)
-        if not run.rendezvous.wait_until_left(STOP_LIMIT_S):
-            self._lost = run.rendezvous.missing
+        interrupted = [self._names.index(name) for name in run.rendezvous.missing]
+        for replica in interrupted:
+            self._threads.interrupt(replica, ReplicaStopped)
+        if run.rendezvous.wait_until_left(STOP_LIMIT_S):
+            for replica in interrupted:
+                self._threads.forget_interrupt(replica)
 
 
 class _Run:
@@ -155,6 +159,7 @@ class _Run:
     def __init__(self, strategy: Strategy, names: Sequence[str], timeout_s: float) -> None:
         self.rendezvous = Rendezvous(names, timeout_s)
         self.results: list[Any] = [None] * len(names)
+        self.submitted = 0
         self._names = names
         self._caller = [CallerState.capture() for _ in names]
 
@@ -168,19 +173,25 @@ class _Run:
         def in_turn() -> Any:
             turn.acquire()
             try:
+                self.rendezvous.stop_if_ended()
                 with caller.applied(), random, in_context(context):
                     return body()
             finally:
                 turn.release()
 
-        def job() -> None:
-            error: BaseException | None = None
+        def outcome() -> BaseException | None:
             try:
                 self.results[replica] = caller.context.run(in_turn)
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
-                error = raised
                 if not isinstance(raised, ReplicaStopped):
                     raised.add_note(f"raised in {self._names[replica]}")
-            self.rendezvous.leave(replica, error)
+                return raised
+            return None
+
+        def job() -> None:
+            try:
+                self.rendezvous.leave(replica, outcome())
+            except ReplicaStopped as interrupt:  # it came when the body had just ended
+                self.rendezvous.leave(replica, interrupt)
 
         return job

@@ -61,9 +61,16 @@ class ReplicaThreads:
 
     def interrupt(self, replica: int, exception: type[BaseException]) -> None:
         """Raises ``exception`` in the replica's thread at its next line of Python code."""
+        self._set_pending(replica, ctypes.py_object(exception))
+
+    def forget_interrupt(self, replica: int) -> None:
+        """Takes back an interrupt that has not been raised yet; else it would be, in the middle of the next job."""
+        self._set_pending(replica, ctypes.py_object())
+
+    def _set_pending(self, replica: int, exception: ctypes.py_object[type[BaseException]]) -> None:
         ident = self._threads[replica].ident
         if ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(exception))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), exception)
 
     def close(self) -> None:
         """Ends the threads and waits for them, at most ``END_LIMIT_S`` seconds each. Idempotent."""
