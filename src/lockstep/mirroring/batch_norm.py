@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import get_replica_context
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -33,28 +33,33 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         dims = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
+        # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too.
+        exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         # One meeting for the sum and the count, another for the centred squares; both are differentiable.
-        rows = input.sum(dims).new_full((1,), input.numel() / input.shape[1])
-        total = context.all_reduce("sum", torch.cat([input.sum(dims), rows]))
-        count = float(total[-1].detach())
+        sums = exact.sum(dims)
+        rows = sums.new_full((1,), input.numel() / input.shape[1])
+        total = context.all_reduce("sum", torch.cat([sums, rows]))
+        seen = float(total[-1].detach())
+        count = max(1.0, seen)
         mean = total[:-1] / count
-        centred = input - mean.view(shape)
+        centred = exact - mean.view(shape)
         squares = context.all_reduce("sum", centred.square().sum(dims))
         variance = squares / count
-        self._track(mean.detach(), squares.detach(), count, context)
+        if seen:
+            self._track(mean.detach(), squares.detach(), count)
         output: torch.Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             output = output * self.weight.view(shape) + self.bias.view(shape)
-        return output
+        return output.to(input.dtype)
 
     @torch.no_grad()
-    def _track(self, mean: torch.Tensor, squares: torch.Tensor, count: float, context: ReplicaContext) -> None:
+    def _track(self, mean: torch.Tensor, squares: torch.Tensor, count: float) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, momentum)
-        self.running_var.lerp_(squares / max(count - 1, 1), momentum)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_((squares / max(count - 1, 1)).to(self.running_var.dtype), momentum)
 
 
 def convert_sync_batch_norm(module: nn.Module) -> nn.Module:

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 def guard_empty_shard(module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
     """What to run ``module`` in: nothing special, or the guard if its inputs have 0 rows and it has batch norms."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim > 0]
+    leaves = tree_leaves((tuple(args), kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     empty = bool(tensors) and all(tensor.shape[0] == 0 for tensor in tensors)
     if empty and any(isinstance(part, _BatchNorm) for part in module.modules()):
         return _NoStatisticsOfNothing()
