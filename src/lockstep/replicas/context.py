@@ -112,19 +112,21 @@ class ReplicaContext:
             What ``fn`` returned; a PerReplica in it gives each replica its own value.
         """
 
-        def combine(all_args: list[Any]) -> Any:
-            with in_context(None):
-                return fn(*merge(all_args))
-
-        result = self.meet("merge_call", tuple(args), combine)
+        result = self.meet("merge_call", tuple(args), lambda all_args: fn(*merge(all_args)))
         return select(result, self._replica, self.num_replicas_in_sync)
 
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """The primitive under all collectives: the last replica to arrive combines all values, in replica order.
 
-        Every replica must call it with the same ``name``. All get the same result object.
+        Every replica must call it with the same ``name``. All get the same result object. ``combine`` runs in
+        cross-replica context, so that nothing in it depends on who was last.
         """
-        return self._rendezvous.meet(self._replica, Call(name, _caller()), value, combine, self._turn)
+
+        def once(values: list[Any]) -> Any:
+            with in_context(None):
+                return combine(values)
+
+        return self._rendezvous.meet(self._replica, Call(name, _caller()), value, once, self._turn)
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica} of {self.num_replicas_in_sync} on {self._device.name})"
