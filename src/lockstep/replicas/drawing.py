@@ -25,6 +25,16 @@ def feature_dropout(input: torch.Tensor, p: float, generator: torch.Generator) -
     return input * _kept(_per_channel(input), p, generator)
 
 
+def feature_dropout_1d(input: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
+    """Zeroes whole channels of ``input``, [N, C, L] or [C, L], with probability ``p``."""
+    return feature_dropout(input, p, generator) if input.ndim > 2 else _unbatched(input, p, generator)
+
+
+def feature_dropout_3d(input: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
+    """Zeroes whole channels of ``input``, [N, C, D, H, W] or [C, D, H, W], with probability ``p``."""
+    return feature_dropout(input, p, generator) if input.ndim > 4 else _unbatched(input, p, generator)
+
+
 def alpha_dropout(input: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
     """Sets elements to SELU's negative saturation with probability ``p``, keeping mean and variance."""
     return _alpha(input, torch.empty_like(input), p, generator)
@@ -81,6 +91,10 @@ def attention(
     return torch.matmul(dropout(weights, p, generator), value)
 
 
+def _unbatched(input: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
+    return feature_dropout(input.unsqueeze(0), p, generator).squeeze(0)
+
+
 def _per_channel(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape[:2] + (1,) * (input.ndim - 2))
 
@@ -107,9 +121,9 @@ def inplace(input: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 DROPOUTS = {
     F.dropout: dropout,
-    F.dropout1d: feature_dropout,
+    F.dropout1d: feature_dropout_1d,
     F.dropout2d: feature_dropout,
-    F.dropout3d: feature_dropout,
+    F.dropout3d: feature_dropout_3d,
     F.alpha_dropout: alpha_dropout,
     F.feature_alpha_dropout: feature_alpha_dropout,
 }

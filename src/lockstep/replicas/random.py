@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.replicas import drawing
+from lockstep.replicas.context import get_replica_context
 
 DEFAULT_GENERATOR_LOCK = threading.Lock()
 """Held while torch's default generator is lent to a replica, and by whoever draws from it in a thread of its own."""
@@ -55,6 +56,8 @@ _DRAWS_INSIDE: frozenset[Any] = frozenset(
         *(torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
     ]
 )
+# With dropout between their layers only. Packed sequences put the weights, a tuple or list, one place later.
+_RECURRENT: frozenset[Any] = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
 _ATTENTION = F.scaled_dot_product_attention
 _DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | drawing.DROPOUTS.keys() | {F.rrelu, _ATTENTION}
 
@@ -66,7 +69,11 @@ def replica_generator(seed: int, replica: int) -> torch.Generator:
 
 
 class ReplicaRandom(TorchFunctionMode):
-    """Gives random functions called in this thread on CPU tensors the numbers of ``generator``."""
+    """Gives random functions called in this thread on CPU tensors the numbers of ``generator``.
+
+    It stands aside in cross-replica context: what runs once for all replicas runs in the thread of the last to arrive,
+    and draws from torch's default generator, as it does outside ``strategy.run``.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -76,7 +83,7 @@ class ReplicaRandom(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _DRAWING or _on_accelerator(args, kwargs):
+        if func not in _DRAWING or _on_accelerator(args, kwargs) or get_replica_context() is None:
             return func(*args, **kwargs)
         if func in _TAKES_GENERATOR:
             return self._inject(func, args, kwargs)
@@ -89,6 +96,8 @@ class ReplicaRandom(TorchFunctionMode):
         if func in _COMPOSITE:
             with self:
                 return _body(func)(*args, **kwargs)
+        if func in _RECURRENT and not _drops_between_layers(*args):
+            return func(*args, **kwargs)
         return self._lend(func, args, kwargs)
 
     def _inject(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,6 +166,15 @@ def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return torch.device(device).type != "cpu"
     first = args[0] if args else next(iter(kwargs.values()), None)
     return isinstance(first, torch.Tensor) and first.device.type != "cpu"
+
+
+def _drops_between_layers(*args: Any) -> bool:
+    """For torch.lstm(input, hx, weights, bias, layers, dropout, training, ...) and its like."""
+    if len(args) < 8:  # called with keywords, as torch's modules never do
+        return True
+    first = 6 if isinstance(args[3], (tuple, list)) else 5
+    dropout, training = args[first : first + 2]
+    return bool(training) and dropout > 0
 
 
 def _never(*_: Any) -> bool:
