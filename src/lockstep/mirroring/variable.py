@@ -122,7 +122,7 @@ class MirroredVariable:
 
     def _aggregate(self, context: ReplicaContext, value: Any) -> Any:
         if self.aggregation == "only_first":
-            return context.meet("variable write (only_first)", value, lambda values: values[0])
+            return context.meet("variable write (only_first)", value, lambda values: torch.as_tensor(values[0]).clone())
         if self.aggregation == "sum" and not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"the plain value {value!r} cannot be summed over replicas, since every replica has the same; "

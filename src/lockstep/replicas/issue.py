@@ -30,9 +30,11 @@ class _Trial:
 
     def record(self, seconds: float) -> None:
         """Adds a run at the present width and decides when enough have been seen."""
+        if self.settled:
+            return
         runs = self._seconds[self.width]
         runs.append(seconds)
-        if self.settled or len(runs) < WARM_UP_RUNS + TIMED_RUNS:
+        if len(runs) < WARM_UP_RUNS + TIMED_RUNS:
             return
         wide = statistics.median(self._seconds[self._widest][WARM_UP_RUNS:])
         if self.width == self._widest and wide < SHORT_STEP_S:
