@@ -60,7 +60,7 @@ def _measure(asked: argparse.Namespace, words: Sequence[str]) -> Path:
         for name in names
         for contender in contenders[name]
     ]
-    samples = run_rounds(trials, rounds=asked.rounds, progress=_Progress(len(trials) * asked.rounds))
+    samples = run_rounds(trials, rounds=asked.rounds, progress=_say)
     results = [
         WorkloadResult(workload=WORKLOADS[name], figures=tuple(figures_of(contenders[name], samples, name)))
         for name in names
@@ -69,27 +69,19 @@ def _measure(asked: argparse.Namespace, words: Sequence[str]) -> Path:
     return write_report(Path(asked.output), conditions, results, samples)
 
 
-class _Progress:
-    """Says one line a sample."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-
-    def __call__(self, sample: Sample) -> None:
-        self._done += 1
-        _log.info(
-            "%3d/%d  round %d  %-12s %-22s %8.1f ms a step, first step after %5.2f s, peak %5.0f MB, loss %.4f",
-            self._done,
-            self._total,
-            sample.round + 1,
-            sample.workload,
-            sample.contender,
-            median(sample.step_ms),
-            sample.first_step_s,
-            sample.memory.peak_mb,
-            sample.loss,
-        )
+def _say(sample: Sample, done: int, planned: int) -> None:
+    _log.info(
+        "%3d/%d  round %d  %-12s %-27s %8.1f ms a step, first step after %5.2f s, peak %5.0f MB, loss %.4f",
+        done,
+        planned,
+        sample.round + 1,
+        sample.workload,
+        sample.contender,
+        median(sample.step_ms),
+        sample.first_step_s,
+        sample.memory.peak_mb,
+        sample.loss,
+    )
 
 
 def _chosen(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:

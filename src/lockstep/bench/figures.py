@@ -22,6 +22,7 @@ class Figures:
         median_ms: of all timed steps together.
         p10_ms: a tenth of the steps were faster.
         p90_ms: a tenth of the steps were slower.
+        cpu_ms: CPU time of a step, of all threads and processes; median over the rounds.
         ratio: to the best rival: the median over the rounds of (its median step / the rival's of the same round).
         exchange_share: of the step, in exchange and update: the median over the rounds; None where not told apart.
         first_step_s: median over the rounds.
@@ -33,6 +34,7 @@ class Figures:
     median_ms: float
     p10_ms: float
     p90_ms: float
+    cpu_ms: float
     ratio: float
     exchange_share: float | None
     first_step_s: float
@@ -95,6 +97,7 @@ def _figures(contender: Contender, own: Sequence[Sample], reference: Sequence[Sa
         median_ms=median(steps),
         p10_ms=percentile(steps, 10),
         p90_ms=percentile(steps, 90),
+        cpu_ms=median(sample.cpu_ms for sample in own),
         ratio=paired_ratio(own, reference),
         exchange_share=_exchange_share(own),
         first_step_s=median(sample.first_step_s for sample in own),

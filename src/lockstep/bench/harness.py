@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep.bench.laps import LapRecord, Laps
 from lockstep.bench.memory import Memory, memory_of
 from lockstep.bench.trial import Seat, Trial
-from lockstep.errors import ReplicaError
+from lockstep.errors import ConfigError, ReplicaError
 
 TRIAL_LIMIT_S = 300.0
 _END_LIMIT_S = 30.0
@@ -33,6 +33,7 @@ class Sample:
         contender: its name.
         round: 0 for the first.
         step_ms: each timed step.
+        cpu_ms: CPU time of a timed step, of all threads of all processes, on average.
         exchange_ms: the part of each that was exchange and update; empty where it is not told apart.
         first_step_s: from process start to the end of the first step, of the slowest process.
         loss: of the last step, averaged over the processes.
@@ -43,26 +44,34 @@ class Sample:
     contender: str
     round: int
     step_ms: tuple[float, ...]
+    cpu_ms: float
     exchange_ms: tuple[float, ...]
     first_step_s: float
     loss: float
     memory: Memory
 
 
-def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Callable[[Sample], None]) -> list[Sample]:
-    """Runs every trial once a round, in turn.
+def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Callable[[Sample, int, int], None]) -> list[Sample]:
+    """Runs every trial once a round, in turn; checks, which are not counted, in the first round only.
 
     Args:
         trials: what to run.
-        rounds: how often.
-        progress: is shown every sample as it comes.
+        rounds: how often, at least once.
+        progress: called with each sample as it comes, how many there are by then, and how many there will be.
     """
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds} was given, expected at least 1; raise it")
+    plan = plan_rounds(trials, rounds)
     samples: list[Sample] = []
-    for index in range(rounds):
-        for trial in trials:
-            samples.append(run_trial(trial, index))
-            progress(samples[-1])
+    for index, trial in plan:
+        samples.append(run_trial(trial, index))
+        progress(samples[-1], len(samples), len(plan))
     return samples
+
+
+def plan_rounds(trials: Sequence[Trial], rounds: int) -> list[tuple[int, Trial]]:
+    """Which trial runs when: pairs of a round and a trial, in order."""
+    return [(index, trial) for index in range(rounds) for trial in trials if trial.contender.counted or index == 0]
 
 
 def run_trial(trial: Trial, index: int = 0) -> Sample:
@@ -167,6 +176,7 @@ def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memo
         contender=trial.contender.name,
         round=index,
         step_ms=tuple(1000 * seconds for seconds in first.step_s),
+        cpu_ms=1000 * sum(record.cpu_s for record in records) / trial.steps,
         exchange_ms=tuple(1000 * seconds for seconds in first.exchange_s),
         first_step_s=max(record.first_step_s for record in records),
         loss=sum(record.loss for record in records) / len(records),

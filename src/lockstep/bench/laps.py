@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ class LapRecord:
     Args:
         first_step_s: from the start of the trial's processes to the end of the first step.
         step_s: seconds of each timed step.
+        cpu_s: CPU seconds of this process, all its threads, over all timed steps: user and system together.
         exchange_s: seconds of each timed step that went into exchange and update; empty where they are not told apart.
         loss: of the last step.
     """
 
     first_step_s: float
     step_s: tuple[float, ...]
+    cpu_s: float
     exchange_s: tuple[float, ...]
     loss: float
 
@@ -43,6 +46,7 @@ class Laps:
         self._ends: list[float] = []
         self._exchanges: list[float] = []
         self._first_step_s = 0.0
+        self._cpu_before_s = 0.0
 
     def lap(self, loss: float, exchange_s: float | None = None) -> None:
         """A step is done.
@@ -54,6 +58,8 @@ class Laps:
         self._ends.append(time.perf_counter())
         if len(self._ends) == 1:
             self._first_step_s = time.monotonic() - self._started_s
+        if len(self._ends) == self._warm_up:
+            self._cpu_before_s = _cpu_s()
         if exchange_s is not None and len(self._ends) > self._warm_up:
             self._exchanges.append(exchange_s)
         if len(self._ends) == self.total:
@@ -64,6 +70,12 @@ class Laps:
         return LapRecord(
             first_step_s=self._first_step_s,
             step_s=tuple(after - before for before, after in pairwise(timed)),
+            cpu_s=_cpu_s() - self._cpu_before_s,
             exchange_s=tuple(self._exchanges),
             loss=loss,
         )
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

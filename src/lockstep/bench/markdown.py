@@ -11,17 +11,20 @@ from lockstep.bench.targets import Target, targets_of
 from lockstep.bench.trial import Workload
 
 _HEADINGS = (
-    "contender", "step ms", "p10", "p90", "ratio", "exchange + update", "first step s", "peak MB", "RSS MB", "PSS MB",
-    "loss",
+    "contender", "step ms", "p10", "p90", "ratio", "CPU ms", "exchange + update", "first step s", "peak MB", "RSS MB",
+    "PSS MB", "loss",
 )  # fmt: skip
 
 
 _LEGEND = """\
 ## What the columns mean
 
+- contenders called a check ran in the first round only and take no part in the targets.
 - step ms, p10, p90: of the timed steps of all rounds together.
 - ratio: to the best rival, the one whose ratio is 1: the median step over the rival's of the same round, and of these
   the median. Below 1 is faster than the best rival.
+- CPU ms: CPU time of a step, of all threads and processes together. With all cores busy it is the step times the cores;
+  it counts waiting in a spinning barrier, and hardly feels what else the machine does.
 - exchange + update: from the moment when the last replica arrives at `optimizer.step` to the moment when all have left
   it, as part of the step.
 - first step: from the start of the processes to the end of the slowest one's first step, imports and model included.
@@ -128,6 +131,7 @@ def _row(row: Figures) -> list[str]:
         row.contender.name,
         *(f"{value:.1f}" for value in (row.median_ms, row.p10_ms, row.p90_ms)),
         f"{row.ratio:.3f}",
+        f"{row.cpu_ms:.0f}",
         share,
         f"{row.first_step_s:.2f}",
         *(f"{value:.0f}" for value in (memory.peak_mb, memory.rss_mb, memory.pss_mb)),

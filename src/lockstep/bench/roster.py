@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lockstep.bench.contenders.ddp import SETTINGS, train_ddp
+from lockstep.bench.contenders.kept_memory import train_alone_keeping, train_ddp_keeping
 from lockstep.bench.contenders.lockstep_fit import fit_model
 from lockstep.bench.contenders.lockstep_run import run_replicas
 from lockstep.bench.contenders.plain import train_alone
-from lockstep.bench.trial import Contender, Layout
+from lockstep.bench.trial import Body, Contender, Layout
 
 _CONVOLUTIONAL = frozenset({"mobilenetv2"})
 _SUFFIX: dict[Layout, str] = {"channels_last": " channels_last", "contiguous": ""}
@@ -14,7 +17,7 @@ _SHARES = (2, 4)
 
 
 def roster(workload: str) -> tuple[Contender, ...]:
-    """The contenders of a workload, ours first.
+    """The contenders of a workload, ours first, checks that are not counted last.
 
     Rivals try both memory formats where there are convolutions, and the faster one counts.
     """
@@ -24,6 +27,8 @@ def roster(workload: str) -> tuple[Contender, ...]:
         *(_alone(layout) for layout in layouts),
         *(_ddp(processes, layout) for processes in _SHARES for layout in layouts),
         _fit(2),
+        _keeping(_alone(layouts[0]), train_alone_keeping),
+        _keeping(_ddp(2, layouts[0]), train_ddp_keeping),
     )
 
 
@@ -41,7 +46,7 @@ def _replicas(shares: int) -> Contender:
 def _fit(shares: int) -> Contender:
     return Contender(
         name=f"lockstep-{shares} fit",
-        settings=f"as lockstep-{shares}, through Model.fit, its loss the running mean of the epoch; a check, not counted",
+        settings=f"as lockstep-{shares}, through Model.fit, whose loss is the epoch's running mean; a check",
         body=fit_model,
         shares=shares,
         layout="auto",
@@ -68,4 +73,14 @@ def _ddp(processes: int, layout: Layout) -> Contender:
         shares=processes,
         processes=processes,
         layout=layout,
+    )
+
+
+def _keeping(rival: Contender, body: Body) -> Contender:
+    return replace(
+        rival,
+        name=f"{rival.name} keeping",
+        settings=f"as {rival.name}, with the allocator settings that our strategies make; a check",
+        body=body,
+        counted=False,
     )

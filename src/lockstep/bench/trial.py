@@ -56,12 +56,12 @@ class Contender:
         processes: how many processes run ``body`` together.
         layout: memory format.
         ours: whether it is this package; the others are rivals.
-        counted: False for a row that is shown and takes no part in the targets.
+        counted: False for a check, which runs in the first round only and takes no part in the targets.
     """
 
     name: str
     settings: str
-    body: Callable[[Trial, Seat, Laps], None]
+    body: Body
     shares: int
     processes: int = 1
     layout: Layout = "contiguous"
@@ -112,3 +112,7 @@ class Seat:
     rank: int
     started_s: float
     store: str
+
+
+Body = Callable[[Trial, Seat, Laps], None]
+"""Trains in one process of a trial."""

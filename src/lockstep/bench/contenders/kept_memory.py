@@ -1,0 +1,24 @@
+"""The plain loops with the allocator settings that our strategies make, to tell what those alone bring.
+
+Nobody's usual set-up, so these rows are shown and take no part in the targets.
+"""
+
+from __future__ import annotations
+
+from lockstep.bench.contenders.ddp import train_ddp
+from lockstep.bench.contenders.plain import train_alone
+from lockstep.bench.laps import Laps
+from lockstep.bench.trial import Seat, Trial
+from lockstep.replicas.host_memory import keep_freed_memory
+
+
+def train_alone_keeping(trial: Trial, seat: Seat, laps: Laps) -> None:
+    """The single process, keeping freed memory."""
+    keep_freed_memory()
+    train_alone(trial, seat, laps)
+
+
+def train_ddp_keeping(trial: Trial, seat: Seat, laps: Laps) -> None:
+    """One of the DDP processes, keeping freed memory. All of them must call it."""
+    keep_freed_memory()
+    train_ddp(trial, seat, laps)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from lockstep.bench.markdown import WorkloadResult, markdown_table, render
+from lockstep.bench.workloads import WORKLOADS
+
+
+@pytest.fixture
+def result(make):
+    ours, rival = make.contender("ours-2", ours=True, shares=2), make.contender("single")
+    return WorkloadResult(
+        workload=WORKLOADS["mobilenetv2"],
+        figures=(make.figures(ours, ratio=0.8, share=0.0212, peak_mb=1234.5), make.figures(rival, median_ms=12.5)),
+    )
+
+
+def lines(text: str) -> list[str]:
+    return text.splitlines()
+
+
+def test_a_table_has_a_rule_and_a_row_for_each():
+    assert lines(markdown_table(["who", "ms"], [["a", "1"], ["b", "2"]])) == [
+        "| who | ms |",
+        "| --- | ---: |",
+        "| a | 1 |",
+        "| b | 2 |",
+    ]
+
+
+def test_the_report_says_where_and_how(make, result):
+    text = render(make.conditions(), [result])
+
+    for fact in (
+        "# CPU benchmark, 2026-01-31",
+        "A processor, 2 cores, 24 GB, Linux 6; load average before the run 0.25",
+        "Python 3.11.7, torch 2.13.0, transformers 5.0",
+        "commit: abc",
+        "command: `python -m lockstep.bench`",
+        "2 rounds",
+        "3 steps of warm-up, then 10 timed",
+        "- ours-2: settings of ours-2",
+    ):
+        assert fact in text
+
+
+def test_a_row_shows_every_figure(make, result):
+    rows = [line for line in lines(render(make.conditions(), [result])) if line.startswith(("| ours-2", "| single"))]
+
+    assert rows == [
+        "| ours-2 | 10.0 | 9.0 | 12.0 | 0.800 | 20 | 2.1% | 2.00 | 1234 | 1234 | 1232 | 1.5000 |",
+        "| single | 12.5 | 11.5 | 14.5 | 1.000 | 25 |  | 2.00 | 100 | 99 | 98 | 1.5000 |",
+    ]
+
+
+def test_a_missed_target_stands_out(make, result):
+    text = render(make.conditions(), [result])
+
+    assert "| step time, ours-2 / best rival | 0.75 | 0.800 | NO |" in text
+    assert "| exchange and update / step, ours-2 | 0.03 | 0.021 | yes |" in text
+
+
+def test_a_workload_without_targets_has_no_table_of_them(make):
+    rows = WorkloadResult(workload=WORKLOADS["linear"], figures=(make.figures(make.contender("single")),))
+
+    assert "reached" not in render(make.conditions(), [rows])

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.bench import report
+from lockstep.bench.markdown import WorkloadResult, render
+from lockstep.bench.report import write_report
+from lockstep.bench.workloads import WORKLOADS
+
+
+@pytest.fixture
+def results(make):
+    rows = (make.figures(make.contender("ours-2", ours=True, shares=2), ratio=0.9),)
+    return [WorkloadResult(workload=WORKLOADS["mlm"], figures=rows)]
+
+
+def test_both_files_are_named_by_date_and_cores(make, results, tmp_path: Path):
+    path = write_report(tmp_path / "new", make.conditions(), results, [make.sample("ours-2", 1, 2)])
+
+    assert path == tmp_path / "new" / "2026-01-31-cpu-2.md"
+    assert path.read_text() == render(make.conditions(), results)
+    assert sorted(file.name for file in path.parent.iterdir()) == ["2026-01-31-cpu-2.json", "2026-01-31-cpu-2.md"]
+
+
+def test_the_json_holds_every_sample_and_the_verdicts(make, results, tmp_path: Path):
+    path = write_report(tmp_path, make.conditions(), results, [make.sample("ours-2", 1, 2)])
+    record = json.loads(path.with_suffix(".json").read_text())
+
+    assert record["samples"][0]["step_ms"] == [1, 2]
+    assert record["samples"][0]["memory"]["peak_mb"] == 100.0
+    assert record["conditions"]["machine"]["commit"] == "abc"
+    assert [(target["workload"], target["value"], target["reached"]) for target in record["targets"]] == [
+        ("mlm", 0.9, True)
+    ]
+
+
+def test_a_report_that_cannot_be_rendered_leaves_the_old_one(make, results, tmp_path: Path, monkeypatch):
+    path = write_report(tmp_path, make.conditions(), results, [])
+    before = path.read_text()
+
+    def full(self: Path, *args: object, **kwargs: object) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(report.Path, "write_text", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_report(tmp_path, replace(make.conditions(), command="another"), results, [])
+
+    assert path.read_text() == before
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from lockstep.bench.targets import Target, targets_of
+
+
+@pytest.fixture
+def rows(make):
+    two, four = (make.contender(f"ours-{n}", ours=True, shares=n) for n in (2, 4))
+    return [
+        make.figures(two, ratio=0.8, peak_mb=90, first_step_s=3.0, share=0.02),
+        make.figures(four, ratio=0.7, peak_mb=60, first_step_s=4.0, share=0.04),
+        make.figures(make.contender("single"), ratio=1.1),
+        make.figures(make.contender("ddp-2", shares=2, processes=2), peak_mb=110, first_step_s=2.0),
+        make.figures(make.contender("ddp-4 slow", shares=4, processes=4), median_ms=30, peak_mb=10, first_step_s=1.0),
+        make.figures(make.contender("ddp-4", shares=4, processes=4), median_ms=20, peak_mb=120, first_step_s=8.0),
+        make.figures(make.contender("check", ours=True, shares=4, counted=False), ratio=0.1),
+    ]
+
+
+def test_each_target_compares_like_with_like(rows):
+    targets = {target.text: (target.limit, target.value, target.reached) for target in targets_of("mobilenetv2", rows)}
+
+    assert targets == {
+        "step time, ours-4 / best rival": (0.75, 0.7, True),
+        "peak resident memory, ours-4 / ddp-4": (0.65, 0.5, True),
+        "start to first step, ours-2 / ddp-2": (1.0, 1.5, False),
+        "start to first step, ours-4 / ddp-4": (1.0, 0.5, True),
+        "exchange and update / step, ours-2": (0.03, 0.02, True),
+        "exchange and update / step, ours-4": (0.03, 0.04, False),
+    }
+
+
+def test_a_workload_has_its_own_limits(rows):
+    texts = {target.text: target.limit for target in targets_of("mlm", rows)}
+
+    assert texts["step time, ours-4 / best rival"] == 1.0
+    assert not any(text.startswith("exchange") for text in texts)
+
+
+def test_what_was_not_measured_is_left_out(rows):
+    ours, single = rows[0], rows[2]
+
+    assert [target.text for target in targets_of("mlm", [ours, single])] == ["step time, ours-2 / best rival"]
+    assert targets_of("mlm", [single]) == []
+
+
+def test_a_value_at_the_limit_is_reached():
+    assert Target(text="", limit=0.65, value=0.65).reached
+    assert not Target(text="", limit=0.65, value=0.6501).reached
