@@ -7,6 +7,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,14 @@ import pytest
 
 if TYPE_CHECKING:
     from lockstep.config import DeviceRegistry, LogicalDevice
+    from lockstep.strategies.mirrored import MirroredStrategy
 
 GRACE_S = 5.0
 # Started by libraries, once a process, and ended by the interpreter: no test's to join.
 SHARED_THREADS = ("pytest_timeout", "tqdm_monitor", "pymp-", "ThreadPoolExecutor-", "asyncio_")
 IGNORED_FILES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".coverage"}
-IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
+# torch sets the cache directory itself, at the first optimizer that is made.
+IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +119,17 @@ def split_cpu(fresh_devices: DeviceRegistry) -> Callable[[int], tuple[LogicalDev
         return tuple(config.list_logical_devices("CPU"))
 
     return split
+
+
+@pytest.fixture
+def make_strategy(split_cpu: Callable[[int], tuple[LogicalDevice, ...]]) -> Iterator[Callable[..., MirroredStrategy]]:
+    """A function that makes a strategy of ``replicas`` replicas on the CPU; all are closed after the test."""
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    with ExitStack() as stack:
+
+        def make(replicas: int, *, seed: int | None = 0, timeout_s: float = 60.0) -> MirroredStrategy:
+            devices = split_cpu(4)[:replicas]
+            return stack.enter_context(closing(MirroredStrategy(devices, seed=seed, timeout_s=timeout_s)))
+
+        yield make
