@@ -68,22 +68,30 @@ def replica_generator(seed: int, replica: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
+def in_a_replica() -> bool:
+    """False in cross-replica context. What runs once for all replicas runs in the thread of the last to arrive, and
+    draws from torch's default generator there, as it does outside ``strategy.run``."""
+    return get_replica_context() is not None
+
+
 class ReplicaRandom(TorchFunctionMode):
     """Gives random functions called in this thread on CPU tensors the numbers of ``generator``.
 
-    It stands aside in cross-replica context: what runs once for all replicas runs in the thread of the last to arrive,
-    and draws from torch's default generator, as it does outside ``strategy.run``.
+    Args:
+        generator: a CPU generator that no other thread draws from.
+        applies: asked before each draw; where it says no, torch's default generator is used. None is always.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, applies: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self.generator = generator
+        self._applies = applies
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _DRAWING or _on_accelerator(args, kwargs) or get_replica_context() is None:
+        if func not in _DRAWING or _on_accelerator(args, kwargs) or (self._applies and not self._applies()):
             return func(*args, **kwargs)
         if func in _TAKES_GENERATOR:
             return self._inject(func, args, kwargs)

@@ -25,7 +25,7 @@ from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cuda import CudaReplicaState, CudaTurn
 from lockstep.replicas.host_memory import keep_freed_memory
 from lockstep.replicas.issue import IssuePolicy
-from lockstep.replicas.random import ReplicaRandom, replica_generator
+from lockstep.replicas.random import ReplicaRandom, in_a_replica, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ReplicaRunner:
         self._names = [f"replica {replica} ({device.name})" for replica, device in enumerate(devices)]
         self._timeout_s = timeout_s
         generators = [replica_generator(seed, replica) for replica in range(len(devices))]
-        self._random = [ReplicaRandom(generator) for generator in generators]
+        self._random = [ReplicaRandom(generator, applies=in_a_replica) for generator in generators]
         self._cuda = [
             CudaReplicaState(device.torch_device, generator.initial_seed()) if device.kind == "GPU" else None
             for device, generator in zip(devices, generators, strict=True)
