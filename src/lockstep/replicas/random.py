@@ -69,8 +69,10 @@ def replica_generator(seed: int, replica: int) -> torch.Generator:
 
 
 def in_a_replica() -> bool:
-    """False in cross-replica context. What runs once for all replicas runs in the thread of the last to arrive, and
-    draws from torch's default generator there, as it does outside ``strategy.run``."""
+    """Whether this is a replica's own code, and not cross-replica context.
+
+    What runs once for all replicas runs in the thread of the last to arrive, so it must not draw that one's numbers.
+    """
     return get_replica_context() is not None
 
 
