@@ -20,5 +20,6 @@ def test_shows_the_first_lines_cut_to_one_line():
     shown = describe_text(SPLITS, lines=2).split("\n\n")[2].splitlines()
 
     assert shown[0] == "train one two three"
-    assert shown[1].startswith("train four four") and shown[1].endswith("...")
+    assert shown[1].startswith("train four four")
+    assert shown[1].endswith("...")
     assert [line.split()[0] for line in shown[2:]] == ["valid", "test"]

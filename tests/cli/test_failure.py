@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cli.failure import explain, report_failure
+from lockstep.cli.failure import explain, print_warning, report_failure
 from lockstep.errors import CollectiveError, ConfigError, DataError, MissingExtraError
 
 
@@ -55,3 +55,9 @@ def test_the_traceback_comes_first_where_it_is_asked_for(capsys: pytest.CaptureF
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("ConfigError: bad device")
     assert lines[-1] == "lockstep: error: bad device"
+
+
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]):
+    print_warning(UserWarning("layers have\n no effect"), UserWarning, "mlm.py", 3)
+
+    assert capsys.readouterr().err == "lockstep: warning: layers have no effect\n"

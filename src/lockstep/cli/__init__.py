@@ -7,9 +7,10 @@ No other room imports this one.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 
-from lockstep.cli.failure import INTERRUPTED, report_failure
+from lockstep.cli.failure import INTERRUPTED, print_warning, report_failure
 from lockstep.extras import require
 
 
@@ -36,7 +37,9 @@ def _run(words: Sequence[str]) -> int:
     require("typer", "cli")
     from lockstep.cli.app import parse
 
-    job = parse(words)
-    if job == INTERRUPTED:  # Ctrl-C while parsing, which typer turns into a number
-        raise KeyboardInterrupt
-    return job if isinstance(job, int) else job()
+    with warnings.catch_warnings():
+        warnings.showwarning = print_warning
+        job = parse(words)
+        if job == INTERRUPTED:  # Ctrl-C while parsing, which typer turns into a number
+            raise KeyboardInterrupt
+        return job if isinstance(job, int) else job()

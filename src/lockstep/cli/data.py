@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.recipes.python_text import python_text
+from lockstep.recipes.mlm import MlmConfig
+from lockstep.recipes.mlm_build import read_text
 from lockstep.recipes.text import TextSplits
-from lockstep.recipes.wikitext import read_wikitext
 from lockstep.report.table import text_table
 
 TextFlag = Annotated[
@@ -37,7 +37,7 @@ def mlm(*, text: TextFlag = None, lines: LinesFlag = 2) -> Callable[[], int]:
     """Say what the text of the recipe mlm holds: lines, words and characters of each part, and its first lines."""
 
     def job() -> int:
-        print(describe_text(python_text() if text is None else read_wikitext(text), lines=lines))
+        print(describe_text(read_text(MlmConfig(text=text)), lines=lines))
         return 0
 
     return job

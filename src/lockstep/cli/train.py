@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from lockstep.cli.devices import DevicesFlag, logical_table, take_devices
 from lockstep.cli.flags import config_command
+from lockstep.config import LogicalDevice
+from lockstep.errors import ConfigError
 from lockstep.recipes.mlm import MlmConfig
 from lockstep.recipes.mlm_run import check_exactness, train_mlm
 from lockstep.report.curves import draw_curves
@@ -44,9 +48,10 @@ def mlm(
     """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text."""
 
     def job() -> int:
+        _check_folder(output)
         chosen = take_devices(devices)
-        print(f"{len(chosen)} logical devices\n\n{logical_table(chosen)}\n", flush=True)
-        with MirroredStrategy(list(chosen), seed=config.seed) as strategy:
+        print(f"{_summary(config, chosen)}\n\n{logical_table(chosen)}\n", flush=True)
+        with closing(MirroredStrategy(chosen, seed=config.seed)) as strategy:
             _train_and_report(config, strategy, output, verbose=0 if quiet else 1)
             if check_exact:
                 print(f"\n{check_exactness(config, strategy)}")
@@ -59,16 +64,33 @@ def _train() -> None:
     """Train one of the recipes."""
 
 
-def _train_and_report(config: MlmConfig, strategy: MirroredStrategy, output: Path, *, verbose: int) -> None:
-    logs = output / "logs"
-    result = train_mlm(config, strategy, log_dir=logs, output_dir=output, verbose=verbose)
+def _train_and_report(config: MlmConfig, strategy: MirroredStrategy, output: Path, *, verbose: Literal[0, 1]) -> None:
+    # A folder of its own for every run: TensorBoard draws the runs under one folder as one crooked line.
+    logs = output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}"
+    result = train_mlm(config, strategy, log_dir=logs, output_dir=output / "model", verbose=verbose)
     columns = history_columns(result.history)
     curves = draw_curves(columns, output / "curves.png", title=_title(strategy), test=result.test_metrics)
     print(f"\n{epochs_table(columns)}\n")
-    print(f"test        {metrics_line(result.test_metrics)}")
-    print(f"tensorboard --logdir {logs}")
-    print(f"curves      {curves}")
+    print(f"test    {metrics_line(result.test_metrics)}")
+    print(f"model   {output / 'model'} ({result.parameters:,} parameters, {result.vocabulary:,} tokens)")
+    print(f"logs    tensorboard --logdir {output / 'logs'}")
+    print(f"curves  {curves}")
+
+
+def _summary(config: MlmConfig, devices: Sequence[LogicalDevice]) -> str:
+    text = "the prose of Python itself" if config.text is None else str(config.text)
+    devices_in_words = "1 logical device" if len(devices) == 1 else f"{len(devices)} logical devices"
+    return (
+        f"masked language model on {devices_in_words}: {text}, global batches of {config.batch_size} lines, "
+        f"{config.epochs} epochs, {config.precision}"
+    )
 
 
 def _title(strategy: MirroredStrategy) -> str:
     return f"masked language model on {', '.join(device.name for device in strategy.devices)}"
+
+
+def _check_folder(output: Path) -> None:
+    """Refuses an output that is no folder before anything is trained."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {str(output)!r} is a file, expected a folder; give another name or move it away")

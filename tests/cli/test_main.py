@@ -1,0 +1,94 @@
+"""The command from outside: help, versions, words that it does not know, a missing package, a reader that leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+
+COMMANDS = [[], ["train"], ["train", "mlm"], ["devices"], ["data"], ["data", "mlm"]]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([*words, "--help"]) == 0
+
+    printed = capsys.readouterr()
+    assert "Usage: " in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("words", [[], ["train", "mlm"], ["devices"], ["data", "mlm"]], ids=" ".join)
+def test_the_help_of_a_command_has_an_example(words: list[str], capsys: pytest.CaptureFixture[str]):
+    main([*words, "--help"])
+
+    assert f"Example: lockstep {' '.join(words)}".rstrip() in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 0
+
+    assert "Usage: lockstep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train"], "Missing command"),
+        (["devices", "--no-such-flag"], "No such option: --no-such-flag"),
+        (["train", "mlm", "--epochs", "many"], "Invalid value for '--epochs'"),
+        (["data", "mlm", "--text", "no-such-folder"], "text folder 'no-such-folder' does not exist"),
+    ],
+)
+def test_what_is_not_known_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 2
+
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("lockstep: error: ")
+    assert said in printed.err
+
+
+def test_traceback_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[str]):
+    assert main(["data", "mlm", "--text", "no-such-folder", "--traceback"]) == 2
+
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback (most recent call last)")
+    assert printed.splitlines()[-1].startswith("lockstep: error: text folder")
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+
+    assert capsys.readouterr().out.startswith("lockstep 0.")
+
+
+def test_the_script_is_installed_beside_python():
+    script = Path(sys.executable).parent / "lockstep"
+    done = subprocess.run([script, "devices"], capture_output=True, text=True, timeout=120, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cpu:0" in done.stdout
+
+
+def test_without_typer_one_line_names_the_extra():
+    code = "import sys; sys.modules['typer'] = None; from lockstep.cli import main; sys.exit(main(['devices']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'lockstep[cli]'" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(start_lockstep):
+    process = start_lockstep("data", "mlm", "--lines", "5000")
+    process.stdout.readline()
+    process.stdout.close()
+
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1

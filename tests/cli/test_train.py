@@ -1,0 +1,135 @@
+"""``lockstep train mlm`` in real processes: what it prints and leaves, what it refuses, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLACES = {"--text": "text", "--cache-dir": "cache", "--output": "out"}
+SIZES = {
+    "--layers": "1",
+    "--hidden": "16",
+    "--heads": "2",
+    "--feed-forward": "32",
+    "--vocabulary": "400",
+    "--sequence-length": "24",
+    "--batch-size": "8",
+    "--learning-rate": "0.01",
+}
+SMALL = [word for pair in {**PLACES, **SIZES}.items() for word in pair]
+HEADER = ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "ms/step", "examples/s"]
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path) -> Path:
+    """A folder of text in wikitext's layout: 50, 10 and 10 lines of more than 100 characters."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for part, lines in {"train": 50, "valid": 10, "test": 10}.items():
+        words = (f"{part} line {n} says that the {n % 7} replicas of step {n % 5} agree " * 3 for n in range(lines))
+        (folder / f"small.{part}.tokens").write_text("\n".join(words))
+    return folder
+
+
+def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockstep, tmp_path: Path):
+    done = run_lockstep("train", "mlm", *SMALL, "--devices", "cpu:3", "--epochs", "2", "--check-exact")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = [line.split() for line in done.stdout.splitlines()]
+    assert printed[0][:7] == ["masked", "language", "model", "on", "3", "logical", "devices:"]
+    assert ["cpu:2", "cpu:0", "1", "of", "3"] in printed
+    assert [row[0] for row in printed[printed.index(HEADER) + 2 :][:2]] == ["1", "2"]
+    assert [row[0] for row in printed if row and row[0] in ("test", "model", "logs", "curves")] == [
+        "test",
+        "model",
+        "logs",
+        "curves",
+    ]
+    assert "3 replicas against one device" in done.stdout
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
+
+
+def test_a_quiet_run_prints_the_result_alone(run_lockstep):
+    done = run_lockstep("train", "mlm", *SMALL, "--epochs", "1", "--quiet")
+
+    assert done.returncode == 0
+    assert "epoch 1/1" not in done.stdout
+    assert HEADER in [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--epochs", "0"], "epochs=0 was given"),
+        (["--heads", "3"], "heads=3 does not divide hidden=16"),
+        (["--devices", "cpu:0,cpu:0"], "cpu:0"),
+        (["--devices", "cpu:0,cpu:9"], "cpu:9"),
+        (["--text", "nowhere"], "text folder 'nowhere' does not exist"),
+        (["--output", "text/small.train.tokens"], "is a file, expected a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, said, run_lockstep, tmp_path: Path):
+    done = run_lockstep("train", "mlm", *SMALL, *words)
+
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("lockstep: error: ")
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_model_is_refused_in_one_line(run_lockstep):
+    places = [word for pair in PLACES.items() for word in pair]
+    done = run_lockstep("train", "mlm", *places, "--pretrained", "text")
+
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "'text'" in done.stderr
+
+
+def test_a_setting_without_effect_is_a_warning_in_one_line(run_lockstep):
+    done = run_lockstep("train", "mlm", *SMALL, "--pretrained", "text")
+
+    warning, error = done.stderr.splitlines()
+    assert warning.startswith("lockstep: warning: layers, hidden, feed_forward, vocabulary have no effect")
+    assert error.startswith("lockstep: error: ")
+
+
+def test_a_loss_that_is_no_number_names_its_step_and_leaves_no_result(run_lockstep, tmp_path: Path):
+    done = run_lockstep("train", "mlm", *SMALL, "--learning-rate", "1e30")
+
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "step" in done.stderr
+    assert "loss" in done.stderr
+    assert not (tmp_path / "out" / "model").exists()
+    assert not (tmp_path / "out" / "curves.png").exists()
+
+
+def test_ctrl_c_ends_a_run_in_one_line(start_lockstep, tmp_path: Path):
+    process = start_lockstep("train", "mlm", *SMALL, "--devices", "cpu:2", "--epochs", "5000", "--patience", "0")
+    for line in process.stdout:
+        if line.startswith("epoch 2/5000"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+
+    assert (process.returncode, said) == (130, "lockstep: interrupted\n")
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path):
+    code = "import sys; sys.modules['tokenizers'] = None; from lockstep.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "train", "mlm", *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'lockstep[text]'" in done.stderr
