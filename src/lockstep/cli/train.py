@@ -79,11 +79,14 @@ def _train_and_report(config: MlmConfig, strategy: MirroredStrategy, output: Pat
 
 def _summary(config: MlmConfig, devices: Sequence[LogicalDevice]) -> str:
     text = "the prose of Python itself" if config.text is None else str(config.text)
-    devices_in_words = "1 logical device" if len(devices) == 1 else f"{len(devices)} logical devices"
     return (
-        f"masked language model on {devices_in_words}: {text}, global batches of {config.batch_size} lines, "
-        f"{config.epochs} epochs, {config.precision}"
+        f"masked language model on {_count(len(devices), 'logical device')}: {text}, "
+        f"global batches of {_count(config.batch_size, 'line')}, {_count(config.epochs, 'epoch')}, {config.precision}"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _title(strategy: MirroredStrategy) -> str:
