@@ -21,9 +21,9 @@ def test_the_percentile_of_nothing_is_refused():
 
 
 def test_a_ratio_pairs_the_rounds_so_that_a_slow_round_weighs_on_both(make):
-    # Twice as slow in the second round, both of them: the pairs say 0.5, the pooled medians would say less.
+    # Each round is slower than the one before, for both: the ratios of the pairs are 0.25, 0.5 and 0.625.
     ours = [make.sample("a", 1, 1, 3), make.sample("a", 2, 2, 2, round_=1), make.sample("a", 5, 5, 5, round_=2)]
-    theirs = [make.sample("b", 2, 2, 2), make.sample("b", 4, 4, 9, round_=1), make.sample("b", 8, 8, 8, round_=2)]
+    theirs = [make.sample("b", 4, 4, 4), make.sample("b", 4, 4, 9, round_=1), make.sample("b", 8, 8, 8, round_=2)]
 
     assert paired_ratio(ours, theirs) == 0.5
 

@@ -38,9 +38,9 @@ def test_the_json_holds_every_sample_and_the_verdicts(make, results, tmp_path: P
     ]
 
 
-def test_a_report_that_cannot_be_rendered_leaves_the_old_one(make, results, tmp_path: Path, monkeypatch):
-    path = write_report(tmp_path, make.conditions(), results, [])
-    before = path.read_text()
+def test_a_report_that_cannot_be_written_leaves_the_old_one(make, results, tmp_path: Path, monkeypatch):
+    write_report(tmp_path, make.conditions(), results, [])
+    before = contents(tmp_path)
 
     def full(self: Path, *args: object, **kwargs: object) -> int:
         raise OSError("no space left on device")
@@ -49,5 +49,15 @@ def test_a_report_that_cannot_be_rendered_leaves_the_old_one(make, results, tmp_
     with pytest.raises(OSError, match="no space left"):
         write_report(tmp_path, replace(make.conditions(), command="another"), results, [])
 
-    assert path.read_text() == before
-    assert len(list(tmp_path.iterdir())) == 2
+    assert contents(tmp_path) == before
+
+
+def test_a_sample_that_is_no_json_writes_nothing(make, results, tmp_path: Path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_report(tmp_path / "new", make.conditions(), results, [replace(make.sample("a", 1), loss=object())])
+
+    assert not (tmp_path / "new").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}

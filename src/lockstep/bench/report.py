@@ -26,10 +26,12 @@ def write_report(
     Returns:
         The path of the Markdown file.
     """
+    record = json.dumps(_record(conditions, results, samples), indent=1) + "\n"
+    table = render(conditions, results)
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"{conditions.date}-cpu-{conditions.machine.cores}"
-    _write_whole(base.with_suffix(".json"), json.dumps(_record(conditions, results, samples), indent=1) + "\n")
-    return _write_whole(base.with_suffix(".md"), render(conditions, results))
+    _write_whole(base.with_suffix(".json"), record)
+    return _write_whole(base.with_suffix(".md"), table)
 
 
 def _record(conditions: Conditions, results: Sequence[WorkloadResult], samples: Sequence[Sample]) -> dict[str, object]:
