@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,36 @@ def test_folders_are_made_and_an_older_file_is_replaced(tmp_path: Path):
 
     assert read_weights(path)["x"].tolist() == [1.0, 1.0]
     assert [file.name for file in path.parent.iterdir()] == ["w.safetensors"]
+
+
+def test_a_reader_of_the_old_file_never_sees_a_torn_one(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    write_weights({"x": torch.zeros(2)}, path)
+    old = path.read_bytes()
+
+    with path.open("rb") as reader:
+        write_weights({"x": torch.ones(1000)}, path)
+
+        assert reader.read() == old
+
+
+def test_the_bytes_are_on_the_disk_before_the_name_and_then_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().suffix or 'folder'}")
+        sync(descriptor)
+
+    def renamed(source: Path, target: Path) -> Path:
+        events.append("rename")
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_weights({"x": torch.zeros(2)}, tmp_path / "w.safetensors")
+
+    assert events == ["sync .partial", "rename", "sync folder"]
 
 
 def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing_beside_it(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,6 +136,28 @@ def test_an_epoch_can_be_a_number_of_steps_and_the_next_goes_on(make_strategy: M
 
     assert seen == [0.0, 1.0, 2.0, 0.0]
     assert [timing.steps for timing in history.timing] == [2, 2]
+
+
+def test_ctrl_c_ends_the_reading_ahead_at_once(model: Model, batches: Batches):
+    def endless() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield batches[0]
+
+    stop = stop_at_first_batch(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt) as raised:
+        model.fit(endless(), steps_per_epoch=3, callbacks=[stop], verbose=0)
+
+    # The traceback still holds fit's frames, so only an explicit close can have ended the thread.
+    assert raised.traceback
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep-prefetch")]
+
+
+def test_metrics_begin_anew_each_epoch(make_strategy: MakeStrategy, batches: Batches):
+    model = compiled(nn.Linear(3, 1), make_strategy(2), metrics={"mse": MeanSquaredError()})
+
+    history = model.fit(batches, epochs=3, verbose=0)
+
+    assert history.history["mse"] == pytest.approx(history.history["loss"])
 
 
 def test_validation_can_be_every_few_epochs_and_epochs_can_go_on(model: Model, batches: Batches):

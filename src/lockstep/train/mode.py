@@ -10,7 +10,10 @@ from lockstep.mirroring.module import MirroredModule
 
 @contextmanager
 def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
-    """Sets the mode of all copies, and puts the flags back as the user left them, submodule by submodule."""
+    """Sets the mode of all copies, and puts the flags back as the user left them, submodule by submodule.
+
+    Putting back the user's module is enough: each run gives the other copies its flags.
+    """
     before = {name: part.training for name, part in mirrored.module.named_modules()}
     mirrored.train(training)
     try:
@@ -18,4 +21,3 @@ def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
     finally:
         for name, part in mirrored.module.named_modules():
             part.training = before.get(name, part.training)
-        mirrored.align()

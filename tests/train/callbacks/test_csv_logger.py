@@ -36,6 +36,16 @@ def test_every_epoch_is_a_line(model: Model, batches: Batches, tmp_path: Path):
     assert not is_open(path)
 
 
+def test_a_line_is_in_the_file_as_soon_as_its_epoch_ends(model: Model, batches: Batches, tmp_path: Path):
+    path = tmp_path / "log.csv"
+    lengths: list[int] = []
+    look = LambdaCallback(on_epoch_end=lambda epoch, logs: lengths.append(len(rows(path))))
+
+    model.fit(batches, epochs=2, callbacks=[CSVLogger(path), look], verbose=0)
+
+    assert lengths == [1, 2]
+
+
 def test_an_epoch_without_validation_has_na(model: Model, batches: Batches, tmp_path: Path):
     path = tmp_path / "log.csv"
 

@@ -3,12 +3,14 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 from contextlib import redirect_stdout
 
 import pytest
 from torch import Tensor
 from torchmetrics.regression import MeanSquaredError
 
+from lockstep.errors import DataError
 from lockstep.train.callbacks import EarlyStopping, LambdaCallback, ProgressBar
 from lockstep.train.callbacks import progress as progress_module
 from lockstep.train.callbacks.progress import write_line
@@ -65,6 +67,7 @@ def test_a_terminal_gets_a_live_line_with_speed_loss_metrics_and_time_left(
     model: Model, batches: Batches, terminal: Terminal
 ):
     model.compile(optimizer=model.optimizer, loss=lambda a, b: (a - b).square(), metrics={"mse": MeanSquaredError()})
+    before = {thread.name for thread in threading.enumerate()}
 
     with redirect_stdout(terminal):
         model.fit(batches, epochs=2, verbose=1)
@@ -76,6 +79,7 @@ def test_a_terminal_gets_a_live_line_with_speed_loss_metrics_and_time_left(
     assert states == ["1", "2", "3"]
     assert re.findall(r"(?<=\r)epoch \d/2: 3 steps", drawn) == ["epoch 1/2: 3 steps", "epoch 2/2: 3 steps"]
     assert drawn.count("\n") == 2
+    assert {thread.name for thread in threading.enumerate()} - before == set()  # no tqdm_monitor
 
 
 def test_two_is_plain_on_a_terminal_too(model: Model, batches: Batches, terminal: Terminal):
@@ -111,6 +115,16 @@ def test_an_error_leaves_the_terminal_on_a_new_line(model: Model, batches: Batch
         model.fit(batches, callbacks=[LambdaCallback(on_train_batch_end=stop)], verbose=1)
 
     assert terminal.getvalue().endswith("\n")
+
+
+def test_a_bar_serves_again_after_an_error(model: Model, batches: Batches, capsys: pytest.CaptureFixture[str]):
+    bar = ProgressBar(verbose=2)
+    with pytest.raises(DataError):
+        model.fit([], callbacks=[bar])
+
+    model.evaluate(batches, callbacks=[bar])
+
+    assert capsys.readouterr().out.startswith("evaluate: 3 steps")
 
 
 def test_a_message_does_not_run_into_the_live_line(model: Model, batches: Batches, terminal: Terminal):
