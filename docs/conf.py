@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version as installed_version
+
+from sphinx.application import Sphinx
 
 project = "Lockstep"
 author = "the Lockstep authors"
@@ -23,3 +26,24 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "Lockstep"
+
+_LITERAL = re.compile(r"(``.+?``)")
+# In a docstring these are what they look like: "*.train.tokens" and a trailing underscore, as in "val_".
+_NOT_MARKUP = re.compile(r"\*(?=\.)|(?<=\w)_(?=\W|$)")
+
+
+def _as_it_stands(line: str) -> str:
+    """A line of a docstring with what reStructuredText would take for markup escaped, outside ``literals``."""
+    if line.lstrip().startswith((">>>", "...")):
+        return line
+    parts = _LITERAL.split(line)
+    return "".join(part if part.startswith("``") else _NOT_MARKUP.sub(r"\\\g<0>", part) for part in parts)
+
+
+def _read_plainly(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    lines[:] = [_as_it_stands(line) for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    """Reads docstrings plainly, before napoleon turns their sections into markup."""
+    app.connect("autodoc-process-docstring", _read_plainly, priority=100)
