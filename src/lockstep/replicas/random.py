@@ -14,6 +14,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable
+from contextvars import Token
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.replicas import drawing
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.default_generator import GeneratorHere, own_generator
 
 DEFAULT_GENERATOR_LOCK = threading.Lock()
 """Held while torch's default generator is lent to a replica, and by whoever draws from it in a thread of its own."""
@@ -43,8 +45,14 @@ _TAKES_GENERATOR: frozenset[Any] = frozenset(
         *(torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_),
     ]
 )
-# Python functions that draw through others: their own body is run with the mode still on.
-_COMPOSITE: frozenset[Any] = frozenset([F.multi_head_attention_forward, F.gumbel_softmax])
+# Python functions that draw through others: their own body is run with the mode still on. A backward pass does where
+# gradient checkpointing runs a block once more.
+_COMPOSITE: frozenset[Any] = frozenset(
+    [
+        *(F.multi_head_attention_forward, F.gumbel_softmax),
+        *(torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad),
+    ]
+)
 # Functions that draw inside C++, or that no hot loop calls: the default generator is lent to them, one at a time.
 _DRAWS_INSIDE: frozenset[Any] = frozenset(
     [
@@ -88,12 +96,22 @@ class ReplicaRandom(TorchFunctionMode):
         super().__init__()
         self.generator = generator
         self._applies = applies
+        self._entered: list[Token[GeneratorHere | None]] = []
+
+    def __enter__(self) -> ReplicaRandom:
+        self._entered.append(own_generator.set(self._generator_here))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        own_generator.reset(self._entered.pop())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _DRAWING or _on_accelerator(args, kwargs) or (self._applies and not self._applies()):
+        if func not in _DRAWING or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return func(*args, **kwargs)
         if func in _TAKES_GENERATOR:
             return self._inject(func, args, kwargs)
@@ -109,6 +127,9 @@ class ReplicaRandom(TorchFunctionMode):
         if func in _RECURRENT and not _drops_between_layers(*args):
             return func(*args, **kwargs)
         return self._lend(func, args, kwargs)
+
+    def _generator_here(self) -> torch.Generator | None:
+        return self.generator if self._applies is None or self._applies() else None
 
     def _inject(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is None and not any(isinstance(arg, torch.Generator) for arg in args):

@@ -23,6 +23,7 @@ from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.caller_state import CallerState
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cuda import CudaReplicaState, CudaTurn
+from lockstep.replicas.default_generator import know_replicas
 from lockstep.replicas.host_memory import keep_freed_memory
 from lockstep.replicas.issue import IssuePolicy
 from lockstep.replicas.random import ReplicaRandom, in_a_replica, replica_generator
@@ -77,6 +78,7 @@ class ReplicaRunner:
         }
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
+        know_replicas()
         self._stopped: Rendezvous | None = None
         self._one_run = threading.Lock()
         self._threads = ReplicaThreads(shares)
