@@ -142,7 +142,7 @@ def train_in_plain_pytorch(module: nn.Module, batches: Sequence[Batch], make_opt
     for inputs, labels in batches:
         loss = F.cross_entropy(module(**inputs), labels[labels != IGNORED_LABEL])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
     return losses

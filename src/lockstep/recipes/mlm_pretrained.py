@@ -6,6 +6,8 @@ without a network answers at once for what it has.
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.mlm_model import MaskedLanguageModel
 from lockstep.recipes.vocabulary import Vocabulary
+
+_HUB_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +64,32 @@ def _load(name: str, kind: Any, **settings: Any) -> Any:
     try:
         return kind.from_pretrained(name, local_files_only=True, **settings)
     except failures as error:
-        if Path(name).exists():
+        if Path(name).exists() or _is_path(name):
             raise _unusable(name, error) from error
+    _check_network(name)
     try:
         return kind.from_pretrained(name, **settings)
     except failures as error:
         raise _unusable(name, error) from error
+
+
+def _check_network(name: str) -> None:
+    """Asks the hub for nothing, once: its own client would try for half a minute and write a line for each attempt."""
+    hub: str = require("huggingface_hub.constants", "text").ENDPOINT
+    try:
+        urllib.request.urlopen(urllib.request.Request(hub, method="HEAD"), timeout=_HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:  # it answered
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"pretrained={name!r} is neither a folder nor in the local Hugging Face cache, and {hub} cannot be reached"
+            f" ({error}); give a folder written by save_pretrained, or connect to the network once"
+        ) from error
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only mean a place on this machine: Hugging Face's have at most one slash, inside."""
+    return name.count("/") > 1 or name.startswith(("/", ".", "~"))
 
 
 def _unusable(name: str, error: Exception) -> ConfigError:

@@ -8,7 +8,6 @@ so nothing runs. Another version of Python gives a slightly different text.
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import sysconfig
 import warnings
@@ -19,6 +18,7 @@ from lockstep.errors import DataError
 from lockstep.recipes.text import MINIMUM_CHARACTERS, TextSplits, split_by_position
 
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -29,13 +29,7 @@ def python_text() -> TextSplits:
         DataError: this Python came without the source files of its standard library.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    paragraphs = python_paragraphs(library)
-    if len(paragraphs) < 20:
-        raise DataError(
-            f"the embedded text found {len(paragraphs)} paragraphs of Python's own prose under {library}, expected"
-            " thousands: this Python has no library sources; give your own text with --text DIR"
-        )
-    return split_by_position(paragraphs, source=f"prose of the Python library in {library}")
+    return split_by_position(python_paragraphs(library), source=f"English prose of the Python library in {library}")
 
 
 def python_paragraphs(library: Path) -> tuple[str, ...]:
@@ -43,9 +37,12 @@ def python_paragraphs(library: Path) -> tuple[str, ...]:
 
     Args:
         library: folder of a standard library's source files; tests and installed packages in it are left out.
+
+    Raises:
+        DataError: the folder has no language reference, as in a Python without library sources.
     """
     found: dict[str, None] = {}  # a dict keeps the order in which paragraphs are first met
-    for document in (*_language_reference(), *_library_docstrings(library)):
+    for document in (*_language_reference(library), *_library_docstrings(library)):
         found.update(dict.fromkeys(paragraphs_of(document)))
     return tuple(found)
 
@@ -62,10 +59,25 @@ def paragraphs_of(document: str) -> Iterator[str]:
             yield paragraph
 
 
-def _language_reference() -> Iterator[str]:
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+def _language_reference(library: Path) -> Iterator[str]:
+    path = library / "pydoc_data" / "topics.py"
+    if not path.is_file():
+        raise DataError(
+            f"the embedded text needs {str(path)!r}, which this Python does not have, expected the library sources;"
+            " give your own text with --text DIR"
+        )
+    topics = _value_of("topics", ast.parse(path.read_text(encoding="utf-8")))
     for name in sorted(topics):
         yield topics[name]
+
+
+def _value_of(name: str, tree: ast.Module) -> dict[str, str]:
+    """The literal that a module assigns to ``name``; empty where there is none."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            value: dict[str, str] = ast.literal_eval(node.value)
+            return value
+    return {}
 
 
 def _library_docstrings(library: Path) -> Iterator[str]:
@@ -82,6 +94,14 @@ def docstrings_of(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):  # Python 2 samples, null bytes, other encodings: no prose for us
         return
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
             yield text
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """The module and all statements in it, level by level; ast.walk would visit every expression too."""
+    level: list[ast.AST] = [tree]
+    while level:
+        yield from level
+        level = [inner for node in level for field in _BLOCKS for inner in getattr(node, field, ())]

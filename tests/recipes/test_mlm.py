@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.recipes.mlm import MlmConfig, mlm
+
+
+def test_the_recipe_is_the_published_workload():
+    config = mlm()
+
+    sizes = (config.layers, config.hidden, config.heads, config.feed_forward, config.vocabulary, config.dropout)
+    assert sizes == (2, 128, 2, 512, 30522, 0.1)
+    assert (config.batch_size, config.epochs, config.patience, config.sequence_length) == (128, 5, 2, 512)
+    assert (config.masking.fraction, config.masking.max_masked) == (0.15, 96)
+    assert (config.masking.mask_share, config.masking.random_share) == (0.8, 0.1)
+
+
+def test_the_learning_rate_is_the_published_one_for_pretrained_weights_only():
+    assert mlm(pretrained="bert").learning_rate == 1e-4
+    assert mlm().learning_rate == MlmConfig().first_rate > 1e-4
+    assert MlmConfig(pretrained="bert", learning_rate=0.5).first_rate == 0.5
+
+
+def test_text_and_weights_are_taken_over():
+    config = mlm(text=Path("text"), pretrained="bert")
+
+    assert (config.text, config.pretrained) == (Path("text"), "bert")
+
+
+def test_every_field_is_documented():
+    documentation = inspect.getdoc(MlmConfig) or ""
+
+    assert [f.name for f in dataclasses.fields(MlmConfig) if f"\n    {f.name}: " not in documentation] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 was given, expected at least 1"),
+        ({"epochs": 0}, "epochs=0 was given, expected at least 1"),
+        ({"accumulate": 0}, "accumulate=0 was given, expected at least 1"),
+        ({"length_window": 0}, "length_window=0 was given, expected at least 1"),
+        ({"sequence_length": 2}, "sequence_length=2 was given, expected at least 3"),
+        ({"patience": -1}, "patience=-1 was given, expected at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a number above 0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a number above 0"),
+        ({"padding": "left"}, "padding='left' is unknown; choose one of longest, full"),
+        ({"attention": "flash"}, "attention='flash' is unknown; choose one of sdpa, eager"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
+        ({"heads": 3}, "heads=3 does not divide hidden=128"),
+        ({"mask_fraction": 2.0}, "mask fraction 2.0 was given"),
+        ({"max_masked": 0}, "max_masked=0 was given"),
+        ({"vocabulary": 3}, "vocabulary=3 was given"),
+    ],
+)
+def test_a_bad_setting_is_refused_when_the_config_is_made(settings: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        MlmConfig(**settings)  # type: ignore[arg-type]

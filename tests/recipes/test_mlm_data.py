@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.recipes.masking import IGNORED_LABEL, NO_POSITION, MaskingRule
+from lockstep.recipes.mlm_data import BatchSettings, Inputs, MaskedBatches, plan_batches, seeded_generator
+from lockstep.recipes.vocabulary import TokenRows, Vocabulary, wordpiece_vocabulary
+from lockstep.recipes.wordpiece import WordPieceSettings, train_wordpiece
+
+SETTINGS = BatchSettings(batch_size=16, length_window=4, padding="longest", sequence_length=96, seed=7)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(lines: list[str]) -> Vocabulary:
+    return wordpiece_vocabulary(train_wordpiece(lines, WordPieceSettings(vocabulary=400)))
+
+
+@pytest.fixture(scope="module")
+def rows(vocabulary: Vocabulary, lines: list[str]) -> TokenRows:
+    return vocabulary.encode(lines, max_tokens=96)
+
+
+def batches(rows: TokenRows, vocabulary: Vocabulary, **changes: object) -> MaskedBatches:
+    return MaskedBatches(rows, vocabulary, rule=MaskingRule(), settings=replace(SETTINGS, **changes))  # type: ignore[arg-type]
+
+
+def unmasked(x: Inputs, labels: Tensor) -> list[list[int]]:
+    """The rows as they were before masking, without padding."""
+    tokens = x["input_ids"].clone()
+    for row, (positions, answers) in enumerate(zip(x["masked_positions"], labels, strict=True)):
+        valid = positions != NO_POSITION
+        tokens[row, positions[valid]] = answers[valid]
+    return [row[real.bool()].tolist() for row, real in zip(tokens, x["attention_mask"], strict=True)]
+
+
+def equal(left: MaskedBatches, right: MaskedBatches) -> bool:
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(a["input_ids"], b["input_ids"]) and torch.equal(y, z) for (a, y), (b, z) in pairs)
+
+
+def test_every_row_comes_once_an_epoch_and_can_be_told_from_its_labels(rows: TokenRows, vocabulary: Vocabulary):
+    data = batches(rows, vocabulary)
+
+    found = [row for x, y in data for row in unmasked(x, y)]
+
+    expected = [row.tolist() for row in rows.tokens.split(rows.lengths.tolist())]
+    assert sorted(found) == sorted(expected)
+    assert sorted(len(y) for _, y in data) == [12, *[16] * 8]
+    assert len(data) == 9
+
+
+def test_all_tensors_of_a_batch_have_its_rows_in_dim_0(rows: TokenRows, vocabulary: Vocabulary):
+    for x, y in batches(rows, vocabulary):
+        assert x["input_ids"].shape == x["attention_mask"].shape
+        assert x["masked_positions"].shape == y.shape
+        assert len(x["input_ids"]) == len(y)
+        assert torch.equal(x["masked_positions"] == NO_POSITION, y == IGNORED_LABEL)
+        assert {tensor.dtype for tensor in [*x.values(), y]} == {torch.int64}
+
+
+def test_an_epoch_can_be_repeated_and_the_next_has_other_masks(rows: TokenRows, vocabulary: Vocabulary):
+    data, same, other = (batches(rows, vocabulary, seed=seed) for seed in (7, 7, 8))
+
+    assert equal(data, data)
+    assert equal(data, same)
+    assert not equal(data, other)
+    same.set_epoch(1)
+    assert not equal(data, same)
+    data.set_epoch(1)
+    assert equal(data, same)
+
+
+def test_special_tokens_are_never_predicted_nor_drawn(rows: TokenRows, vocabulary: Vocabulary):
+    special = torch.tensor([0, 1, 2, 3])
+
+    for x, y in batches(rows, vocabulary):
+        assert not torch.isin(y, special).any()
+        valid = x["masked_positions"] != NO_POSITION
+        shown = x["input_ids"].gather(1, x["masked_positions"].clamp(min=0))[valid]
+        assert not torch.isin(shown, special).any()
+
+
+def test_a_batch_is_as_wide_as_its_longest_row_needs(rows: TokenRows, vocabulary: Vocabulary):
+    for x, _ in batches(rows, vocabulary):
+        longest = int(x["attention_mask"].sum(dim=1).max())
+        assert x["input_ids"].shape[1] == -(-longest // 8) * 8
+
+
+def test_full_padding_gives_every_batch_the_same_width(rows: TokenRows, vocabulary: Vocabulary):
+    assert {x["input_ids"].shape[1] for x, _ in batches(rows, vocabulary, padding="full")} == {96}
+
+
+def test_the_width_never_passes_the_sequence_length(vocabulary: Vocabulary, lines: list[str]):
+    short = vocabulary.encode(lines, max_tokens=30)
+
+    assert max(x["input_ids"].shape[1] for x, _ in batches(short, vocabulary, sequence_length=30)) == 30
+
+
+def test_windows_sort_rows_by_length_and_batches_come_in_random_order():
+    lengths = torch.arange(64)[torch.randperm(64, generator=seeded_generator(0))]
+
+    plan = plan_batches(lengths, batch_size=8, window=8, generator=seeded_generator(1))
+
+    spans = [(int(lengths[rows].min()), int(lengths[rows].max())) for rows in plan]
+    assert sorted(spans) == [(low, low + 7) for low in range(0, 64, 8)]
+    assert spans != sorted(spans)
+    assert any(lengths[rows].tolist() != sorted(lengths[rows].tolist()) for rows in plan)
+
+
+def test_a_window_of_one_batch_mixes_all_lengths():
+    lengths = torch.arange(64)
+
+    plan = plan_batches(lengths, batch_size=8, window=1, generator=seeded_generator(1))
+
+    assert sorted(torch.cat(plan).tolist()) == list(range(64))
+    assert all(int(lengths[rows].max() - lengths[rows].min()) > 16 for rows in plan)
+
+
+def test_generators_differ_for_every_sequence_of_numbers():
+    seeds = {seeded_generator(*numbers).initial_seed() for numbers in [(1, 2), (12,), (1, 2, 3), (1, 23), (2, 1)]}
+
+    assert len(seeds) == 5

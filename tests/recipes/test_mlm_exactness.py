@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import nn
+
+from lockstep.config import LogicalDevice
+from lockstep.errors import ConfigError
+from lockstep.recipes import mlm_exactness
+from lockstep.recipes.mlm_exactness import check_exactness
+from lockstep.strategies.mirrored import MirroredStrategy
+
+if TYPE_CHECKING:
+    from tests.recipes.conftest import MakeConfig
+
+SplitCpu = Callable[[int], tuple[LogicalDevice, ...]]
+
+
+def test_three_replicas_compute_what_one_device_computes(tiny: MakeConfig, split_cpu: SplitCpu):
+    with closing(MirroredStrategy(list(split_cpu(3)), seed=0)) as strategy:
+        report = check_exactness(tiny(dropout=0.1), strategy, steps=3)
+
+    assert (report.steps, report.replicas) == (3, 3)
+    assert report.max_loss_difference < 1e-5
+    assert report.max_weight_difference < 1e-5
+    assert report.sgd.moved > 1e-2
+    assert report.adam.weight < 0.03  # three steps of 0.01: what rounding can become where a gradient is 0
+    assert str(report).startswith(
+        "3 replicas against one device in plain PyTorch, 3 steps, no dropout:\n  SGD   largest"
+    )
+
+
+def test_a_strategy_that_trains_on_less_shows(tiny: MakeConfig, split_cpu: SplitCpu, monkeypatch: pytest.MonkeyPatch):
+    real = mlm_exactness.train_with_strategy
+
+    def lose_a_row(module: nn.Module, batches: Sequence[Any], *rest: Any) -> list[float]:
+        short = [({name: value[1:] for name, value in x.items()}, y[1:]) for x, y in batches]
+        return real(module, short, *rest)
+
+    monkeypatch.setattr(mlm_exactness, "train_with_strategy", lose_a_row)
+    with closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy:
+        report = check_exactness(tiny(), strategy, steps=2)
+
+    assert report.max_loss_difference > 1e-3
+    assert report.max_weight_difference > 1e-4
+
+
+def test_at_least_one_step(tiny: MakeConfig, split_cpu: SplitCpu):
+    with (
+        closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy,
+        pytest.raises(ConfigError, match="steps=0 was given, expected at least 1 step to compare; try 3"),
+    ):
+        check_exactness(tiny(), strategy, steps=0)

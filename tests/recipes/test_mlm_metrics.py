@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lockstep.recipes.mlm_metrics import MaskedTokenAccuracy
+
+
+def test_it_counts_as_torchmetrics_does_over_all_updates():
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = MaskedTokenAccuracy(), MulticlassAccuracy(9, average="micro")
+
+    for rows in (3, 1, 7):
+        labels = torch.randint(9, (rows, 2), generator=generator)
+        logits = torch.randn(2 * rows, 9, generator=generator) + 2 * F.one_hot(labels.flatten(), 9)
+        ours.update(logits, F.pad(labels, (0, 1), value=-100))
+        theirs.update(logits, labels.flatten())
+
+    assert 0 < ours.compute() < 1
+    assert ours.compute() == theirs.compute()
+
+
+def test_states_are_sums_so_replicas_can_be_merged():
+    metric = MaskedTokenAccuracy()
+    metric.update(torch.eye(4), torch.tensor([[0, -100, 1], [3, 3, -100]]))
+
+    assert (int(metric.correct), int(metric.count)) == (3, 4)
+    assert {reduction.__name__ for reduction in metric._reductions.values()} == {"dim_zero_sum"}
+
+
+def test_a_batch_without_masked_tokens_changes_nothing():
+    metric = MaskedTokenAccuracy()
+    metric.update(torch.zeros(0, 4), torch.full((2, 1), -100))
+    assert metric.compute().isnan()
+
+    metric.update(torch.eye(4)[:1], torch.tensor([[0]]))
+    assert float(metric.compute()) == pytest.approx(1.0)

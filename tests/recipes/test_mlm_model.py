@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertForMaskedLM
+
+from lockstep.errors import ConfigError
+from lockstep.recipes.masking import NO_POSITION
+from lockstep.recipes.mlm_model import BertShape, MaskedLanguageModel, new_bert
+
+SMALL = BertShape(layers=2, hidden=16, heads=2, feed_forward=32, vocabulary=60, positions=24)
+POSITIONS = torch.tensor([[1, 4, NO_POSITION], [2, NO_POSITION, NO_POSITION], [3, 5, 7]])
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(60, (3, 8), generator=torch.Generator().manual_seed(0))
+    return tokens, (torch.arange(8) < torch.tensor([[6], [4], [8]])).long()
+
+
+@pytest.fixture
+def model() -> MaskedLanguageModel:
+    torch.manual_seed(0)
+    return new_bert(SMALL).eval()
+
+
+def test_bert_tiny_has_the_published_number_of_parameters():
+    model = new_bert(BertShape())
+
+    assert sum(parameter.numel() for parameter in model.bert.parameters()) == 4_385_920
+
+
+def test_only_the_pooler_is_frozen(model: MaskedLanguageModel):
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+    assert frozen == ["bert.pooler.dense.weight", "bert.pooler.dense.bias"]
+
+
+def test_logits_are_those_of_transformers_at_the_masked_positions(model: MaskedLanguageModel):
+    tokens, attention_mask = inputs()
+    theirs = BertForMaskedLM(model.bert.config).eval()
+    unused = theirs.load_state_dict(model.state_dict(), strict=False)
+
+    logits = model(tokens, attention_mask, POSITIONS)
+    everywhere = theirs(input_ids=tokens, attention_mask=attention_mask).logits
+
+    assert unused.missing_keys == []
+    assert unused.unexpected_keys == ["bert.pooler.dense.weight", "bert.pooler.dense.bias"]
+    expected = torch.stack([everywhere[0, 1], everywhere[0, 4], everywhere[1, 2], *everywhere[2, [3, 5, 7]]])
+    torch.testing.assert_close(logits, expected)
+
+
+def test_the_vocabulary_projection_sees_masked_tokens_only(model: MaskedLanguageModel):
+    seen: list[torch.Size] = []
+    decoder = model.cls["predictions"].decoder
+    decoder.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+
+    model(*inputs(), POSITIONS)
+
+    assert seen == [torch.Size([6, 16])]
+
+
+def test_word_embeddings_and_projection_are_one_weight_also_in_a_copy(model: MaskedLanguageModel):
+    for each in (model, copy.deepcopy(model)):
+        assert each.cls["predictions"].decoder.weight is each.bert.embeddings.word_embeddings.weight
+        assert each.cls["predictions"].decoder.bias is each.cls["predictions"].bias
+
+
+def test_an_empty_shard_gives_no_logits_and_zero_gradients(model: MaskedLanguageModel):
+    empty = torch.zeros(0, 8, dtype=torch.int64)
+
+    logits = model(empty, empty, torch.zeros(0, 3, dtype=torch.int64))
+    logits.sum().backward()
+
+    assert logits.shape == (0, 60)
+    gradient = model.bert.embeddings.word_embeddings.weight.grad
+    assert gradient is not None
+    assert not gradient.any()
+
+
+def test_rows_without_masked_tokens_give_no_logits(model: MaskedLanguageModel):
+    assert model(*inputs(), torch.zeros(3, 0, dtype=torch.int64)).shape == (0, 60)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_dropout_and_attention_are_as_asked_for(attention: str):
+    model = new_bert(BertShape(**{**vars(SMALL), "dropout": 0.25}), attention=attention)
+
+    assert {part.p for part in model.modules() if isinstance(part, nn.Dropout)} == {0.25}
+    assert model.bert.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 3}, r"heads=3 does not divide hidden=128; choose one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"layers": 0}, r"layers=0 was given, expected at least 1"),
+        ({"dropout": 1.0}, r"dropout=1.0 was given, expected a probability in \[0, 1\); try 0.1"),
+    ],
+)
+def test_bad_shapes(settings: dict[str, float], message: str):
+    with pytest.raises(ConfigError, match=message):
+        BertShape(**settings)

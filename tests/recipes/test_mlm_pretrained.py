@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, PreTrainedTokenizerFast
+
+from lockstep.errors import ConfigError
+from lockstep.recipes.mlm_build import build_mlm
+from lockstep.recipes.mlm_pretrained import load_pretrained
+from lockstep.recipes.wordpiece import WordPieceSettings, train_wordpiece
+
+if TYPE_CHECKING:
+    from tests.recipes.conftest import MakeConfig
+
+
+@pytest.fixture
+def folder(lines: list[str], tmp_path: Path) -> Path:
+    """A tiny BertForMaskedLM of 500 tokens and its tokenizer, as transformers saves them."""
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=500, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=train_wordpiece(lines, WordPieceSettings(vocabulary=450)),
+        **{f"{name}_token": token for name, token in names.items()},
+    ).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def load(name: str | Path) -> object:
+    return load_pretrained(str(name), attention="sdpa", dropout=0.0)
+
+
+def complaint(name: str | Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(name)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
+    loaded = load_pretrained(str(folder), attention="eager", dropout=0.2)
+    theirs = BertForMaskedLM.from_pretrained(folder)
+
+    state = loaded.module.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in theirs.state_dict().items())
+    assert (loaded.vocabulary.size, loaded.vocabulary.pad_id, loaded.vocabulary.mask_id) == (450, 0, 4)
+    assert loaded.vocabulary.special().sum() == 5
+    assert loaded.module.bert.config.hidden_dropout_prob == 0.2
+    assert loaded.module.bert.config._attn_implementation == "eager"
+
+
+def test_a_run_begins_with_them_at_the_published_rate(folder: Path, tiny: MakeConfig):
+    config = tiny(pretrained=str(folder), learning_rate=None, layers=2, hidden=128, feed_forward=512, vocabulary=30522)
+
+    task = build_mlm(config)
+
+    x, y = task.valid[0]
+    assert task.module(**x).shape == (int((y != -100).sum()), 500)
+    assert task.vocabulary.size == 450
+    assert config.first_rate == 1e-4
+    assert not config.cache_dir.exists()
+
+
+def test_a_size_given_beside_them_is_ignored_with_a_warning(folder: Path, tiny: MakeConfig):
+    with pytest.warns(UserWarning, match=r"layers, vocabulary have no effect with pretrained='.*bert', which brings"):
+        build_mlm(tiny(pretrained=str(folder), hidden=128, feed_forward=512))
+
+
+def test_lines_are_cut_off_at_the_positions_it_has(folder: Path, tiny: MakeConfig):
+    edit(folder, max_position_embeddings=40)
+
+    with pytest.raises(ConfigError, match=r"could not be loaded"):  # the weights have 512 positions
+        load(folder)
+    BertModel(BertConfig.from_pretrained(folder)).save_pretrained(folder)
+    task = build_mlm(tiny(pretrained=str(folder), hidden=128, layers=2, feed_forward=512, vocabulary=30522))
+
+    assert max(x["input_ids"].shape[1] for x, _ in task.train) == 40
+
+
+def edit(folder: Path, **settings: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_a_missing_folder(tmp_path: Path):
+    assert complaint(tmp_path / "none").startswith(f"pretrained='{tmp_path / 'none'}' could not be loaded (")
+
+
+def test_a_folder_without_a_model(tmp_path: Path):
+    assert "expected a folder written by save_pretrained, or a Hugging Face name" in complaint(tmp_path)
+
+
+def test_torn_weights(folder: Path):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+    assert "could not be loaded (SafetensorError: " in complaint(folder)
+
+
+def test_a_model_of_another_kind(tmp_path: Path):
+    GPT2Config().save_pretrained(tmp_path)
+
+    assert "is a model of type 'gpt2', expected 'bert'; give the folder or name of a BERT" in complaint(tmp_path)
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path, lines: list[str]):
+    train_wordpiece(lines, WordPieceSettings(vocabulary=600)).save(str(folder / "tokenizer.json"))
+
+    assert "has 500 embeddings for a tokenizer of 600 tokens; expected one for each" in complaint(folder)
+
+
+def test_a_tokenizer_that_cannot_mask(folder: Path, lines: list[str]):
+    PreTrainedTokenizerFast(
+        tokenizer_object=train_wordpiece(lines, WordPieceSettings(vocabulary=450)), pad_token="[PAD]"
+    ).save_pretrained(folder)
+
+    assert "has a tokenizer without a mask or padding token; expected BERT's [MASK] and [PAD]" in complaint(folder)

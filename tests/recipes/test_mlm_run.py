@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertForMaskedLM
+
+from lockstep.config import LogicalDevice
+from lockstep.recipes.mlm_build import build_mlm
+from lockstep.recipes.mlm_run import train_mlm
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.train.callbacks import LambdaCallback
+
+if TYPE_CHECKING:
+    from tests.recipes.conftest import MakeConfig
+
+SplitCpu = Callable[[int], tuple[LogicalDevice, ...]]
+
+
+@pytest.fixture
+def pair(split_cpu: SplitCpu) -> Iterator[MirroredStrategy]:
+    """Two replicas on two halves of the CPU."""
+    with closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy:
+        yield strategy
+
+
+def test_two_replicas_learn_and_are_tested(tiny: MakeConfig, pair: MirroredStrategy, tmp_path: Path):
+    epochs: list[int] = []
+    callback = LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+
+    result = train_mlm(tiny(epochs=3), pair, callbacks=[callback], log_dir=tmp_path / "logs", verbose=0)
+
+    logs = result.history.history
+    assert set(logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert logs["loss"][2] < logs["loss"][0] < 7
+    assert logs["val_loss"][2] < logs["val_loss"][0]
+    assert logs["val_accuracy"][2] > 0.02
+    assert set(result.test_metrics) == {"loss", "accuracy"}
+    assert epochs == [0, 1, 2]
+    assert list((tmp_path / "logs" / "train").iterdir())
+    assert result.vocabulary == 400
+
+
+def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, pair: MirroredStrategy, split_cpu: SplitCpu):
+    config = tiny(epochs=1)
+
+    first = train_mlm(config, pair, verbose=0)
+    with closing(MirroredStrategy(list(pair.devices), seed=0)) as again:
+        second = train_mlm(config, again, verbose=0)
+
+    assert first.history.history == second.history.history
+    assert first.test_metrics == second.test_metrics
+
+
+def test_training_stops_when_validation_no_longer_improves(tiny: MakeConfig, pair: MirroredStrategy):
+    # A rate this small moves no float32 weight, so the second epoch cannot beat the first.
+    stopped = train_mlm(tiny(epochs=4, learning_rate=1e-30, patience=1), pair, verbose=0)
+    patient = train_mlm(tiny(epochs=3, learning_rate=1e-30, patience=0), pair, verbose=0)
+
+    assert len(stopped.history.epoch) == 2
+    assert len(patient.history.epoch) == 3
+
+
+def test_the_output_is_a_folder_that_transformers_and_the_recipe_load(
+    tiny: MakeConfig, pair: MirroredStrategy, tmp_path: Path
+):
+    config = tiny(epochs=1)
+
+    result = train_mlm(config, pair, output_dir=tmp_path / "out", verbose=0)
+    theirs = BertForMaskedLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    again = build_mlm(tiny(pretrained=str(tmp_path / "out"), layers=2, hidden=128, feed_forward=512, vocabulary=30522))
+
+    assert sum(parameter.numel() for parameter in again.module.parameters()) == result.parameters
+    assert torch.equal(
+        theirs.bert.embeddings.word_embeddings.weight, again.module.bert.embeddings.word_embeddings.weight
+    )
+    assert tokenizer("A statement.")["input_ids"] == again.vocabulary.tokenizer.encode("A statement.").ids
+    assert again.vocabulary.named_ids == build_mlm(config).vocabulary.named_ids

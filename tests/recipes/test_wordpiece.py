@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from lockstep.errors import ConfigError
+from lockstep.recipes import wordpiece
+from lockstep.recipes.wordpiece import SPECIAL_TOKENS, WordPieceSettings, cache_key, cached_wordpiece, train_wordpiece
+
+SETTINGS = WordPieceSettings(vocabulary=300)
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[WordPieceSettings]:
+    """The settings of every training; the training itself is the real one."""
+    seen: list[WordPieceSettings] = []
+
+    def train(lines: list[str], settings: WordPieceSettings) -> Tokenizer:
+        seen.append(settings)
+        return train_wordpiece(lines, settings)
+
+    monkeypatch.setattr(wordpiece, "train_wordpiece", train)
+    return seen
+
+
+def test_a_line_becomes_pieces_between_start_and_end_and_comes_back(lines: list[str]):
+    tokenizer = train_wordpiece(lines, WordPieceSettings(vocabulary=2000))
+
+    encoding = tokenizer.encode("The Statement, in a café, is evaluated.")
+
+    assert encoding.tokens[0] == "[CLS]"
+    assert encoding.tokens[-1] == "[SEP]"
+    assert tokenizer.decode(encoding.ids) == "the statement, in a cafe, is evaluated."
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
+
+
+def test_the_vocabulary_is_at_most_what_was_asked_for(lines: list[str]):
+    assert train_wordpiece(lines, SETTINGS).get_vocab_size() == 300
+    assert train_wordpiece(lines[:2], WordPieceSettings()).get_vocab_size() < 400
+
+
+def test_the_same_text_gives_the_same_ids_every_time(lines: list[str]):
+    vocabularies = [train_wordpiece(lines, WordPieceSettings(vocabulary=900)).get_vocab() for _ in range(4)]
+
+    assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies)
+
+
+def test_only_the_five_special_tokens_are_special(lines: list[str]):
+    tokenizer = train_wordpiece(lines, SETTINGS)
+
+    assert tokenizer.encode("a ##b [MASK]", add_special_tokens=False).tokens == ["a", "#", "#", "b", "[MASK]"]
+    assert sorted(tokenizer.get_added_tokens_decoder()) == [0, 1, 2, 3, 4]
+
+
+def test_a_vocabulary_below_the_characters_of_the_text(lines: list[str]):
+    with pytest.raises(
+        ConfigError, match=r"vocabulary=20 was given, but the special .* alone are 1\d\d; give at least"
+    ):
+        train_wordpiece(lines, WordPieceSettings(vocabulary=20))
+
+
+def test_it_is_trained_once(lines: list[str], tmp_path: Path, trainings: list[WordPieceSettings]):
+    first = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path / "cache")
+    second = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path / "cache")
+
+    assert len(trainings) == 1
+    assert first.to_str() == second.to_str()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
+
+
+def test_another_text_or_setting_has_another_key(lines: list[str]):
+    keys = {
+        cache_key(lines, SETTINGS),
+        cache_key(lines[:-1], SETTINGS),
+        cache_key([*lines[:-2], "".join(lines[-2:])], SETTINGS),
+        cache_key(lines, replace(SETTINGS, vocabulary=301)),
+        cache_key(lines, replace(SETTINGS, min_frequency=3)),
+        cache_key(lines, replace(SETTINGS, lowercase=False)),
+    }
+
+    assert len(keys) == 6
+
+
+SPOILERS = {
+    "torn": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "another json": lambda text: "[1, 2]",
+    "no tokenizer": lambda text: "{}",
+    "not utf-8": lambda text: "\udcff",
+    "another key": lambda text: json.dumps({**json.loads(text), "key": "0"}),
+    "changed": lambda text: text.replace("[MASK]", "[MUSK]"),
+}
+
+
+@pytest.mark.parametrize("spoiler", SPOILERS)
+def test_a_torn_or_foreign_file_is_built_again(
+    spoiler: str, lines: list[str], tmp_path: Path, trainings: list[WordPieceSettings]
+):
+    good = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path).to_str()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_text(encoding="utf-8")
+    path.write_bytes(SPOILERS[spoiler](whole).encode("utf-8", "surrogateescape"))
+
+    again = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path)
+
+    assert len(trainings) == 2
+    assert again.to_str() == good
+    assert path.read_text(encoding="utf-8") == whole
+
+
+def test_a_cache_that_cannot_be_written_warns_and_trains(lines: list[str], tmp_path: Path):
+    (tmp_path / "cache").touch()
+
+    with pytest.warns(
+        UserWarning, match=r"cannot be kept in '.*cache' \(.*\) and will be trained again next time; give"
+    ):
+        tokenizer = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path / "cache")
+
+    assert tokenizer.get_vocab_size() == 300
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vocabulary": 5}, r"vocabulary=5 was given, expected more than the 5 special tokens; try 30522"),
+        ({"min_frequency": -1}, r"min_frequency=-1 was given, expected 0 or more; try 2"),
+    ],
+)
+def test_bad_settings(settings: dict[str, int], message: str):
+    with pytest.raises(ConfigError, match=message):
+        WordPieceSettings(**settings)
