@@ -51,7 +51,7 @@ def this_machine() -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=_version("transformers"),
-        commit=commit_of(Path(__file__).parent),
+        commit=commit_of(Path(__file__).parents[1]),
         load=os.getloadavg()[0],
     )
 
