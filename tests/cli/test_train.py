@@ -125,11 +125,14 @@ def test_ctrl_c_ends_a_run_in_one_line(start_lockstep, tmp_path: Path):
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path):
-    code = "import sys; sys.modules['tokenizers'] = None; from lockstep.cli import main; sys.exit(main(sys.argv[1:]))"
+@pytest.mark.parametrize(("package", "extra"), [("tokenizers", "text"), ("matplotlib", "report")])
+def test_a_missing_package_is_one_line_before_anything_is_trained(package: str, extra: str, tmp_path: Path):
+    hide = f"import sys; sys.modules[{package!r}] = None"
+    code = f"{hide}; from lockstep.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "train", "mlm", *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "pip install 'lockstep[text]'" in done.stderr
+    assert f"pip install 'lockstep[{extra}]'" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -14,6 +14,7 @@ from lockstep.cli.devices import DevicesFlag, logical_table, take_devices
 from lockstep.cli.flags import config_command
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
+from lockstep.extras import require
 from lockstep.recipes.mlm import MlmConfig
 from lockstep.recipes.mlm_run import check_exactness, train_mlm
 from lockstep.report.curves import draw_curves
@@ -49,6 +50,7 @@ def mlm(
 
     def job() -> int:
         _check_folder(output)
+        require("matplotlib", "report")  # now rather than after the training
         chosen = take_devices(devices)
         print(f"{_summary(config, chosen)}\n\n{logical_table(chosen)}\n", flush=True)
         with closing(MirroredStrategy(chosen, seed=config.seed)) as strategy:
@@ -69,11 +71,11 @@ def _train_and_report(config: MlmConfig, strategy: MirroredStrategy, output: Pat
     logs = output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}"
     result = train_mlm(config, strategy, log_dir=logs, output_dir=output / "model", verbose=verbose)
     columns = history_columns(result.history)
-    curves = draw_curves(columns, output / "curves.png", title=_title(strategy), test=result.test_metrics)
     print(f"\n{epochs_table(columns)}\n")
     print(f"test    {metrics_line(result.test_metrics)}")
     print(f"model   {output / 'model'} ({result.parameters:,} parameters, {result.vocabulary:,} tokens)")
     print(f"logs    tensorboard --logdir {output / 'logs'}")
+    curves = draw_curves(columns, output / "curves.png", title=_title(strategy), test=result.test_metrics)
     print(f"curves  {curves}")
 
 
