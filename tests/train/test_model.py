@@ -4,23 +4,16 @@ import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.regression import MeanSquaredError
 
 from lockstep.config import DeviceRegistry
-from lockstep.errors import (
-    CallbackError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    NonFiniteLossError,
-    UsageError,
-)
+from lockstep.errors import CheckpointError
 from lockstep.train.callbacks import LambdaCallback
 from lockstep.train.model import Model
 
@@ -47,7 +40,11 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-# --- fit
+def stop_at_first_batch(error: BaseException) -> LambdaCallback:
+    def stop(batch: int, logs: Any) -> None:
+        raise error
+
+    return LambdaCallback(on_train_batch_end=stop)
 
 
 def test_fit_trains_the_users_own_module_and_keeps_a_record(model: Model, batches: Batches):
@@ -206,9 +203,6 @@ def test_synchronised_batch_norm_trains_as_on_one_device_with_an_empty_shard_too
         torch.testing.assert_close(one, four, rtol=1e-9, atol=1e-9)
 
 
-# --- modes
-
-
 def test_fit_and_evaluate_put_the_modes_back(make_strategy: MakeStrategy, batches: Batches):
     modes: list[tuple[bool, bool]] = []
 
@@ -227,187 +221,6 @@ def test_fit_and_evaluate_put_the_modes_back(make_strategy: MakeStrategy, batche
 
     assert modes == [(True, True), (False, False), (True, True), (False, False), (False, False)]
     assert [part.training for part in module.modules()] == [False, False, True]
-
-
-# --- errors
-
-
-def test_nan_names_epoch_and_step_and_keeps_the_last_good_weights(make_strategy: MakeStrategy, batches: Batches):
-    torch.manual_seed(0)
-    module = nn.Linear(3, 1)
-    model, good = compiled(copy.deepcopy(module), make_strategy(2)), compiled(module, make_strategy(2))
-    poisoned = [*batches[:2], (batches[2][0] * float("nan"), batches[2][1])]
-
-    with pytest.raises(NonFiniteLossError, match=r"^epoch 1, step 3: the loss is nan; the weights are those before"):
-        model.fit(poisoned, epochs=2, verbose=0)
-    good.fit(batches[:2], verbose=0)
-
-    assert equal(weights(model), weights(good))
-
-
-def test_nan_is_found_in_a_cycle_that_the_epoch_cuts_short(make_strategy: MakeStrategy, batches: Batches):
-    model = compiled(nn.Linear(3, 1), make_strategy(2), accumulate=4)
-    before = weights(model)
-
-    with pytest.raises(NonFiniteLossError, match="epoch 1, step 3: the loss is inf"):
-        model.fit([*batches[:2], (batches[2][0], batches[2][1] * float("inf"))], verbose=0)
-
-    assert equal(weights(model), before)
-
-
-def stop_at_first_batch(error: BaseException) -> LambdaCallback:
-    def stop(batch: int, logs: Any) -> None:
-        raise error
-
-    return LambdaCallback(on_train_batch_end=stop)
-
-
-def test_a_run_that_was_stopped_leaves_nothing_to_the_next(make_strategy: MakeStrategy, batches: Batches):
-    torch.manual_seed(0)
-    module = nn.Linear(3, 1)
-    stopped = compiled(copy.deepcopy(module), make_strategy(2), accumulate=2)
-    fresh = compiled(module, make_strategy(2), accumulate=2)
-
-    with pytest.raises(KeyboardInterrupt):
-        stopped.fit(batches, callbacks=[stop_at_first_batch(KeyboardInterrupt())], verbose=0)
-    stopped.fit(batches, verbose=0)
-    fresh.fit(batches, verbose=0)
-
-    assert equal(weights(stopped), weights(fresh))
-
-
-def test_a_callback_that_raises_is_named(model: Model, batches: Batches):
-    with pytest.raises(CallbackError, match=r"callback LambdaCallback\.on_train_batch_end raised ValueError: no"):
-        model.fit(batches, callbacks=[stop_at_first_batch(ValueError("no"))], verbose=0)
-
-
-def test_stop_training_ends_after_the_batch(model: Model, batches: Batches):
-    def stop(batch: int, logs: Any) -> None:
-        model.stop_training = batch == 1
-
-    history = model.fit(batches, epochs=5, callbacks=[LambdaCallback(on_train_batch_end=stop)], verbose=0)
-
-    assert [timing.steps for timing in history.timing] == [2]
-
-
-@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
-def test_an_empty_dataset_is_one_line(model: Model, call: str):
-    with pytest.raises(DataError, match="gave no batches; give a DataLoader or a list with at least one batch"):
-        getattr(model, call)([], verbose=0)
-
-
-def test_validation_data_that_is_empty_is_named(model: Model, batches: Batches):
-    with pytest.raises(DataError, match="the validation data gave no batches"):
-        model.fit(batches, validation_data=[], verbose=0)
-
-
-def test_a_generator_that_is_read_already_is_named(model: Model, batches: Batches):
-    def once() -> Iterator[tuple[Tensor, Tensor]]:
-        yield from batches
-
-    with pytest.raises(DataError, match="the training data gave no batches for epoch 2: a generator can be read only"):
-        model.fit(once(), epochs=2, verbose=0)
-
-
-def test_a_loss_of_the_wrong_shape_names_the_shape_and_the_rows(make_strategy: MakeStrategy, batches: Batches):
-    with make_strategy(2).scope():
-        model = Model(nn.Linear(3, 1))
-        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: outputs.flatten()[:1])
-
-    with pytest.raises(ConfigError, match=r"the loss returned shape \(1,\) for 2 examples"):
-        model.fit(batches, verbose=0)
-
-
-def test_fit_before_compile_says_so(make_strategy: MakeStrategy, batches: Batches):
-    with make_strategy(1).scope():
-        model = Model(nn.Linear(3, 1))
-
-    with pytest.raises(UsageError, match=r"fit was called before compile; call model\.compile"):
-        model.fit(batches)
-    model.compile(loss=nn.functional.mse_loss)
-    with pytest.raises(UsageError, match="fit needs an optimizer"):
-        model.fit(batches)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"precision": "fp8"}, "precision='fp8' is unknown; choose 'fp32', 'bf16' or 'fp16'"),
-        ({"accumulate": 0}, "accumulate=0; give the number of global batches per update"),
-        ({"clip_norm": 0.0}, r"clip_norm=0.0; give a positive norm, or None"),
-        ({"metrics": {"mse": print}}, "metric 'mse' is a builtin_function_or_method; give an instance"),
-        ({"loss": 3}, "loss is a int; give a function"),
-        ({"loss": None}, "compile got no loss"),
-        ({"optimizer": 3}, "optimizer is a int; give a torch optimizer"),
-        ({"optimizer": lambda parameters: 3}, "optimizer is a int; give a torch optimizer"),
-        ({"scheduler": 3}, "scheduler is a int; give a torch scheduler"),
-        ({"scheduler": ReduceLROnPlateau}, "scheduler is a ReduceLROnPlateau, which steps by a metric"),
-    ],
-)
-def test_bad_settings_are_refused_by_compile(make_strategy: MakeStrategy, settings: dict[str, Any], message: str):
-    good: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, 0.1), "loss": nn.functional.mse_loss}
-    with make_strategy(1).scope(), pytest.raises(ConfigError, match=message):
-        Model(nn.Linear(3, 1)).compile(**(good | settings))
-
-
-def test_bad_arguments_of_fit_are_refused(model: Model, batches: Batches):
-    with pytest.raises(ConfigError, match="verbose=3 is unknown; choose 0"):
-        model.fit(batches, verbose=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="steps_per_epoch=0; give a number"):
-        model.fit(batches, steps_per_epoch=0)
-
-
-def test_a_model_of_something_else_is_refused(make_strategy: MakeStrategy):
-    with make_strategy(1).scope(), pytest.raises(ConfigError, match=r"Model got a function; give a torch\.nn\.Module"):
-        Model(lambda x: x)  # type: ignore[arg-type]
-
-
-# --- predict
-
-
-class Outputs(NamedTuple):
-    doubled: Tensor
-    rows: Tensor
-
-
-class Doubling(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Outputs]:
-        return {"out": Outputs(x * 2, x[:, 0].long())}
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_predict_gives_every_row_once_in_order(replicas: int, make_strategy: MakeStrategy):
-    x = torch.arange(22.0).view(11, 2)
-    with make_strategy(replicas).scope():
-        predicted = Model(Doubling()).predict(list(x.split(5)))
-
-    assert torch.equal(predicted["out"].doubled, x * 2)
-    assert torch.equal(predicted["out"].rows, x[:, 0].long())
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda x: x, lambda x: (x,), lambda x: (x, x), lambda x: [x, x, x], lambda x: {"input": x}]
-)
-def test_predict_takes_inputs_of_any_kind_of_item(wrap: Any, make_strategy: MakeStrategy):
-    x = torch.randn(5, 3)
-    module = nn.Linear(3, 2)
-    with make_strategy(2).scope():
-        predicted = Model(module).predict([wrap(x)])
-
-    torch.testing.assert_close(predicted, module(x).detach())
-    assert not predicted.requires_grad
-
-
-def test_predict_of_a_scalar_output_is_one_line(make_strategy: MakeStrategy):
-    class Scalar(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sum()
-
-    with make_strategy(2).scope(), pytest.raises(ConfigError, match=r"returned shape \(\) for 2 rows"):
-        Model(Scalar()).predict([torch.ones(4)])
-
-
-# --- weights
 
 
 def test_saved_weights_are_the_plain_modules_and_load_everywhere(model: Model, batches: Batches, tmp_path: Path):

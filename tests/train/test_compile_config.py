@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lockstep.errors import ConfigError
+from lockstep.train.model import Model
+
+if TYPE_CHECKING:
+    from tests.train.conftest import MakeStrategy
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8' is unknown; choose 'fp32', 'bf16' or 'fp16'"),
+        ({"accumulate": 0}, "accumulate=0; give the number of global batches per update"),
+        ({"clip_norm": 0.0}, r"clip_norm=0.0; give a positive norm, or None"),
+        ({"metrics": {"mse": print}}, "metric 'mse' is a builtin_function_or_method; give an instance"),
+        ({"loss": 3}, "loss is a int; give a function"),
+        ({"loss": None}, "compile got no loss"),
+        ({"optimizer": 3}, "optimizer is a int; give a torch optimizer"),
+        ({"optimizer": lambda parameters: 3}, "optimizer is a int; give a torch optimizer"),
+        ({"scheduler": 3}, "scheduler is a int; give a torch scheduler"),
+        ({"scheduler": ReduceLROnPlateau}, "scheduler is a ReduceLROnPlateau, which steps by a metric"),
+    ],
+)
+def test_bad_settings_are_refused_by_compile(make_strategy: MakeStrategy, settings: dict[str, Any], message: str):
+    good: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, 0.1), "loss": nn.functional.mse_loss}
+    with make_strategy(1).scope(), pytest.raises(ConfigError, match=message):
+        Model(nn.Linear(3, 1)).compile(**(good | settings))

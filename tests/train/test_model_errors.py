@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import CallbackError, ConfigError, DataError, NonFiniteLossError, UsageError
+from lockstep.train.callbacks import LambdaCallback
+from lockstep.train.model import Model
+
+if TYPE_CHECKING:
+    from tests.train.conftest import MakeStrategy
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def compiled(module: nn.Module, strategy: Any, **settings: Any) -> Model:
+    with strategy.scope():
+        model = Model(module)
+        model.compile(
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05), loss=nn.functional.mse_loss, **settings
+        )
+    return model
+
+
+def weights(model: Model) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_nan_names_epoch_and_step_and_keeps_the_last_good_weights(make_strategy: MakeStrategy, batches: Batches):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    model, good = compiled(copy.deepcopy(module), make_strategy(2)), compiled(module, make_strategy(2))
+    poisoned = [*batches[:2], (batches[2][0] * float("nan"), batches[2][1])]
+
+    with pytest.raises(NonFiniteLossError, match=r"^epoch 1, step 3: the loss is nan; the weights are those before"):
+        model.fit(poisoned, epochs=2, verbose=0)
+    good.fit(batches[:2], verbose=0)
+
+    assert equal(weights(model), weights(good))
+
+
+def test_nan_is_found_in_a_cycle_that_the_epoch_cuts_short(make_strategy: MakeStrategy, batches: Batches):
+    model = compiled(nn.Linear(3, 1), make_strategy(2), accumulate=4)
+    before = weights(model)
+
+    with pytest.raises(NonFiniteLossError, match="epoch 1, step 3: the loss is inf"):
+        model.fit([*batches[:2], (batches[2][0], batches[2][1] * float("inf"))], verbose=0)
+
+    assert equal(weights(model), before)
+
+
+def stop_at_first_batch(error: BaseException) -> LambdaCallback:
+    def stop(batch: int, logs: Any) -> None:
+        raise error
+
+    return LambdaCallback(on_train_batch_end=stop)
+
+
+def test_a_run_that_was_stopped_leaves_nothing_to_the_next(make_strategy: MakeStrategy, batches: Batches):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    stopped = compiled(copy.deepcopy(module), make_strategy(2), accumulate=2)
+    fresh = compiled(module, make_strategy(2), accumulate=2)
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(batches, callbacks=[stop_at_first_batch(KeyboardInterrupt())], verbose=0)
+    stopped.fit(batches, verbose=0)
+    fresh.fit(batches, verbose=0)
+
+    assert equal(weights(stopped), weights(fresh))
+
+
+def test_a_callback_that_raises_is_named(model: Model, batches: Batches):
+    with pytest.raises(CallbackError, match=r"callback LambdaCallback\.on_train_batch_end raised ValueError: no"):
+        model.fit(batches, callbacks=[stop_at_first_batch(ValueError("no"))], verbose=0)
+
+
+def test_stop_training_ends_after_the_batch(model: Model, batches: Batches):
+    def stop(batch: int, logs: Any) -> None:
+        model.stop_training = batch == 1
+
+    history = model.fit(batches, epochs=5, callbacks=[LambdaCallback(on_train_batch_end=stop)], verbose=0)
+
+    assert [timing.steps for timing in history.timing] == [2]
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_an_empty_dataset_is_one_line(model: Model, call: str):
+    with pytest.raises(DataError, match="gave no batches; give a DataLoader or a list with at least one batch"):
+        getattr(model, call)([], verbose=0)
+
+
+def test_validation_data_that_is_empty_is_named(model: Model, batches: Batches):
+    with pytest.raises(DataError, match="the validation data gave no batches"):
+        model.fit(batches, validation_data=[], verbose=0)
+
+
+def test_a_generator_that_is_read_already_is_named(model: Model, batches: Batches):
+    def once() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from batches
+
+    with pytest.raises(DataError, match="the training data gave no batches for epoch 2: a generator can be read only"):
+        model.fit(once(), epochs=2, verbose=0)
+
+
+def test_a_loss_of_the_wrong_shape_names_the_shape_and_the_rows(make_strategy: MakeStrategy, batches: Batches):
+    with make_strategy(2).scope():
+        model = Model(nn.Linear(3, 1))
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: outputs.flatten()[:1])
+
+    with pytest.raises(ConfigError, match=r"the loss returned shape \(1,\) for 2 examples"):
+        model.fit(batches, verbose=0)
+
+
+def test_fit_before_compile_says_so(make_strategy: MakeStrategy, batches: Batches):
+    with make_strategy(1).scope():
+        model = Model(nn.Linear(3, 1))
+
+    with pytest.raises(UsageError, match=r"fit was called before compile; call model\.compile"):
+        model.fit(batches)
+    model.compile(loss=nn.functional.mse_loss)
+    with pytest.raises(UsageError, match="fit needs an optimizer"):
+        model.fit(batches)
+
+
+def test_bad_arguments_of_fit_are_refused(model: Model, batches: Batches):
+    with pytest.raises(ConfigError, match="verbose=3 is unknown; choose 0"):
+        model.fit(batches, verbose=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="steps_per_epoch=0; give a number"):
+        model.fit(batches, steps_per_epoch=0)
+
+
+def test_a_model_of_something_else_is_refused(make_strategy: MakeStrategy):
+    with make_strategy(1).scope(), pytest.raises(ConfigError, match=r"Model got a function; give a torch\.nn\.Module"):
+        Model(lambda x: x)  # type: ignore[arg-type]
