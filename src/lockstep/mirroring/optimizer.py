@@ -161,7 +161,8 @@ class MirroredOptimizer(Optimizer):
                 if copies is None:
                     raise UsageError(
                         f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not "
-                        "mirrored; call strategy.mirror(module) first and give the optimizer that module's parameters"
+                        "mirrored; call strategy.mirror(module) first, keep what it returns, and give the optimizer "
+                        "that module's parameters"
                     )
                 self._parameters.append(copies)
         self._update = LockstepUpdate(self._plain, self._parameters, self._groups)

@@ -1,0 +1,149 @@
+"""Batch norm over the whole global batch against torch's batch norm on one device, and shards without rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.mirroring.batch_norm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: nn.BatchNorm1d(3), (3,)),
+    "1d with length": (lambda: nn.BatchNorm1d(3), (3, 5)),
+    "2d": (lambda: nn.BatchNorm2d(3), (3, 4, 4)),
+    "3d": (lambda: nn.BatchNorm3d(3), (3, 2, 2, 2)),
+    "cumulative": (lambda: nn.BatchNorm1d(3, momentum=None), (3,)),
+    "not affine": (lambda: nn.BatchNorm1d(3, affine=False), (3,)),
+    "no running statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), (3,)),
+}
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 3), (4, 1, 2), (4, 3, 0), (1, 0, 1)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_is_one_device_on_the_whole_batch(name: str, sizes: tuple[int, ...], make_strategy: MakeStrategy):
+    make, shape = LAYERS[name]
+    alone, ours = make().double(), make().double()
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(nn.Sequential(ours), sync_batchnorm=True)
+    assert mirrored.has_sync_batchnorm
+    random = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        rows = torch.randn(sum(sizes), *shape, generator=random, dtype=torch.float64) * 3 + 5
+        weight = torch.randn(rows.shape, generator=random, dtype=torch.float64)
+
+        def step(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            x = x.clone().requires_grad_()
+            output = mirrored(x)
+            (output * weight).sum().backward()
+            assert x.grad is not None
+            return output.detach(), x.grad
+
+        whole = rows.clone().requires_grad_()
+        expected = alone(whole)
+        (expected * weight).sum().backward()
+        outputs, gradients = strategy.run(step, (PerReplica(rows.split(sizes)), PerReplica(weight.split(sizes))))
+        torch.testing.assert_close(strategy.gather(outputs, 0), expected.detach())
+        torch.testing.assert_close(strategy.gather(gradients, 0), whole.grad)
+
+    for duplicate in mirrored.copies:
+        torch.testing.assert_close([*duplicate.buffers()], [*alone.buffers()])
+    for index, parameter in enumerate(alone.parameters()):
+        copies = [[*duplicate.parameters()][index].grad for duplicate in mirrored.copies]
+        torch.testing.assert_close(torch.stack([grad for grad in copies if grad is not None]).sum(0), parameter.grad)
+    mirrored.eval()
+    alone.eval()
+    torch.testing.assert_close(mirrored(rows), alone(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_added_in_float32(dtype: torch.dtype, make_strategy: MakeStrategy):
+    # 2 x 90,000 values: more than float16 can count and bfloat16 can add.
+    images = (torch.randn(2, 1, 300, 300, generator=torch.Generator().manual_seed(0)) + 4).to(dtype)
+    alone = nn.BatchNorm2d(1)
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(nn.Sequential(nn.BatchNorm2d(1)), sync_batchnorm=True)
+
+    outputs = strategy.run(mirrored, (PerReplica(images.split(1)),))
+
+    expected = alone(images)
+    assert outputs[0].dtype == expected.dtype == dtype
+    torch.testing.assert_close(strategy.gather(outputs, 0), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(mirrored.state_dict()["0.running_mean"], alone.running_mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mirrored.state_dict()["0.running_var"], alone.running_var, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_parameters_and_the_user_s_module_stay(make_strategy: MakeStrategy):
+    inner = nn.BatchNorm1d(3)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner))
+    keys = [*module.state_dict()]
+    mirrored = make_strategy(2).mirror(module, sync_batchnorm=True)
+
+    assert mirrored.module is module
+    assert [*mirrored.state_dict()] == keys
+    assert isinstance(module[1][0], SyncBatchNorm)  # type: ignore[index]
+    assert module[1][0].weight is inner.weight  # type: ignore[index]
+
+
+def test_outside_a_replica_it_is_plain_batch_norm(make_strategy: MakeStrategy):
+    mirrored = make_strategy(2).mirror(nn.Sequential(nn.BatchNorm1d(3)), sync_batchnorm=True)
+    x = torch.randn(5, 3)
+
+    torch.testing.assert_close(mirrored(x), nn.BatchNorm1d(3)(x))
+    with pytest.raises(ValueError, match="got an input of 1 dimensions; expected at least 2"):
+        mirrored(torch.ones(3))
+
+
+def test_a_global_batch_without_rows_leaves_the_statistics_alone(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(nn.Sequential(nn.BatchNorm1d(3)), sync_batchnorm=True)
+    strategy.run(mirrored, (torch.zeros(0, 3),))
+
+    assert bool(torch.equal(mirrored.state_dict()["0.running_mean"], torch.zeros(3)))
+    assert int(mirrored.state_dict()["0.num_batches_tracked"]) == 0
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: (x,), lambda x: ({"x": x},), lambda x: ([x],)], ids=["bare", "dict", "list"]
+)
+def test_an_empty_shard_does_not_poison_the_statistics(
+    wrap: Callable[[Tensor], tuple[object, ...]], make_strategy: MakeStrategy
+):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False))
+
+        def forward(self, x: Tensor | dict[str, Tensor] | list[Tensor]) -> Tensor:
+            tensor = x["x"] if isinstance(x, dict) else x[0] if isinstance(x, list) else x
+            output: Tensor = self.norms(tensor)
+            return output
+
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(Net())
+    statistics = [buffer for buffer in mirrored.copies[2].buffers() if buffer.is_floating_point()]
+    before = [buffer.clone() for buffer in statistics]
+    shards = [wrap(rows) for rows in (torch.randn(4, 3), torch.randn(2, 3), torch.randn(0, 3))]
+
+    def step(*args: object) -> Tensor:
+        output: Tensor = mirrored(*args)
+        output.sum().backward()
+        return output
+
+    outputs = strategy.run(lambda args: step(*args), (PerReplica(shards),))
+
+    assert outputs[2].shape == (0, 3)
+    assert all(map(torch.equal, statistics, before))
+    assert all(bool(torch.isfinite(value).all()) for value in mirrored.state_dict().values())
+    assert all(
+        parameter.grad is None or bool((parameter.grad == 0).all()) for parameter in mirrored.copies[2].parameters()
+    )

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config import LogicalDevice, PhysicalDevice
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels_last
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+CPU = torch.device("cpu")
+
+
+def device(name: str, physical: str, memory_limit: int | None = None) -> LogicalDevice:
+    of = PhysicalDevice(name=physical, kind="GPU", memory=None, torch_device=CPU)
+    return LogicalDevice(name=name, kind="GPU", physical=of, memory_limit=memory_limit, torch_device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ([device("cpu:0", "cpu:0"), device("cpu:1", "cpu:0")], ((0, 1),)),
+        ([device("gpu:0", "gpu:0"), device("gpu:1", "gpu:1")], ((0,), (1,))),
+        ([device("gpu:0", "gpu:0", 512), device("gpu:1", "gpu:0", 512)], ((0,), (1,))),
+        ([device("a", "gpu:0"), device("b", "gpu:1"), device("c", "gpu:0")], ((0, 2), (1,))),
+    ],
+)
+def test_replicas_of_one_device_share_unless_their_memory_is_limited(
+    devices: list[LogicalDevice], expected: tuple[tuple[int, ...], ...]
+):
+    assert storage_groups(devices) == expected
+
+
+@pytest.mark.parametrize("alias", [True, False])
+def test_a_copy_shares_or_owns_its_weights_and_always_owns_buffers_and_gradients(alias: bool):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    duplicate = copy_module(module, CPU, alias=alias)
+    module(torch.randn(4, 2)).sum().backward()
+
+    for mine, other in zip(module.parameters(), duplicate.parameters(), strict=True):
+        assert mine is not other
+        assert (mine.data_ptr() == other.data_ptr()) == alias
+        assert other.grad is None
+    for mine_buffer, other_buffer in zip(module.buffers(), duplicate.buffers(), strict=True):
+        assert mine_buffer.data_ptr() != other_buffer.data_ptr()
+
+
+@pytest.mark.parametrize("alias", [True, False])
+def test_tied_weights_stay_tied(alias: bool):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    duplicate = copy_module(module, CPU, alias=alias)
+
+    assert duplicate[0].weight is duplicate[1].weight  # type: ignore[index]
+    assert len(list(duplicate.parameters())) == 3
+
+
+def test_a_module_that_cannot_be_copied_says_so(make_strategy: MakeStrategy):
+    module = nn.Linear(2, 2)
+    module.result = module(torch.ones(1, 2))  # a tensor with a history
+
+    with pytest.raises(UsageError, match=r"Linear cannot be copied for every replica .*copy\.deepcopy can copy"):
+        make_strategy(2).mirror(module)
+
+
+def test_a_lazy_module_says_what_to_do(make_strategy: MakeStrategy):
+    with pytest.raises(UsageError, match="lazy parameters without a shape; call it once on a batch before mirroring"):
+        make_strategy(2).mirror(nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [(nn.Conv2d(1, 1, 1), True), (nn.Sequential(nn.ConvTranspose2d(1, 1, 1)), True), (nn.Conv1d(1, 1, 1), False)],
+)
+def test_channels_last_is_for_2d_convolutions(module: nn.Module, expected: bool):
+    assert uses_channels_last(module) is expected
+
+
+@pytest.mark.parametrize(
+    ("memory_format", "expected"),
+    [("auto", True), (torch.channels_last, True), ("preserve", False), (torch.contiguous_format, False)],
+)
+def test_the_memory_format_of_all_copies(
+    memory_format: torch.memory_format, expected: bool, make_strategy: MakeStrategy
+):
+    mirrored = make_strategy(2).mirror(nn.Conv2d(3, 4, 3), memory_format=memory_format)
+
+    for duplicate in mirrored.copies:
+        weight = next(duplicate.parameters())
+        assert weight.is_contiguous(memory_format=torch.channels_last) is expected
+
+
+def test_an_unknown_memory_format_lists_the_known(make_strategy: MakeStrategy):
+    with pytest.raises(ConfigError, match='memory_format=\'best\' is unknown; choose "auto", "preserve"'):
+        make_strategy(2).mirror(nn.Conv2d(3, 4, 3), memory_format="best")  # type: ignore[call-overload]
+
+
+def test_channels_last_gives_the_numbers_of_the_default_format(make_strategy: MakeStrategy):
+    images = torch.randn(8, 3, 10, 10, dtype=torch.float64)
+    strategy = make_strategy(2)
+    outputs, gradients = [], []
+    for memory_format in ("auto", "preserve"):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+        mirrored = strategy.mirror(module, memory_format=memory_format)  # type: ignore[call-overload]
+        optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.1))
+
+        def step(x: torch.Tensor, mirrored: nn.Module = mirrored, optimizer: torch.optim.Optimizer = optimizer):
+            loss = mirrored(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        for (batch,) in strategy.distribute_dataset([(images,), (images[:5],)]):
+            outputs.append(strategy.reduce("sum", strategy.run(step, (batch,))))
+        gradients.append([parameter.grad for parameter in module.parameters()])
+
+    torch.testing.assert_close(outputs[:2], outputs[2:])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_frozen_or_tagged_parameter_stays_so():
+    module = nn.Linear(2, 2)
+    module.weight.requires_grad_(False)
+    module.weight.tag = "kept"  # type: ignore[attr-defined]
+    duplicate = copy_module(module, replace(device("gpu:1", "gpu:0")).torch_device, alias=True)
+
+    assert not duplicate.weight.requires_grad
+    assert duplicate.weight.tag == "kept"  # type: ignore[union-attr]

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.errors import ConfigError, UsageError
+from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+SHARDS = PerReplica([LOSSES[:2], LOSSES[2:4], LOSSES[4:], LOSSES[:0]])
+
+
+@pytest.mark.parametrize("size", [None, 5])
+def test_the_parts_add_up_to_the_average_of_the_global_batch(size: int | None, make_strategy: MakeStrategy):
+    strategy = make_strategy(4)
+    parts = strategy.run(compute_average_loss, (SHARDS,), {"global_batch_size": size})
+
+    assert [float(part) for part in parts] == pytest.approx([3 / 5, 7 / 5, 5 / 5, 0.0])
+    assert float(strategy.reduce("sum", parts)) == pytest.approx(float(LOSSES.mean()))
+
+
+@pytest.mark.parametrize("weight", [torch.tensor([1.0, 0.0]), torch.tensor([[1.0], [0.0]])])
+def test_weights_multiply_and_the_divisor_stays_the_number_of_examples(weight: Tensor):
+    losses = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
+
+    assert float(compute_average_loss(losses, sample_weight=weight)) == pytest.approx(2.0)
+    assert float(compute_average_loss(losses, sample_weight=weight, global_batch_size=8)) == pytest.approx(0.5)
+
+
+def test_outside_a_scope_it_is_one_device():
+    assert float(compute_average_loss(LOSSES)) == 3.0
+    assert float(compute_average_loss(LOSSES[:0])) == 0.0
+    assert float(scale_regularization_loss(torch.tensor(6.0))) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: compute_average_loss(torch.tensor(1.0)), 'the loss is a scalar, .*use reduction="none"'),
+        (lambda: compute_average_loss(LOSSES, global_batch_size=0), "global_batch_size=0; expected"),
+        (lambda: compute_average_loss(LOSSES, global_batch_size=True), "global_batch_size=True; expected"),
+        (lambda: compute_average_loss(LOSSES, global_batch_size=2.5), "global_batch_size=2.5; expected"),  # type: ignore[arg-type]
+        (
+            lambda: compute_average_loss(LOSSES, sample_weight=torch.ones(3)),
+            r"shape \(3,\), but the losses have \(5,\)",
+        ),
+    ],
+)
+def test_losses_that_cannot_be_averaged(call: Callable[[], Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_the_regularisation_counts_once(make_strategy: MakeStrategy):
+    strategy = make_strategy(4)
+    parts = strategy.run(scale_regularization_loss, (torch.tensor([2.0, 4.0]),))
+
+    assert [float(part) for part in parts] == [1.5] * 4
+    assert float(strategy.reduce("sum", parts)) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        (lambda: compute_average_loss(LOSSES), "call it inside the function given to strategy.run"),
+        (lambda: scale_regularization_loss(LOSSES), "belongs inside the function given to strategy.run"),
+    ],
+)
+def test_in_cross_replica_context_they_are_refused(call: Callable[[], Any], where: str, make_strategy: MakeStrategy):
+    with make_strategy(2).scope(), pytest.raises(UsageError, match=where):
+        call()
