@@ -74,6 +74,17 @@ def test_an_epoch_can_be_repeated_and_the_next_has_other_masks(rows: TokenRows, 
     assert equal(data, same)
 
 
+def test_a_batch_is_masked_anew_in_every_epoch_even_of_the_same_rows(vocabulary: Vocabulary, lines: list[str]):
+    data = batches(vocabulary.encode(lines[:1], max_tokens=96), vocabulary)
+    (_, first) = next(iter(data))
+    data.set_epoch(1)
+
+    (_, second) = next(iter(data))
+
+    assert first.shape == second.shape
+    assert not torch.equal(first, second)
+
+
 def test_special_tokens_are_never_predicted_nor_drawn(rows: TokenRows, vocabulary: Vocabulary):
     special = torch.tensor([0, 1, 2, 3])
 

@@ -37,6 +37,16 @@ def test_the_reference_comes_first_then_docstrings_by_path_each_paragraph_once(l
     assert found == tuple(map(long, ["first", "second", "module", "class", "inner"]))
 
 
+def test_the_order_does_not_come_from_the_file_system(library: Path):
+    words = [f"word{number:02}" for number in range(12)]
+    for word in [*words[1::2], *words[::2]]:
+        (library / f"{word}.py").write_text(f'"""{long(word)}"""')
+
+    found = python_paragraphs(library)
+
+    assert [line for line in found if "word" in line] == list(map(long, words))
+
+
 def test_a_paragraph_is_one_line_with_single_spaces_of_more_than_100_characters():
     document = f"{'a ' * 50}b\n{'c' * 3}\n \n{'d' * 100}\n\n{'e' * 101}"
 

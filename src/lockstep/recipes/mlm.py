@@ -89,7 +89,8 @@ class MlmConfig:
     def first_rate(self) -> float:
         """The learning rate of the first step.
 
-        From random weights 1e-4 hardly leaves the frequencies of words in 225 steps. MEASURED
+        From random weights the published 1e-4 learns only how frequent words are: after five epochs of the embedded
+        text validation had loss 7.52 and accuracy 0.052, at 1e-3 5.98 and 0.079, at 3e-3 6.09 and 0.049 (9,472 tokens).
         """
         if self.learning_rate is not None:
             return self.learning_rate

@@ -57,15 +57,13 @@ class MaskedLanguageModel(nn.Module):
 
     Args:
         bert: a transformers BertModel.
-        predictions: a transformers BertLMPredictionHead; its decoder is tied to the word embeddings here.
+        predictions: the BertLMPredictionHead that belongs to it; transformers has tied it to the word embeddings.
     """
 
     def __init__(self, bert: Any, predictions: Any) -> None:
         super().__init__()
         self.bert = bert
         self.cls = nn.ModuleDict({"predictions": predictions})
-        predictions.decoder.weight = bert.embeddings.word_embeddings.weight
-        predictions.decoder.bias = predictions.bias
         if bert.pooler is not None:
             bert.pooler.requires_grad_(False)
 
