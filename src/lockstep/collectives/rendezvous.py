@@ -20,6 +20,10 @@ from lockstep.collectives.turns import Turn
 from lockstep.errors import CollectiveError
 
 
+SIGNALS_SEEN_EVERY_S = 0.2
+"""Python can miss a Ctrl-C that comes just before a wait begins, and would see it only when the wait ends."""
+
+
 class ReplicaStopped(BaseException):
     """Unwinds a replica whose run has ended elsewhere. Not an ``Exception``, so that user code does not swallow it."""
 
@@ -120,7 +124,8 @@ class Rendezvous:
     def wait_until_settled(self) -> None:
         """Waits until every replica has returned or failed, or the run has an error. For the owner of the run."""
         with self._lock:
-            self._changed.wait_for(lambda: self._cause is not None or len(self._left) == len(self._replicas))
+            while self._cause is None and len(self._left) < len(self._replicas):
+                self._changed.wait(SIGNALS_SEEN_EVERY_S)
 
     def wait_until_left(self, timeout_s: float | None) -> bool:
         """Waits until every replica has returned or failed; False if ``timeout_s`` seconds pass first."""

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from lockstep.collectives.rendezvous import SIGNALS_SEEN_EVERY_S
 from lockstep.data.source_random import SourceRandom
 from lockstep.errors import ConfigError
 
@@ -127,7 +128,8 @@ class _Queue(Generic[T]):
     def take(self) -> T:
         """The next item; the reading thread, which always finishes, ends the wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._ended)
+            while not self._items and not self._ended:
+                self._changed.wait(SIGNALS_SEEN_EVERY_S)
             if self._items:
                 item = self._items.popleft()
                 self._changed.notify_all()
