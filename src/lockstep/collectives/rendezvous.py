@@ -19,7 +19,6 @@ from typing import Any
 from lockstep.collectives.turns import Turn
 from lockstep.errors import CollectiveError
 
-
 SIGNALS_SEEN_EVERY_S = 0.2
 """Python can miss a Ctrl-C that comes just before a wait begins, and would see it only when the wait ends."""
 
