@@ -112,7 +112,7 @@ def test_channels_last_gives_the_numbers_of_the_default_format(make_strategy: Ma
     for memory_format in ("auto", "preserve"):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
-        mirrored = strategy.mirror(module, memory_format=memory_format)  # type: ignore[call-overload]
+        mirrored = strategy.mirror(module, memory_format=memory_format)
         optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.1))
 
         def step(x: torch.Tensor, mirrored: nn.Module = mirrored, optimizer: torch.optim.Optimizer = optimizer):

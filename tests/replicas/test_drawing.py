@@ -104,7 +104,7 @@ def test_a_bad_probability_is_torch_s_error(p: float):
         in_replica(F.dropout, torch.ones(3), p)
 
 
-MASKS = {
+MASKS: dict[str, dict[str, Any]] = {
     "none": {},
     "boolean": {"attn_mask": torch.tensor([[True, False, True, True, False]])},
     "added": {"attn_mask": torch.linspace(-1, 1, 5 * 5).reshape(5, 5)},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROWS = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
 IMAGES = torch.linspace(-1, 1, 2 * 8 * 6 * 6).reshape(2, 8, 6, 6)
 VOLUMES = torch.linspace(-1, 1, 2 * 8 * 6**3).reshape(2, 8, 6, 6, 6)
-RECURRENT = {"hidden_size": 8, "num_layers": 2, "dropout": 0.5, "batch_first": True}
+RECURRENT: dict[str, Any] = {"hidden_size": 8, "num_layers": 2, "dropout": 0.5, "batch_first": True}
 
 
 def made(make: Callable[[], nn.Module], *inputs: Tensor) -> Callable[[], Tensor]:
@@ -33,7 +33,8 @@ def made(make: Callable[[], nn.Module], *inputs: Tensor) -> Callable[[], Tensor]
 
     def draw() -> Tensor:
         output = module(*inputs)
-        return output[0] if isinstance(output, tuple) else output
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        return first
 
     return draw
 
@@ -45,7 +46,7 @@ def packed() -> Tensor:
 
 with torch.random.fork_rng():
     torch.manual_seed(0)
-    _LSTM = nn.LSTM(8, **RECURRENT)  # type: ignore[arg-type]
+    _LSTM = nn.LSTM(8, **RECURRENT)
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "F.dropout": lambda: F.dropout(ROWS, 0.5),
@@ -62,10 +63,10 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "MultiheadAttention": made(lambda: nn.MultiheadAttention(8, 2, 0.5), ROWS, ROWS, ROWS),
     "TransformerEncoderLayer": made(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.3), ROWS),
     "attention": lambda: F.scaled_dot_product_attention(ROWS, ROWS, ROWS, dropout_p=0.5),
-    "LSTM": made(lambda: nn.LSTM(8, **RECURRENT), ROWS),  # type: ignore[arg-type]
+    "LSTM": made(lambda: nn.LSTM(8, **RECURRENT), ROWS),
     "packed LSTM": packed,
-    "GRU": made(lambda: nn.GRU(8, **RECURRENT), ROWS),  # type: ignore[arg-type]
-    "RNN": made(lambda: nn.RNN(8, **RECURRENT), ROWS),  # type: ignore[arg-type]
+    "GRU": made(lambda: nn.GRU(8, **RECURRENT), ROWS),
+    "RNN": made(lambda: nn.RNN(8, **RECURRENT), ROWS),
     "gumbel_softmax": lambda: F.gumbel_softmax(ROWS),
     "fractional_max_pool2d": lambda: F.fractional_max_pool2d(IMAGES, 2, output_size=4),
     "fractional_max_pool3d": lambda: F.fractional_max_pool3d(VOLUMES, 2, output_size=4),
@@ -160,7 +161,7 @@ def test_recurrent_layers_without_dropout_do_not_wait_for_the_generator(
 ):
     monkeypatch.setattr("lockstep.replicas.random.DEFAULT_GENERATOR_LOCK", None)
     strategy = make_strategy(2)
-    trained, evaluated, single = nn.LSTM(8, **RECURRENT), nn.LSTM(8, **RECURRENT).eval(), nn.GRU(8, 8)  # type: ignore[arg-type]
+    trained, evaluated, single = nn.LSTM(8, **RECURRENT), nn.LSTM(8, **RECURRENT).eval(), nn.GRU(8, 8)
 
     assert isinstance(strategy.run(lambda: single(ROWS)[0]), PerReplica)
     assert isinstance(strategy.run(lambda: evaluated(ROWS)[0]), PerReplica)

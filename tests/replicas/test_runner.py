@@ -63,7 +63,7 @@ class FailsWhileOthersLoop:
 
 def all_are_there(strategy: MirroredStrategy) -> bool:
     numbers = strategy.run(lambda: torch.ones(()))
-    return strategy.reduce("sum", numbers) == strategy.num_replicas_in_sync
+    return bool(strategy.reduce("sum", numbers) == strategy.num_replicas_in_sync)
 
 
 @pytest.mark.parametrize(

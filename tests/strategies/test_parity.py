@@ -7,7 +7,7 @@ adding their parts is off by more than 1e-3 here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     MakeStrategy = Callable[..., MirroredStrategy]
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SIZES = (7, 8, 1, 5, 2)  # the last ones are smaller than the number of replicas
 Batch = tuple[Tensor, Tensor, Tensor]
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -30,6 +29,10 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adam": lambda p: torch.optim.Adam(p, 0.05),
     "adamw": lambda p: torch.optim.AdamW(p, 0.05),
 }
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def batches(dtype: torch.dtype = torch.float64) -> list[Batch]:
@@ -98,7 +101,7 @@ def test_a_loop_on_replicas_is_the_loop_on_one_device(
     expected, expected_losses = alone(OPTIMIZERS[name], weighted)
     assert losses == pytest.approx(expected_losses, rel=1e-9)
     for duplicate in mirrored.copies:
-        torch.testing.assert_close(duplicate.state_dict(), expected.state_dict(), **CLOSE)
+        assert_close(duplicate.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
