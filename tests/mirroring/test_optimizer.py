@@ -111,6 +111,20 @@ def test_a_step_is_that_of_one_device(name: str, zero: bool, layout: str, make_s
     assert all(parameter.grad is None for parameter in unused)
 
 
+def test_a_replica_updates_its_slice_without_a_look_at_the_others(
+    make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+):
+    """__setstate__ reads the state of all parameters, which other replicas are making at that moment."""
+    strategy = make_strategy(3)
+    mirrored, optimizer = mirrored_pair(strategy, OPTIMIZERS["nadam"])
+
+    def walk(self: object, state: object) -> None:
+        raise AssertionError("the state of all parameters was read")
+
+    monkeypatch.setattr(torch.optim.NAdam, "__setstate__", walk)
+    train(strategy, mirrored, optimizer)
+
+
 @pytest.mark.parametrize("loaded_into", ["mirrored", "plain"])
 def test_a_state_goes_on_where_it_was_saved(loaded_into: str, layout: str, make_strategy: MakeStrategy):
     strategy = make_strategy(3)

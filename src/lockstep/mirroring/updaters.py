@@ -91,7 +91,10 @@ class Updaters:
         """Updates only ``chosen`` of the leader's storage; disjoint slices may be updated at the same time."""
         optimizer = self._by_leader[leader]
         wanted = {id(parameter) for parameter in chosen}
-        part = copy.copy(optimizer)  # shares the state
+        # Shares the state. Not copy.copy, whose __setstate__ walks through the state of all parameters while other
+        # threads are still making theirs: NAdam then found one half made.
+        part = object.__new__(type(optimizer))
+        part.__dict__.update(optimizer.__dict__)
         part.param_groups = [
             {**group, "params": [parameter for parameter in group["params"] if id(parameter) in wanted]}
             for group in optimizer.param_groups
