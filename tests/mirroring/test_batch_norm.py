@@ -147,3 +147,37 @@ def test_an_empty_shard_does_not_poison_the_statistics(
     assert all(
         parameter.grad is None or bool((parameter.grad == 0).all()) for parameter in mirrored.copies[2].parameters()
     )
+
+
+def test_a_shard_of_one_row_is_normalised_by_the_running_statistics(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    mirrored = strategy.mirror(module)
+    strategy.run(mirrored, (torch.randn(6, 3),))
+    single = torch.randn(1, 3)
+    before = [buffer.clone() for buffer in mirrored.copies[1].buffers() if buffer.is_floating_point()]
+
+    outputs = strategy.run(mirrored, (PerReplica([torch.randn(2, 3), single]),))
+
+    after = [buffer for buffer in mirrored.copies[1].buffers() if buffer.is_floating_point()]
+    assert all(map(torch.equal, before, after))
+    torch.testing.assert_close(outputs[1], mirrored.copies[1].eval()(single))
+
+
+def test_pictures_of_one_row_are_normalised_by_themselves(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(nn.BatchNorm2d(3))
+    picture = torch.randn(1, 3, 4, 4)
+
+    torch.testing.assert_close(strategy.run(mirrored, (picture,))[1], nn.BatchNorm2d(3)(picture))
+
+
+def test_one_row_on_one_device_stays_torch_s_error(make_strategy: MakeStrategy):
+    mirrored = make_strategy(1).mirror(nn.BatchNorm1d(3))
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        mirrored(torch.ones(1, 3))
+    strategy = make_strategy(1)
+    alone = strategy.mirror(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        strategy.run(alone, (torch.ones(1, 3),))

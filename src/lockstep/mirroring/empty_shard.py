@@ -1,7 +1,8 @@
-"""A shard of 0 rows passes through a module without poisoning its batch-norm statistics.
+"""A shard of one row, or of none, passes through a module's batch norms.
 
-Over no values a mean is NaN, and batch norm would write it into its running statistics for good. While a replica runs
-its copy on an empty shard, batch norm in training normalises by the running statistics and leaves them alone.
+torch's batch norm refuses a training batch with a single value per channel, which has no variance. On one device the
+last rows of the data are together; divided among replicas one of them may be alone. It is normalised by the running
+statistics then and leaves them alone; so does, in torch itself, a shard without rows.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from torch.utils._pytree import tree_leaves
 
 
 def guard_empty_shard(module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
-    """What to run ``module`` in: nothing special, or the guard if its inputs have 0 rows and it has batch norms."""
+    """What to run ``module`` in: nothing special, or the guard if its inputs have one row and it has batch norms."""
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
-    empty = bool(tensors) and all(tensor.shape[0] == 0 for tensor in tensors)
-    if empty and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        return _NoStatisticsOfNothing()
+    single = bool(tensors) and all(tensor.shape[0] == 1 for tensor in tensors)
+    if single and any(isinstance(part, _BatchNorm) for part in module.modules()):
+        return _NoStatisticsOfOneValue()
     return nullcontext()
 
 
-class _NoStatisticsOfNothing(TorchFunctionMode):
+class _NoStatisticsOfOneValue(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.batch_norm:
-            return _batch_norm_of_nothing(*args, **(kwargs or {}))
+            return _batch_norm_of_one_value(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _batch_norm_of_nothing(
+def _batch_norm_of_one_value(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
@@ -47,9 +48,5 @@ def _batch_norm_of_nothing(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    if input.shape[0] or not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    shape = (1, -1) + (1,) * (input.ndim - 2)
-    if weight is not None:
-        input = input * weight.view(shape)
-    return input if bias is None else input + bias.view(shape)
+    training = training and (running_mean is None or input.numel() > input.shape[1])
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
