@@ -112,12 +112,14 @@ class MirroredOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the current replica's gradients; outside a replica those of all."""
         context = get_replica_context()
-        for copies in self._parameters:
-            for parameter in copies if context is None else [copies[context.replica_id_in_sync_group]]:
-                if set_to_none or parameter.grad is None:
-                    parameter.grad = None
-                else:
-                    parameter.grad = torch.zeros_like(parameter.grad)
+        # The replica's function mode would be asked at every access to a ".grad".
+        with torch._C.DisableTorchFunction():
+            for copies in self._parameters:
+                for parameter in copies if context is None else [copies[context.replica_id_in_sync_group]]:
+                    if set_to_none or parameter.grad is None:
+                        parameter.grad = None
+                    else:
+                        parameter.grad = torch.zeros_like(parameter.grad)
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's."""

@@ -85,6 +85,18 @@ class LockstepUpdate:
         Raises:
             NonFiniteLossError: the summed total is NaN or infinite; no weight has been touched.
         """
+        # Nothing here is random, and the replica's function mode would be asked at every access to a ".grad": for
+        # MobileNetV2 it made 11 ms of an update that takes 2.
+        with torch._C.DisableTorchFunction():
+            return self._run(context, totals, clip_norm, scaler)
+
+    def _run(
+        self,
+        context: ReplicaContext,
+        totals: Totals,
+        clip_norm: float | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> StepResult:
         replica = context.replica_id_in_sync_group
         leader, mine = self._groups[replica][0], self._slices[replica]
         result: StepResult = context.meet("optimizer update", totals, self._open)
