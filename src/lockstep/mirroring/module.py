@@ -16,7 +16,7 @@ from lockstep.collectives.reduction import sum_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.batch_norm import has_sync_batch_norm
 from lockstep.mirroring.copies import align
-from lockstep.mirroring.empty_shard import guard_empty_shard
+from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 
@@ -24,8 +24,8 @@ class MirroredModule(nn.Module):
     """One copy of a module per replica. Made by ``strategy.mirror(module)``.
 
     Inside a replica everything (the call, ``parameters()``, attributes) is that replica's copy; outside it is the
-    user's own module, and what is changed there reaches all copies. Floating buffers, such as batch-norm statistics,
-    are per replica and are averaged when read outside.
+    user's own module. ``load_state_dict``, ``train``, ``eval`` and ``apply`` of this object reach all copies. Floating
+    buffers, such as batch-norm statistics, are per replica and are averaged when read outside.
 
     Args:
         owner: the strategy.
@@ -56,7 +56,7 @@ class MirroredModule(nn.Module):
         here = self._here()
         if get_replica_context() is None or len(self._copies) == 1:  # a batch of one row is the user's own
             return here(*args, **kwargs)
-        with guard_empty_shard(here, args, kwargs):
+        with guard_single_row(here, args, kwargs):
             return here(*args, **kwargs)
 
     def align(self) -> None:

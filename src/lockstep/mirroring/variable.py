@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lockstep.collectives.per_replica import PerReplica
+from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.collectives.reduction import reduce_values
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -49,10 +49,9 @@ class MirroredVariable:
         self._owner = owner
         self.aggregation = aggregation
         self.synchronization = synchronization
-        initial = value.values if isinstance(value, PerReplica) else [value] * len(devices)
         self._values = tuple(
             torch.as_tensor(each).detach().to(device.torch_device, copy=True)
-            for each, device in zip(initial, devices, strict=True)
+            for each, device in zip(_one_each(value, len(devices)), devices, strict=True)
         )
 
     @property
@@ -136,7 +135,7 @@ class MirroredVariable:
             return context.all_reduce(self.aggregation, value)
 
     def _outside(self, value: Any) -> Sequence[Any]:
-        return value.values if isinstance(value, PerReplica) else [value] * len(self._values)
+        return _one_each(value, len(self._values))
 
     def _context(self) -> ReplicaContext | None:
         context = get_replica_context()
@@ -153,6 +152,10 @@ class MirroredVariable:
     def __repr__(self) -> str:
         how = f"aggregation={self.aggregation!r}, synchronization={self.synchronization!r}"
         return f"MirroredVariable({', '.join(str(value.tolist()) for value in self._values)}, {how})"
+
+
+def _one_each(value: Any, num_replicas: int) -> list[Any]:
+    return [select(value, replica, num_replicas) for replica in range(num_replicas)]
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

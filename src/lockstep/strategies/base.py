@@ -116,7 +116,14 @@ class Strategy(ABC):
             The same structure with a tensor (on replica 0's device) or number for each leaf.
         """
         self._outside("reduce")
-        return self._map_values(partial(reduce_values, ReduceOp.of(op), axis=axis), value)
+        op = ReduceOp.of(op)
+        if (
+            op is ReduceOp.MEAN
+            and axis is None
+            and not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
+        ):
+            return value  # every replica has it; adding and dividing would only round it
+        return self._map_values(partial(reduce_values, op, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
@@ -191,6 +198,11 @@ class Strategy(ABC):
                 self, module, self.devices, sync_batchnorm=sync_batchnorm, memory_format=memory_format
             )
             self._modules[id(mirrored.module)] = mirrored
+        elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
+            raise UsageError(
+                "this module is mirrored already, and keeps the settings that it was mirrored with; "
+                "give sync_batchnorm and memory_format when you mirror it first"
+            )
         return mirrored
 
     def _find_copies(self, parameter: nn.Parameter) -> tuple[nn.Parameter, ...] | None:

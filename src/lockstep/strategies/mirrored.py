@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from lockstep.cluster.declared import declared_job
 from lockstep.config import LogicalDevice, resolve_devices
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
 
@@ -29,6 +30,7 @@ class MirroredStrategy(Strategy):
 
     Raises:
         ConfigError: an unknown device, or one named twice.
+        UsageError: the environment declares a job of several workers.
 
     Example:
         >>> import torch, lockstep as ls
@@ -49,6 +51,12 @@ class MirroredStrategy(Strategy):
             raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r} is no waiting time; give a number of seconds above 0")
+        job = declared_job()
+        if job is not None:
+            raise UsageError(
+                f"{job.source} declares a job of {job.workers} workers, and MirroredStrategy would train one model in "
+                "each of them; use MultiWorkerMirroredStrategy, or start one process without that variable"
+            )
         self._devices = resolve_devices(devices)
         self._runner = ReplicaRunner(
             self._devices, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s
