@@ -10,14 +10,21 @@ from lockstep.bench.harness import Sample
 from lockstep.bench.machine import Machine
 from lockstep.bench.markdown import Conditions
 from lockstep.bench.memory import Memory
-from lockstep.bench.trial import Contender
+from lockstep.bench.trial import Contender, Layout
 
 
 class Make:
     """Values with the parts filled in that a test does not care about."""
 
     def contender(
-        self, name: str, *, ours: bool = False, shares: int = 1, processes: int = 1, counted: bool = True
+        self,
+        name: str,
+        *,
+        ours: bool = False,
+        shares: int = 1,
+        processes: int = 1,
+        counted: bool = True,
+        layout: Layout = "contiguous",
     ) -> Contender:
         settings = f"settings of {name}"
         return Contender(
@@ -28,6 +35,7 @@ class Make:
             processes=processes,
             ours=ours,
             counted=counted,
+            layout=layout,
         )
 
     def memory(self, peak_mb: float) -> Memory:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lockstep.bench.figures import Figures
+from lockstep.bench.trial import Layout
 
 MAX_STEP_RATIO: Mapping[str, float] = MappingProxyType({"mobilenetv2": 0.75, "mlm": 1.0})
 """Our step time over the best rival's."""
@@ -17,6 +18,9 @@ MAX_FIRST_STEP_RATIO = 1.0
 MAX_EXCHANGE_SHARE: Mapping[str, float] = MappingProxyType({"mobilenetv2": 0.03})
 """Exchange and update over the whole step."""
 _MEMORY_SHARES = 4
+_RIVALS: Mapping[Layout, str] = MappingProxyType(
+    {"contiguous": "best rival", "channels_last": "best rival told to use channels_last"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +46,11 @@ class Target:
 def targets_of(workload: str, figures: Sequence[Figures]) -> list[Target]:
     """The targets that a workload's figures speak about; without a contender that one needs, it is left out."""
     ours = [row for row in figures if row.contender.ours and row.contender.counted]
-    ddp = [row for row in figures if row.contender.processes > 1]
+    rivals = [row for row in figures if row.contender.counted and not row.contender.ours]
+    ddp = [row for row in rivals if row.contender.processes > 1]
     pairs = [(row, rival) for row in ours if (rival := _ddp_of(ddp, row.contender.shares)) is not None]
     return [
-        *(_step_target(workload, ours) if workload in MAX_STEP_RATIO and ours else ()),
+        *(_step_targets(workload, ours, rivals) if workload in MAX_STEP_RATIO and ours else ()),
         *(_memory_target(row, rival) for row, rival in pairs if row.contender.shares == _MEMORY_SHARES),
         *(_first_step_target(row, rival) for row, rival in pairs),
         *(_exchange_target(workload, row) for row in ours if workload in MAX_EXCHANGE_SHARE),
@@ -57,10 +62,19 @@ def _ddp_of(ddp: Sequence[Figures], shares: int) -> Figures | None:
     return min((row for row in ddp if row.contender.shares == shares), key=lambda row: row.median_ms, default=None)
 
 
-def _step_target(workload: str, ours: Sequence[Figures]) -> list[Target]:
+def _step_targets(workload: str, ours: Sequence[Figures], rivals: Sequence[Figures]) -> list[Target]:
+    """One target per memory format of the rivals: ours chooses it by itself, they have to be told."""
     best = min(ours, key=lambda row: row.ratio)
-    text = f"step time, {best.contender.name} / best rival"
-    return [Target(text=text, limit=MAX_STEP_RATIO[workload], value=best.ratio)]
+    ratios = {layout: [row.ratio for row in rivals if row.contender.layout == layout] for layout in _RIVALS}
+    return [
+        Target(
+            text=f"step time, {best.contender.name} / {_RIVALS[layout]}",
+            limit=MAX_STEP_RATIO[workload],
+            value=best.ratio / min(given),  # both are relative to the same rival of the same rounds
+        )
+        for layout, given in ratios.items()
+        if given
+    ]
 
 
 def _memory_target(row: Figures, rival: Figures) -> Target:
