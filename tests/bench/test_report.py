@@ -14,7 +14,8 @@ from lockstep.bench.workloads import WORKLOADS
 
 @pytest.fixture
 def results(make):
-    rows = (make.figures(make.contender("ours-2", ours=True, shares=2), ratio=0.9),)
+    rival = make.figures(make.contender("single"), ratio=1.0)
+    rows = (make.figures(make.contender("ours-2", ours=True, shares=2), ratio=0.9), rival)
     return [WorkloadResult(workload=WORKLOADS["mlm"], figures=rows)]
 
 
