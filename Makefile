@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## train the masked language model on four logical devices, then show that it is exact
-	@$(BIN)/lockstep train mlm --devices cpu:4 --output runs/demo --check-exact
+	@$(BIN)/lockstep train mlm --devices cpu:4 --epochs 3 --output runs/demo --check-exact
 
 test: $(STAMP) ## run every test
 	@$(BIN)/python -m pytest
