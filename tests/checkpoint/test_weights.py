@@ -35,6 +35,13 @@ def test_every_key_of_a_state_dict_is_in_the_file(tmp_path: Path):
     assert all(torch.equal(read[key], state[key].detach()) for key in state)
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+
+    with pytest.raises(CheckpointError, match=r"cannot write the weights to .*/file/w: .*; choose a folder"):
+        write_weights({"weight": torch.zeros(1)}, tmp_path / "file" / "w")
+
+
 def test_tensors_that_need_no_copy_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = {}
     save = safetensors.torch.save_file

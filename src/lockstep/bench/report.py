@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.bench.harness import Sample
 from lockstep.bench.markdown import Conditions, WorkloadResult, render
+from lockstep.checkpoint.whole_file import write_whole
 
 
 def write_report(
@@ -28,10 +28,9 @@ def write_report(
     """
     record = json.dumps(_record(conditions, results, samples), indent=1) + "\n"
     table = render(conditions, results)
-    folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"{conditions.date}-cpu-{conditions.machine.cores}"
-    _write_whole(base.with_suffix(".json"), record)
-    return _write_whole(base.with_suffix(".md"), table)
+    write_whole(base.with_suffix(".json"), record)
+    return write_whole(base.with_suffix(".md"), table)
 
 
 def _record(conditions: Conditions, results: Sequence[WorkloadResult], samples: Sequence[Sample]) -> dict[str, object]:
@@ -41,13 +40,3 @@ def _record(conditions: Conditions, results: Sequence[WorkloadResult], samples: 
         for target in result.targets
     ]
     return {"conditions": asdict(conditions), "targets": targets, "samples": [asdict(sample) for sample in samples]}
-
-
-def _write_whole(path: Path, text: str) -> Path:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return path

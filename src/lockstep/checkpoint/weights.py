@@ -8,7 +8,6 @@ A reader sees the old file or the new one, whole. Optimizers and positions are n
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.whole_file import whole_file
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
@@ -35,19 +35,13 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     safetensors = require("safetensors.torch", "text")
     target = Path(path)
     tensors = _own_storages(state)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.save_file(tensors, str(partial), metadata={"format": "pt"})
-        _sync(partial)
-        partial.replace(target)
-        _sync(target.parent)
+        with whole_file(target) as partial:
+            safetensors.save_file(tensors, str(partial), metadata={"format": "pt"})
     except (OSError, require("safetensors", "text").SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the weights to {target}: {error}; choose a folder that can be written to and has room"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -118,11 +112,3 @@ def _own_storages(state: Mapping[str, Any]) -> dict[str, Tensor]:
         seen.add(tensor.untyped_storage().data_ptr())
         tensors[key] = tensor
     return tensors
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

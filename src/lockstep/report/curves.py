@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.whole_file import whole_file
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 
@@ -95,11 +96,6 @@ def _quiet(axes: Any, name: str, epochs: int) -> None:
 
 
 def _write(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(aside, format="png")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png")
     return path
