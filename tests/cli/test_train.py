@@ -72,6 +72,7 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--devices", "cpu:0,cpu:9"], "cpu:9"),
         (["--text", "nowhere"], "text folder 'nowhere' does not exist"),
         (["--output", "text/small.train.tokens"], "is a file, expected a folder"),
+        (["--output", "text/small.train.tokens/below"], "'text/small.train.tokens' is a file, expected a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -83,6 +84,40 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, sai
     assert done.stderr.startswith("lockstep: error: ")
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "said"),
+    [("logs", "'out/logs' is a file, expected a folder"), ("model", "'out/model' is a file, expected a folder")],
+)
+def test_a_file_where_results_go_is_seen_before_the_training(in_the_way, said, run_lockstep, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / in_the_way).write_text("mine")
+
+    done = run_lockstep("train", "mlm", *SMALL)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [in_the_way]
+
+
+def test_a_folder_where_the_curves_go_is_seen_before_the_training(run_lockstep, tmp_path: Path):
+    (tmp_path / "out" / "curves.png").mkdir(parents=True)
+
+    done = run_lockstep("train", "mlm", *SMALL)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--output has a folder 'out/curves.png', expected a file" in done.stderr
+
+
+def test_a_tilde_is_the_home_folder(run_lockstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "logs").parent.mkdir()
+    (tmp_path / "home" / "logs").write_text("mine")
+
+    said = run_lockstep("train", "mlm", *SMALL, "--output", "~").stderr
+
+    assert f"'{tmp_path / 'home' / 'logs'}' is a file" in said
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(run_lockstep):

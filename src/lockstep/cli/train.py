@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import datetime
@@ -49,12 +50,15 @@ def mlm(
     """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text."""
 
     def job() -> int:
-        _check_folder(output)
-        require("matplotlib", "report")  # now rather than after the training
+        folder = output.expanduser()
+        # Now rather than after the training:
+        _check_output(folder)
+        for package in ("matplotlib", "tensorboard"):
+            require(package, "report")
         chosen = take_devices(devices)
         print(f"{_summary(config, chosen)}\n\n{logical_table(chosen)}\n", flush=True)
         with closing(MirroredStrategy(chosen, seed=config.seed)) as strategy:
-            _train_and_report(config, strategy, output, verbose=0 if quiet else 1)
+            _train_and_report(config, strategy, folder, verbose=0 if quiet else 1)
             if check_exact:
                 print(f"\n{check_exactness(config, strategy)}")
         return 0
@@ -95,7 +99,23 @@ def _title(strategy: MirroredStrategy) -> str:
     return f"masked language model on {', '.join(device.name for device in strategy.devices)}"
 
 
-def _check_folder(output: Path) -> None:
-    """Refuses an output that is no folder before anything is trained."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {str(output)!r} is a file, expected a folder; give another name or move it away")
+def _check_output(output: Path) -> None:
+    """Refuses an output that could not be written at the end, before anything is trained and without writing."""
+    for folder in (output, output / "logs", output / "model"):
+        _check_folder(folder)
+    if (output / "curves.png").is_dir():
+        raise ConfigError(f"--output has a folder {str(output / 'curves.png')!r}, expected a file; move it away")
+
+
+def _check_folder(folder: Path) -> None:
+    present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not present.is_dir():
+        raise ConfigError(
+            f"--output needs the folder {str(folder)!r}, but {str(present)!r} is a file, expected a folder;"
+            " give another name or move it away"
+        )
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--output needs the folder {str(folder)!r}, but {str(present)!r} cannot be written to;"
+            " give another name or change its permissions"
+        )

@@ -75,7 +75,7 @@ def build_mlm(config: MlmConfig) -> MlmTask:
 
 def read_text(config: MlmConfig) -> TextSplits:
     """The text that the config names, or the embedded one."""
-    return python_text() if config.text is None else read_wikitext(config.text)
+    return python_text() if config.text is None else read_wikitext(config.text.expanduser())
 
 
 def build_optimizer(config: MlmConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
