@@ -47,9 +47,12 @@ def test_every_field_is_documented():
         ({"length_window": 0}, "length_window=0 was given, expected at least 1"),
         ({"sequence_length": 2}, "sequence_length=2 was given, expected at least 3"),
         ({"patience": -1}, "patience=-1 was given, expected at least 0"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a number above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a number above 0"),
-        ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a number above 0"),
+        ({"seed": -1}, "seed=-1 was given, expected a whole number from 0 to 4294967295"),
+        ({"seed": 2**70}, "seed=1180591620717411303424 was given, expected a whole number from 0 to 4294967295"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a finite number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a finite number above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf was given, expected a finite number above 0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a finite number above 0"),
         ({"padding": "left"}, "padding='left' is unknown; choose one of longest, full"),
         ({"attention": "flash"}, "attention='flash' is unknown; choose one of sdpa, eager"),
         ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
@@ -57,6 +60,7 @@ def test_every_field_is_documented():
         ({"mask_fraction": 2.0}, "mask fraction 2.0 was given"),
         ({"max_masked": 0}, "max_masked=0 was given"),
         ({"vocabulary": 3}, "vocabulary=3 was given"),
+        ({"vocabulary": 10**11}, "vocabulary=100000000000 was given, expected at most 1000000"),
     ],
 )
 def test_a_bad_setting_is_refused_when_the_config_is_made(settings: dict[str, object], message: str):

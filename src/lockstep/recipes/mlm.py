@@ -7,6 +7,7 @@ trains it. The defaults are the published ones, but for what is said at each fie
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -77,6 +78,7 @@ class MlmConfig:
             _at_least(name, getattr(self, name), 1)
         _at_least("sequence_length", self.sequence_length, 3)  # [CLS], one token, [SEP]
         _at_least("patience", self.patience, 0)
+        _between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
         _one_of("padding", self.padding, ("longest", "full"))
         _one_of("attention", self.attention, ("sdpa", "eager"))
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
@@ -142,9 +144,14 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise ConfigError(f"{name}={value} was given, expected at least {least}")
 
 
+def _between(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name}={value} was given, expected a whole number from {least} to {most}")
+
+
 def _positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{name}={value} was given, expected a number above 0")
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ConfigError(f"{name}={value} was given, expected a finite number above 0")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -21,6 +21,7 @@ from lockstep.extras import require
 PAD, UNKNOWN, START, END, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 _FORMAT = "lockstep wordpiece 1"
+_MOST_TOKENS = 1_000_000  # the library sets memory aside for all of them at once, and aborts where there is not enough
 _LONGEST_WORD = 100  # characters; BERT's own limit, beyond which a word is unknown
 
 
@@ -43,6 +44,10 @@ class WordPieceSettings:
             raise ConfigError(
                 f"vocabulary={self.vocabulary} was given, expected more than the {len(SPECIAL_TOKENS)} special tokens;"
                 " try 30522"
+            )
+        if self.vocabulary > _MOST_TOKENS:
+            raise ConfigError(
+                f"vocabulary={self.vocabulary} was given, expected at most {_MOST_TOKENS} tokens; try 30522"
             )
         if self.min_frequency < 0:
             raise ConfigError(f"min_frequency={self.min_frequency} was given, expected 0 or more; try 2")
