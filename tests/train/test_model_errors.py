@@ -137,6 +137,33 @@ def test_bad_arguments_of_fit_are_refused(model: Model, batches: Batches):
         model.fit(batches, verbose=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="steps_per_epoch=0; give a number"):
         model.fit(batches, steps_per_epoch=0)
+    with pytest.raises(ConfigError, match="callbacks is a LambdaCallback; give a list"):
+        model.fit(batches, callbacks=LambdaCallback())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("epochs", 0, 1), ("epochs", 1.5, 1), ("epochs", "2", 1), ("initial_epoch", -1, 0), ("validation_freq", 0, 1)],
+)
+def test_impossible_numbers_of_epochs_are_refused(model: Model, batches: Batches, name: str, value: Any, least: int):
+    with pytest.raises(ConfigError, match=f"{name}={value!r} was given, expected a whole number of at least {least}"):
+        model.fit(batches, **{name: value})
+
+
+@pytest.mark.parametrize("detach", [torch.Tensor.detach, torch.ones_like], ids=["detached", "constant"])
+def test_a_loss_without_a_gradient_is_named(make_strategy: MakeStrategy, batches: Batches, detach: Any):
+    model = compiled(nn.Linear(3, 1), make_strategy(2))
+    model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: detach(outputs))
+
+    with pytest.raises(ConfigError, match="the loss depends on no trained parameter; compute it from the module's"):
+        model.fit(batches, verbose=0)
+
+
+def test_validation_data_that_is_a_generator_is_named(model: Model, batches: Batches):
+    once = (batch for batch in batches)
+
+    with pytest.raises(DataError, match="the validation data gave no batches: a generator can be read only once"):
+        model.fit(batches, once, epochs=2, verbose=0)
 
 
 def test_a_model_of_something_else_is_refused(make_strategy: MakeStrategy):

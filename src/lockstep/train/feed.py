@@ -50,6 +50,7 @@ class Feed:
         self._data = data
         self._name = name
         self._steps = steps_per_epoch
+        self._gave = False
         self._open: ClosableIterator[Any] | None = None
 
     @property
@@ -76,7 +77,7 @@ class Feed:
         empty = True
         with closing(iter(self._data)) as batches:
             for batch in batches:
-                empty = False
+                empty, self._gave = False, True
                 yield batch
         if empty:
             raise self._empty(epoch)
@@ -91,10 +92,12 @@ class Feed:
                 self._data.set_epoch(epoch)
                 self._open = iter(self._data)
             for batch in self._open:
+                self._gave = True
                 return batch
             self.close()
         raise self._empty(epoch)
 
     def _empty(self, epoch: int) -> DataError:
-        hint = "" if epoch == 0 else f" for epoch {epoch + 1}: a generator can be read only once"
+        when = "" if epoch == 0 else f" for epoch {epoch + 1}"
+        hint = f"{when}: a generator can be read only once" if self._gave else when
         return DataError(f"{self._name} gave no batches{hint}; give a DataLoader or a list with at least one batch")

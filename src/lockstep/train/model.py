@@ -167,10 +167,12 @@ class Model:
 
         Raises:
             UsageError: not compiled, or compiled without an optimizer.
+            ConfigError: a number of epochs that cannot be.
             DataError: the data has no batches, or an item that is no pair or triple.
             NonFiniteLossError: the loss became NaN or infinite; the weights are those of the last good update.
             CallbackError: a callback raised.
         """
+        _check_numbers(epochs=(epochs, 1), initial_epoch=(initial_epoch, 0), validation_freq=(validation_freq, 1))
         job = self._job("fit")
         if job.optimizer is None:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
@@ -291,10 +293,18 @@ class Model:
     def _callbacks(self, given: Sequence[Callback] | None, verbose: Verbose, params: Mapping[str, Any]) -> CallbackList:
         if verbose not in (0, 1, 2):
             raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
+        if isinstance(given, Callback):
+            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
         callbacks = list(given or ())
         if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks.append(ProgressBar(verbose))
         return CallbackList(callbacks, model=self, params=params)
+
+
+def _check_numbers(**numbers: tuple[Any, int]) -> None:
+    for name, (value, least) in numbers.items():
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
 
 
 def _mirrored(strategy: Strategy, module: Any, sync_batchnorm: bool, memory_format: MemoryFormat) -> MirroredModule:

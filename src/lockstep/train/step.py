@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.shards import batch_rows
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.update import StepResult, Totals
@@ -95,6 +95,7 @@ def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOu
         _update_metrics(state, outputs, batch, rows)
     scale = job.precision.scale(context, count)
     if isinstance(total, Tensor):
+        _check_graph(total)
         torch.autograd.backward(total if scale == 1.0 else total * scale)
         total = total.detach()
     state.add(total, count)
@@ -159,6 +160,14 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
     for metric in state.metrics.values():
         metric.update(detached, batch.y)
+
+
+def _check_graph(total: Tensor) -> None:
+    if not total.requires_grad:
+        raise ConfigError(
+            "the loss depends on no trained parameter; compute it from the module's outputs without detach, .item() or"
+            " NumPy, and leave at least one parameter with requires_grad"
+        )
 
 
 def _first_float(outputs: Any) -> Tensor:

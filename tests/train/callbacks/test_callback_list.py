@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import CallbackError, ConfigError
+from lockstep.errors import CallbackError, ConfigError, MissingExtraError
 from lockstep.train.callbacks import Callback, CallbackList, LambdaCallback
 from lockstep.train.callbacks.base import Logs
 from lockstep.train.model import Model
@@ -28,6 +28,11 @@ class Broken(Callback):
         raise KeyError("val_loss")
 
 
+class Incomplete(Callback):
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        raise MissingExtraError("run: pip install 'lockstep[report]'")
+
+
 class BrokenAtClose(Callback):
     def close(self) -> None:
         raise OSError("disk full")
@@ -39,6 +44,11 @@ def test_hooks_are_called_in_order_and_everything_is_closed(model: Model):
         callbacks.call("on_epoch_end", 3, logs={"loss": 1.0})
 
     assert heard == [("a", 3, {"loss": 1.0}), ("b", 3, {"loss": 1.0}), ("a", "close"), ("b", "close")]
+
+
+def test_a_missing_extra_is_not_called_a_fault_of_the_callback(model: Model):
+    with pytest.raises(MissingExtraError, match=r"^run: pip install 'lockstep\[report\]'$"):
+        CallbackList([Incomplete()], model=model, params={}).call("on_epoch_end", 0)
 
 
 def test_the_model_and_the_parameters_are_handed_over(model: Model):

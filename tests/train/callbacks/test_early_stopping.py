@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.errors import ConfigError
 from lockstep.train.callbacks import EarlyStopping, LambdaCallback
 from lockstep.train.model import Model
 
@@ -86,6 +87,11 @@ def test_it_says_what_it_did(model: Model, capsys: pytest.CaptureFixture[str]):
         "epoch 2: early stopping",
         "restoring the weights of epoch 1: val_loss 1",
     ]
+
+
+def test_a_negative_patience_is_refused():
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(patience=-1\) is no number of epochs; give 0 or more"):
+        EarlyStopping(patience=-1)
 
 
 def test_an_absent_name_warns_and_does_not_stop(model: Model):

@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lockstep.errors import CallbackError, ConfigError
+from lockstep.errors import CallbackError, ConfigError, MissingExtraError
 from lockstep.train.callbacks.base import Callback, Logs
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _guarded(callback: Callback, hook: str, *args: Any) -> Any:
     method: Callable[..., Any] = getattr(callback, hook)
     try:
         return method(*args)
-    except CallbackError:
+    except (CallbackError, MissingExtraError):  # the latter is no fault of the callback, and names what to install
         raise
     except Exception as error:
         raise CallbackError(

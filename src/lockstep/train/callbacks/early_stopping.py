@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.callbacks.monitor import Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
@@ -43,6 +44,8 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         super().__init__()
+        if patience < 0:
+            raise ConfigError(f"EarlyStopping(patience={patience!r}) is no number of epochs; give 0 or more")
         self._watch = Monitor(monitor, mode=mode, owner="EarlyStopping", min_delta=min_delta)
         self.monitor = monitor
         self.patience = patience
