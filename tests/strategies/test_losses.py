@@ -43,6 +43,15 @@ def test_outside_a_scope_it_is_one_device():
     assert float(scale_regularization_loss(torch.tensor(6.0))) == 6.0
 
 
+@pytest.mark.parametrize("number", [0, 6.0])
+def test_a_number_is_a_regularization_loss_too(number: float, make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+
+    parts = strategy.run(scale_regularization_loss, (number,))
+
+    assert [part.item() for part in parts] == [number / 2] * 2
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -64,12 +64,16 @@ def compute_average_loss(
     return average
 
 
-def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:
+def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
     """The loss over the number of replicas: every replica adds the whole regularisation, so that it counts once.
+
+    Args:
+        loss: a tensor, summed if it has several values, or a number, as Python's ``sum`` of no penalties is.
 
     Raises:
         UsageError: called in cross-replica context.
     """
+    loss = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.get_default_dtype())
     context = get_replica_context()
     if context is not None:
         return loss.sum() / context.num_replicas_in_sync
