@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
 
 from lockstep.errors import ConfigError
 from lockstep.train.model import Model
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
         ({"optimizer": 3}, "optimizer is a int; give a torch optimizer"),
         ({"optimizer": lambda parameters: 3}, "optimizer is a int; give a torch optimizer"),
         ({"scheduler": 3}, "scheduler is a int; give a torch scheduler"),
+        (
+            {"scheduler": lambda _: StepLR(torch.optim.SGD([torch.ones(1)]), 1)},
+            "scheduler is a StepLR of another optimizer, .*make it from the optimizer given to compile",
+        ),
         ({"scheduler": ReduceLROnPlateau}, "scheduler is a ReduceLROnPlateau, which steps by a metric"),
     ],
 )
@@ -33,3 +37,15 @@ def test_bad_settings_are_refused_by_compile(make_strategy: MakeStrategy, settin
     good: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, 0.1), "loss": nn.functional.mse_loss}
     with make_strategy(1).scope(), pytest.raises(ConfigError, match=message):
         Model(nn.Linear(3, 1)).compile(**(good | settings))
+
+
+def test_a_scheduler_of_schedulers_is_accepted(make_strategy: MakeStrategy):
+    module = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    scheduler = SequentialLR(optimizer, [StepLR(optimizer, 1), StepLR(optimizer, 2)], milestones=[1])
+
+    with make_strategy(1).scope():
+        model = Model(module)
+        model.compile(optimizer=optimizer, loss=nn.functional.mse_loss, scheduler=scheduler)
+
+    assert model.learning_rate == pytest.approx(0.1)

@@ -33,7 +33,8 @@ def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer
     """The scheduler itself, or what the function makes of the optimizer.
 
     Raises:
-        ConfigError: neither a scheduler nor a function that makes one, or one that cannot be stepped per update.
+        ConfigError: neither a scheduler nor a function that makes one, one of another optimizer, or one that cannot be
+            stepped per update.
     """
     if given is None:
         return None
@@ -48,4 +49,14 @@ def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer
             f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
             "or a function of the optimizer that makes one"
         )
+    _check_optimizer(made, optimizer)
     return made
+
+
+def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
+    if scheduler.optimizer.param_groups is not optimizer.param_groups:
+        raise ConfigError(
+            f"scheduler is a {type(scheduler).__name__} of another optimizer, and would leave this one's learning rate "
+            "as it is; make it from the optimizer given to compile"
+        )
