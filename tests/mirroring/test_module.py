@@ -221,3 +221,24 @@ def test_collected_modules_are_forgotten(make_strategy: MakeStrategy):
 
     assert mirrored is None
     assert len(strategy._modules) == 0
+
+
+def test_weights_that_the_user_exchanges_reach_every_replica_of_the_device(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    module = nn.Linear(3, 1)
+    mirrored = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5))
+
+    def step(x: Tensor) -> Tensor:
+        loss = mirrored(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    strategy.run(step, (torch.ones(1, 3),))
+    module.weight.data, module.bias.data = torch.zeros(1, 3), torch.zeros(1)
+    losses = [strategy.run(step, (torch.ones(1, 3),)) for _ in range(2)]
+
+    assert [[float(loss) for loss in pair] for pair in losses] == [[0.0, 0.0], [-4.0, -4.0]]
+    assert torch.equal(module.weight, torch.full((1, 3), -2.0))

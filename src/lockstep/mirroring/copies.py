@@ -62,6 +62,13 @@ def align(source: nn.Module, duplicate: nn.Module) -> None:
             other.requires_grad_(mine.requires_grad)
 
 
+def share_storage(source: nn.Module, duplicate: nn.Module) -> None:
+    """Shares the weights again where the user gave ``source`` others: by ``parameter.data = ...``, ``half()``, ..."""
+    for mine, other in zip(source.parameters(), duplicate.parameters(), strict=True):
+        if other.data_ptr() != mine.data_ptr():
+            other.data = mine.data
+
+
 def uses_channels_last(module: nn.Module) -> bool:
     """Whether ``memory_format="auto"`` means channels_last: the module has 2-d convolutions.
 
