@@ -21,7 +21,8 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = error.name or module
+        missing = (error.name or module).partition(".")[0]
+        need = f", which {module} needs," if missing != module.partition(".")[0] else ""
         raise MissingExtraError(
-            f"{module} needs the package {missing!r}, which is not installed; run: pip install 'lockstep[{extra}]'"
+            f"the package {missing!r}{need} is not installed; run: pip install 'lockstep[{extra}]'"
         ) from error

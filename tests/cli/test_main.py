@@ -40,8 +40,10 @@ def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["train"], "Missing command"),
+        (["trian"], "; see lockstep --help"),
         (["devices", "--no-such-flag"], "No such option: --no-such-flag"),
         (["train", "mlm", "--epochs", "many"], "Invalid value for '--epochs'"),
+        (["train", "mlm", "--epochs", "many"], "; see lockstep train mlm --help"),
         (["data", "mlm", "--text", "no-such-folder"], "text folder 'no-such-folder' does not exist"),
     ],
 )

@@ -27,8 +27,14 @@ def parse(words: Sequence[str]) -> Job | int:
     try:
         job: Job | int = command.main(args=list(words), prog_name="lockstep", standalone_mode=False)
     except typer.TyperException as error:
-        raise ConfigError(f"{error.format_message().rstrip('.')}; see lockstep --help") from error
+        raise ConfigError(f"{error.format_message().rstrip('.')}; see {_path(error)} --help") from error
     return job
+
+
+def _path(error: typer.TyperException) -> str:
+    """The command that refused its words, as it was called."""
+    context = getattr(error, "ctx", None)
+    return "lockstep" if context is None else str(context.command_path)
 
 
 def _app() -> typer.Typer:
