@@ -52,20 +52,21 @@ def copy_module(module: nn.Module, device: torch.device, *, alias: bool) -> nn.M
     return duplicate
 
 
-def align(source: nn.Module, duplicate: nn.Module) -> None:
-    """Gives ``duplicate`` the training mode and the frozen parameters of ``source``: the user changes only that one."""
+def align(source: nn.Module, duplicate: nn.Module, *, alias: bool) -> None:
+    """Gives ``duplicate`` the training mode and the frozen parameters of ``source``: the user changes only that one.
+
+    Args:
+        source: the user's module.
+        duplicate: another replica's copy.
+        alias: they share the weights' storage; a new one (``parameter.data = ...``, ``double()``) is shared again.
+    """
     for ours, theirs in zip(source.modules(), duplicate.modules(), strict=True):
         if theirs.training is not ours.training:
             theirs.training = ours.training
     for mine, other in zip(source.parameters(), duplicate.parameters(), strict=True):
         if other.requires_grad is not mine.requires_grad:
             other.requires_grad_(mine.requires_grad)
-
-
-def share_storage(source: nn.Module, duplicate: nn.Module) -> None:
-    """Shares the weights again where the user gave ``source`` others: by ``parameter.data = ...``, ``half()``, ..."""
-    for mine, other in zip(source.parameters(), duplicate.parameters(), strict=True):
-        if other.data_ptr() != mine.data_ptr():
+        if alias and other.data_ptr() != mine.data_ptr():
             other.data = mine.data
 
 

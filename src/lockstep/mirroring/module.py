@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.collectives.reduction import sum_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.batch_norm import has_sync_batch_norm
-from lockstep.mirroring.copies import align, share_storage
+from lockstep.mirroring.copies import align
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
@@ -61,11 +61,8 @@ class MirroredModule(nn.Module):
 
     def align(self) -> None:
         """Gives all copies the training mode, the frozen parameters and the storage of the user's module."""
-        for duplicate in self._copies[1:]:
-            align(self.module, duplicate)
-        for leader, *others in self._groups:
-            for other in others:
-                share_storage(self._copies[leader], self._copies[other])
+        for replica, duplicate in enumerate(self._copies[1:], start=1):
+            align(self.module, duplicate, alias=replica in self._groups[0])
 
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.
