@@ -169,3 +169,17 @@ def test_validation_data_that_is_a_generator_is_named(model: Model, batches: Bat
 def test_a_model_of_something_else_is_refused(make_strategy: MakeStrategy):
     with make_strategy(1).scope(), pytest.raises(ConfigError, match=r"Model got a function; give a torch\.nn\.Module"):
         Model(lambda x: x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_data_in_which_nothing_is_counted_is_an_error(rows: int):
+    def nothing(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return (outputs * 0).sum(), 0
+
+    model = Model(nn.Linear(3, 1))
+    model.compile(optimizer=torch.optim.SGD(model.module.parameters(), 0.1), loss=nothing)
+    data = [(torch.zeros(rows, 3), torch.zeros(rows, 1))]
+
+    for run in (lambda: model.fit(data, verbose=0), lambda: model.evaluate(data, verbose=0)):
+        with pytest.raises(DataError, match="the loss counted nothing over the whole data"):
+            run()

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.batch_norm import convert_sync_batch_norm
 from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels_last
 from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.plain_step import watch_plain_steps
 
 MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
 
@@ -47,6 +48,7 @@ def mirror_module(
     layout = _layout(module, memory_format)
     if layout is not None:
         module.to(memory_format=layout)  # type: ignore[call-overload]
+    watch_plain_steps()
     groups = storage_groups(devices)
     source = {member: group[0] for group in groups for member in group}
     copies: list[nn.Module] = [module]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.errors import UsageError
+from lockstep.mirroring.plain_step import IN_LOCKSTEP, refuse_plain_step
 
 _ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
@@ -46,7 +47,7 @@ class Updaters:
         hooks = (
             self.plain._optimizer_step_pre_hooks,
             self.plain._optimizer_step_post_hooks,
-            _global_optimizer_pre_hooks,
+            [hook for hook in _global_optimizer_pre_hooks.values() if hook is not refuse_plain_step],
             _global_optimizer_post_hooks,
         )
         return type(self.plain) in _ELEMENTWISE and not any(hooks)
@@ -95,6 +96,7 @@ class Updaters:
         # threads are still making theirs: NAdam then found one half made.
         part = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
+        part.__dict__[IN_LOCKSTEP] = True
         part.param_groups = [
             {**group, "params": [parameter for parameter in group["params"] if id(parameter) in wanted]}
             for group in optimizer.param_groups

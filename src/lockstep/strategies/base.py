@@ -212,6 +212,11 @@ class Strategy(ABC):
                     return copies
         return None
 
+    def is_mirrored(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` is a copy, any replica's, in one of this strategy's mirrored modules."""
+        copies = (duplicate for module in self._modules.values() for duplicate in module.copies)
+        return any(own is parameter for duplicate in copies for own in duplicate.parameters())
+
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
             return reduction(list(self.local_results(value)))  # values such as lists are values, not structures

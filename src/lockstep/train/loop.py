@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.errors import NonFiniteLossError
+from lockstep.errors import DataError, NonFiniteLossError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult
 from lockstep.strategies.base import Strategy
@@ -52,6 +52,19 @@ class RunningLoss:
     def value(self) -> float:
         """Summed total / summed count: the mean over all that was counted; NaN while nothing was."""
         return self._total / self._count if self._count else float("nan")
+
+    def final(self) -> float:
+        """The value at the end of the pass.
+
+        Raises:
+            DataError: nothing was counted, so there is no loss.
+        """
+        if not self._count:
+            raise DataError(
+                "the loss counted nothing over the whole data: all batches have 0 rows, or the loss's counts are 0; "
+                "give data with examples to count"
+            )
+        return self.value
 
 
 class TrainLoop:
@@ -116,7 +129,7 @@ class TrainLoop:
             with _located(epoch, step):
                 results = self._strategy.run(finish_cycle, (self._job, self._states))
             self._after_update(self._strategy.local_results(results)[0])
-        return {"loss": loss.value, **self._metrics.compute()}
+        return {"loss": loss.final(), **self._metrics.compute()}
 
     def _after_update(self, update: StepResult | None) -> None:
         if self._scheduler is not None and update is not None and not update.skipped:
@@ -142,7 +155,7 @@ def run_evaluation(
             clock.stop(rows=sum(output.rows for output in outputs))
             callbacks.call("on_test_batch_end", step, logs={"loss": loss.value})
             clock.start()
-    logs = {"loss": loss.value, **metrics.compute()}
+    logs = {"loss": loss.final(), **metrics.compute()}
     callbacks.call("on_test_end", logs=logs)
     return logs
 

@@ -129,7 +129,8 @@ class ProgressBar(Callback):
             self._bar.leave = False
             self._close_bar()
         clock = self.model.clock
-        write_line(f"{self._title}: {clock.steps} steps, {clock.seconds:.1f} s, {self._describe(logs)}")
+        steps = "1 step" if clock.steps == 1 else f"{clock.steps} steps"
+        write_line(f"{self._title}: {steps}, {clock.seconds:.1f} s, {self._describe(logs)}")
 
     def _describe(self, logs: Logs) -> str:
         clock = self.model.clock
