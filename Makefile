@@ -1,11 +1,13 @@
 # Needs python3.11, make and a network, nothing else: every target makes its own environment first.
 PYTHON ?= python3.11
+# The environment made here may hold torch for the CPU alone; a machine with a GPU usually has its own.
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test check bench gpu docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +33,9 @@ check: $(STAMP) ## lint, formatting, types and import order
 
 bench: $(STAMP) ## measure step time and memory beside the peers; writes a dated table
 	@$(BIN)/python -m lockstep.bench
+
+gpu: ## run the tests that need a GPU, with a Python whose torch has CUDA: make gpu GPU_PYTHON=python3
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/config tests/data tests/strategies
 
 docs: $(STAMP) ## build the documentation, warnings being errors
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
