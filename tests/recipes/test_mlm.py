@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.recipes.mlm import MlmConfig, mlm
+from lockstep.recipes.mlm_build import read_text
 
 
 def test_the_recipe_is_the_published_workload():
@@ -66,3 +67,15 @@ def test_every_field_is_documented():
 def test_a_bad_setting_is_refused_when_the_config_is_made(settings: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         MlmConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_the_shares_of_masked_tokens_and_the_shortest_line_are_settings(tmp_path: Path):
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"a.{part}.tokens").write_text("a line of nineteen\n" + "word " * 30 + "\n")
+    config = MlmConfig(text=tmp_path, min_characters=10, mask_share=1.0, random_share=0.0)
+
+    assert (config.masking.mask_share, config.masking.random_share) == (1.0, 0.0)
+    assert len(read_text(config).train) == 2
+    assert len(read_text(dataclasses.replace(config, min_characters=100)).train) == 1
+    with pytest.raises(ConfigError, match=r"mask_share=0.8 and random_share=0.3"):
+        MlmConfig(random_share=0.3)

@@ -15,6 +15,7 @@ from typing import Literal
 from lockstep.errors import ConfigError
 from lockstep.recipes.masking import MaskingRule
 from lockstep.recipes.mlm_model import BertShape
+from lockstep.recipes.text import MINIMUM_CHARACTERS
 from lockstep.recipes.wordpiece import WordPieceSettings
 
 
@@ -24,6 +25,7 @@ class MlmConfig:
 
     Args:
         text: folder with *.train.tokens, *.valid.tokens and *.test.tokens; without it, the prose of Python itself.
+        min_characters: lines of this many characters or fewer are left out.
         pretrained: folder or Hugging Face name of a BERT to begin with; it brings its own size and tokenizer.
         layers: encoder layers.
         hidden: width of a token's vector.
@@ -37,6 +39,8 @@ class MlmConfig:
         length_window: global batches whose lines are sorted by length together; 1 does not sort.
         mask_fraction: part of a line's tokens to predict.
         max_masked: most tokens to predict in one line.
+        mask_share: part of the tokens to predict that the model sees as [MASK].
+        random_share: part of them that it sees as a random token; the rest it sees as they are.
         batch_size: lines in a global batch.
         epochs: passes over the training text.
         learning_rate: at the first step, falling linearly to 0 over all steps; by default 1e-3 from random weights
@@ -50,6 +54,7 @@ class MlmConfig:
     """
 
     text: Path | None = None
+    min_characters: int = MINIMUM_CHARACTERS
     pretrained: str | None = None
     layers: int = 2
     hidden: int = 128
@@ -63,6 +68,8 @@ class MlmConfig:
     length_window: int = 64
     mask_fraction: float = 0.15
     max_masked: int = 96
+    mask_share: float = 0.8
+    random_share: float = 0.1
     batch_size: int = 128
     epochs: int = 5
     learning_rate: float | None = None
@@ -77,7 +84,8 @@ class MlmConfig:
         for name in ("batch_size", "epochs", "accumulate", "length_window"):
             _at_least(name, getattr(self, name), 1)
         _at_least("sequence_length", self.sequence_length, 3)  # [CLS], one token, [SEP]
-        _at_least("patience", self.patience, 0)
+        for name in ("patience", "min_characters"):
+            _at_least(name, getattr(self, name), 0)
         _between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
         _one_of("padding", self.padding, ("longest", "full"))
         _one_of("attention", self.attention, ("sdpa", "eager"))
@@ -113,8 +121,13 @@ class MlmConfig:
 
     @property
     def masking(self) -> MaskingRule:
-        """How tokens are masked; of the masked ones BERT's 80% are hidden, 10% replaced, 10% kept."""
-        return MaskingRule(fraction=self.mask_fraction, max_masked=self.max_masked)
+        """How tokens are masked."""
+        return MaskingRule(
+            fraction=self.mask_fraction,
+            max_masked=self.max_masked,
+            mask_share=self.mask_share,
+            random_share=self.random_share,
+        )
 
     @property
     def tokenizer(self) -> WordPieceSettings:

@@ -75,7 +75,9 @@ def build_mlm(config: MlmConfig) -> MlmTask:
 
 def read_text(config: MlmConfig) -> TextSplits:
     """The text that the config names, or the embedded one."""
-    return python_text() if config.text is None else read_wikitext(config.text.expanduser())
+    if config.text is None:
+        return python_text(longer_than=config.min_characters)
+    return read_wikitext(config.text.expanduser(), longer_than=config.min_characters)
 
 
 def build_optimizer(config: MlmConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

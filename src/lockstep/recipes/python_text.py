@@ -22,32 +22,34 @@ _BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def python_text() -> TextSplits:
+def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
     """Reads the installed Python's own prose (about two seconds) and splits it by position.
 
     Raises:
         DataError: this Python came without the source files of its standard library.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    return split_by_position(python_paragraphs(library), source=f"English prose of the Python library in {library}")
+    paragraphs = python_paragraphs(library, longer_than=longer_than)
+    return split_by_position(paragraphs, source=f"English prose of the Python library in {library}")
 
 
-def python_paragraphs(library: Path) -> tuple[str, ...]:
+def python_paragraphs(library: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> tuple[str, ...]:
     """Distinct paragraphs over 100 characters: the language reference first, then docstrings by path and place.
 
     Args:
         library: folder of a standard library's source files; tests and installed packages in it are left out.
+        longer_than: shorter paragraphs, in characters, and those of just this length are left out.
 
     Raises:
         DataError: the folder has no language reference, as in a Python without library sources.
     """
     found: dict[str, None] = {}  # a dict keeps the order in which paragraphs are first met
     for document in (*_language_reference(library), *_library_docstrings(library)):
-        found.update(dict.fromkeys(paragraphs_of(document)))
+        found.update(dict.fromkeys(paragraphs_of(document, longer_than=longer_than)))
     return tuple(found)
 
 
-def paragraphs_of(document: str) -> Iterator[str]:
+def paragraphs_of(document: str, *, longer_than: int = MINIMUM_CHARACTERS) -> Iterator[str]:
     """The paragraphs of a document over 100 characters, each as one line with single spaces.
 
     >>> list(paragraphs_of("short\\n\\n" + "word\\n  " * 25))[0][:14]
@@ -55,7 +57,7 @@ def paragraphs_of(document: str) -> Iterator[str]:
     """
     for block in re.split(r"\n\s*\n", document):
         paragraph = " ".join(block.split())
-        if len(paragraph) > MINIMUM_CHARACTERS:
+        if len(paragraph) > longer_than:
             yield paragraph
 
 

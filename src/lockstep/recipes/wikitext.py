@@ -12,11 +12,12 @@ from lockstep.errors import DataError
 from lockstep.recipes.text import MINIMUM_CHARACTERS, TextSplits
 
 
-def read_wikitext(folder: Path) -> TextSplits:
+def read_wikitext(folder: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
     """Reads the three parts of a wikitext folder.
 
     Args:
         folder: holds exactly one file for each part, such as ``wiki.train.tokens``.
+        longer_than: shorter lines, in characters, and those of just this length are left out.
 
     Raises:
         DataError: the folder or a file is missing, doubled, unreadable, not UTF-8, or has no line left.
@@ -27,19 +28,19 @@ def read_wikitext(folder: Path) -> TextSplits:
             " *.valid.tokens and *.test.tokens; correct --text, or leave it out for the embedded text"
         )
     return TextSplits(
-        train=_read_part(folder, "train"),
-        valid=_read_part(folder, "valid"),
-        test=_read_part(folder, "test"),
+        train=_read_part(folder, "train", longer_than),
+        valid=_read_part(folder, "valid", longer_than),
+        test=_read_part(folder, "test", longer_than),
         source=str(folder),
     )
 
 
-def _read_part(folder: Path, part: str) -> tuple[str, ...]:
+def _read_part(folder: Path, part: str, longer_than: int) -> tuple[str, ...]:
     path = _only_file(folder, f"*.{part}.tokens")
-    lines = tuple(line for line in map(str.strip, _read(path).splitlines()) if len(line) > MINIMUM_CHARACTERS)
+    lines = tuple(line for line in map(str.strip, _read(path).splitlines()) if len(line) > longer_than)
     if not lines:
         raise DataError(
-            f"text file {str(path)!r} has no line longer than {MINIMUM_CHARACTERS} characters; expected one"
+            f"text file {str(path)!r} has no line longer than {longer_than} characters; expected one"
             " paragraph a line; join the lines of each paragraph, or give another --text folder"
         )
     return lines
