@@ -7,11 +7,20 @@ import torch
 from torch import Tensor
 
 from lockstep.recipes.masking import IGNORED_LABEL, NO_POSITION, MaskingRule
-from lockstep.recipes.mlm_data import BatchSettings, Inputs, MaskedBatches, plan_batches, seeded_generator
+from lockstep.recipes.mlm_data import (
+    BatchSettings,
+    Inputs,
+    MaskedBatches,
+    _shuffled,
+    plan_batches,
+    seeded_generator,
+)
 from lockstep.recipes.vocabulary import TokenRows, Vocabulary, wordpiece_vocabulary
 from lockstep.recipes.wordpiece import WordPieceSettings, train_wordpiece
 
-SETTINGS = BatchSettings(batch_size=16, length_window=4, padding="longest", sequence_length=96, seed=7)
+SETTINGS = BatchSettings(
+    batch_size=16, shuffle_buffer=0, length_window=4, padding="longest", sequence_length=96, seed=7
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +144,11 @@ def test_generators_differ_for_every_sequence_of_numbers():
     seeds = {seeded_generator(*numbers).initial_seed() for numbers in [(1, 2), (12,), (1, 2, 3), (1, 23), (2, 1)]}
 
     assert len(seeds) == 5
+
+
+def test_every_row_leaves_the_shuffle_buffer_once_and_after_it_entered():
+    order = _shuffled(200, 20, seeded_generator(1)).tolist()
+
+    assert sorted(order) == list(range(200))
+    assert order != sorted(order)
+    assert all(row < position + 20 for position, row in enumerate(order))

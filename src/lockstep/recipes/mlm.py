@@ -36,6 +36,7 @@ class MlmConfig:
         attention: implementation of attention in transformers.
         sequence_length: longest line, in tokens; the rest of a longer one is cut off.
         padding: pad a batch to its longest line, or every batch to the full sequence_length.
+        shuffle_buffer: lines that are shuffled together, as by tf.data; 0 shuffles the whole text.
         length_window: global batches whose lines are sorted by length together; 1 does not sort.
         mask_fraction: part of a line's tokens to predict.
         max_masked: most tokens to predict in one line.
@@ -65,6 +66,7 @@ class MlmConfig:
     attention: Literal["sdpa", "eager"] = "sdpa"
     sequence_length: int = 512
     padding: Literal["longest", "full"] = "longest"
+    shuffle_buffer: int = 0
     length_window: int = 64
     mask_fraction: float = 0.15
     max_masked: int = 96
@@ -84,7 +86,7 @@ class MlmConfig:
         for name in ("batch_size", "epochs", "accumulate", "length_window"):
             _at_least(name, getattr(self, name), 1)
         _at_least("sequence_length", self.sequence_length, 3)  # [CLS], one token, [SEP]
-        for name in ("patience", "min_characters"):
+        for name in ("patience", "min_characters", "shuffle_buffer"):
             _at_least(name, getattr(self, name), 0)
         _between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
         _one_of("padding", self.padding, ("longest", "full"))

@@ -132,6 +132,7 @@ def _batches(
     """Batches of one part of the text; each part has masks of its own, and only training ever changes its epoch."""
     settings = BatchSettings(
         batch_size=config.batch_size,
+        shuffle_buffer=config.shuffle_buffer,
         length_window=config.length_window,
         padding=config.padding,
         sequence_length=limit,

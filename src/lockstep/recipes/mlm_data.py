@@ -1,9 +1,9 @@
 """Global batches for a masked language model: rows of like length, masked anew in every epoch.
 
-    rows -> a seeded permutation of all of them -> windows, sorted by length -> batches, in a seeded order -> masks
+    rows -> shuffled -> windows, sorted by length -> batches, in a seeded order -> masks
 
-Everything drawn depends on (seed, epoch, batch) alone, so an epoch can be repeated, on any number of replicas. The
-whole permutation stands in for a shuffle buffer: the rows are in memory anyhow, and it mixes better.
+Everything drawn depends on (seed, epoch, batch) alone, so an epoch can be repeated, on any number of replicas. Without
+a shuffle buffer all rows are permuted: they are in memory anyhow, and it mixes better.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class BatchSettings:
 
     Args:
         batch_size: rows in a global batch; the last may be smaller.
-        length_window: global batches that are sorted by length together; 1 keeps the order of the permutation.
+        shuffle_buffer: rows that are shuffled together; 0 is all of them.
+        length_window: global batches that are sorted by length together; 1 keeps the order of the shuffle.
         padding: "longest" pads to the longest row of the batch (and a multiple of 8), "full" to ``sequence_length``.
         sequence_length: longest row, in tokens.
         seed: where all that is drawn begins.
     """
 
     batch_size: int
+    shuffle_buffer: int
     length_window: int
     padding: Padding
     sequence_length: int
@@ -81,6 +83,7 @@ class MaskedBatches:
             self._rows.lengths,
             batch_size=self._settings.batch_size,
             window=self._settings.length_window,
+            buffer=self._settings.shuffle_buffer,
             generator=seeded_generator(seed, epoch),
         )
         for batch, rows in enumerate(plan):
@@ -110,19 +113,22 @@ class MaskedBatches:
         return min(limit, -(-int(self._rows.lengths[rows].max()) // _MULTIPLE) * _MULTIPLE)
 
 
-def plan_batches(lengths: Tensor, *, batch_size: int, window: int, generator: torch.Generator) -> list[Tensor]:
+def plan_batches(
+    lengths: Tensor, *, batch_size: int, window: int, buffer: int = 0, generator: torch.Generator
+) -> list[Tensor]:
     """Which rows make up which batch: every row once, in batches of like length, in random order.
 
-    Rows are permuted, and ``window`` batches at a time sorted by length and cut; then the batches of the epoch are
+    Rows are shuffled, and ``window`` batches at a time sorted by length and cut; then the batches of the epoch are
     put in random order, and the rows inside each, so that the shards of a batch are alike. One batch may be short.
 
     Args:
         lengths: [rows] tokens of each row.
         batch_size: rows a batch.
         window: batches that are sorted together.
+        buffer: rows that are shuffled together; 0 permutes all.
         generator: the only source of randomness.
     """
-    order = torch.randperm(len(lengths), generator=generator)
+    order = _shuffled(len(lengths), buffer, generator)
     batches = [
         batch
         for span in torch.split(order, batch_size * window)
@@ -130,6 +136,19 @@ def plan_batches(lengths: Tensor, *, batch_size: int, window: int, generator: to
     ]
     mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
     return [batch[torch.randperm(len(batch), generator=generator)] for batch in mixed]
+
+
+def _shuffled(rows: int, buffer: int, generator: torch.Generator) -> Tensor:
+    """The row numbers as tf.data shuffles: each from a random place of a buffer, which the next one refills."""
+    if not 0 < buffer < rows:
+        return torch.randperm(rows, generator=generator)
+    held, order = list(range(buffer)), []
+    places = torch.randint(buffer, (rows - buffer,), generator=generator).tolist()
+    for following, place in enumerate(places, start=buffer):
+        order.append(held[place])
+        held[place] = following
+    last = torch.tensor(held)[torch.randperm(buffer, generator=generator)]
+    return torch.cat([torch.tensor(order), last])
 
 
 def seeded_generator(*numbers: int) -> torch.Generator:
