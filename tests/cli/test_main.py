@@ -22,7 +22,7 @@ def test_every_command_has_help(words: list[str], capsys: pytest.CaptureFixture[
     assert printed.err == ""
 
 
-@pytest.mark.parametrize("words", [[], ["train", "mlm"], ["devices"], ["data", "mlm"]], ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_the_help_of_a_command_has_an_example(words: list[str], capsys: pytest.CaptureFixture[str]):
     main([*words, "--help"])
 

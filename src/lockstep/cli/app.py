@@ -38,11 +38,14 @@ def _path(error: typer.TyperException) -> str:
 
 
 def _app() -> typer.Typer:
-    app = typer.Typer(add_completion=False, epilog="Example: lockstep train mlm --devices cpu:4")
+    train_example = "Example: lockstep train mlm --devices cpu:4"
+    app = typer.Typer(add_completion=False, epilog=train_example)
     app.callback()(_root)
-    app.add_typer(train_app(), name="train", help="Train one of the recipes.")
+    app.add_typer(train_app(), name="train", help="Train one of the recipes.", epilog=train_example)
     app.command(epilog="Example: lockstep devices --devices cpu:4")(devices)
-    app.add_typer(data_app(), name="data", help="Say what the data of a recipe holds.")
+    app.add_typer(
+        data_app(), name="data", help="Say what the data of a recipe holds.", epilog="Example: lockstep data mlm"
+    )
     return app
 
 
