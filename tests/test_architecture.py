@@ -206,7 +206,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
         ("data/shards.py", "from lockstep.train.model import Model\n"),
         "1: data imports train",
     ),
-    "beside": (breaks_order, (), ("recipes/mlm.py", "import lockstep.report\n"), "1: recipes imports report"),
+    "beside": (breaks_order, (), ("recipes/mlm/build.py", "import lockstep.report\n"), "1: recipes imports report"),
     "deferred": (breaks_order, (), ("data/a.py", "def f():\n  from lockstep import cli\n"), "2: data imports cli"),
     "facade": (breaks_order, (), ("train/model.py", "import lockstep as ls\n"), "1: train imports the facade"),
     "unknown": (breaks_order, (), ("misc/a.py", ""), "1: no room is called 'misc'"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.cli.data import describe_text
-from lockstep.recipes.text import TextSplits
+from lockstep.recipes.text.splits import TextSplits
 
 SPLITS = TextSplits(train=("one two three", "four " * 40), valid=("five six",), test=("seven",), source="a folder")
 

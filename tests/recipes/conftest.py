@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.recipes.mlm import MlmConfig
-from lockstep.recipes.python_text import paragraphs_of
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.text.python_text import paragraphs_of
 
 MakeConfig = Callable[..., MlmConfig]
 

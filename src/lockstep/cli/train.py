@@ -16,8 +16,8 @@ from lockstep.cli.flags import config_command
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.mlm import MlmConfig
-from lockstep.recipes.mlm_run import check_exactness, train_mlm
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.run import check_exactness, train_mlm
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.mirrored import MirroredStrategy

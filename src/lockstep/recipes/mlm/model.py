@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.masking import NO_POSITION
+from lockstep.recipes.mlm.masking import NO_POSITION
 
 
 @dataclass(frozen=True, kw_only=True)

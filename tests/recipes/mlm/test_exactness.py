@@ -9,8 +9,8 @@ from torch import nn
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.recipes import mlm_exactness
-from lockstep.recipes.mlm_exactness import check_exactness
+from lockstep.recipes.mlm import exactness
+from lockstep.recipes.mlm.exactness import check_exactness
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def test_three_replicas_compute_what_one_device_computes(tiny: MakeConfig, split
 
 
 def test_a_strategy_that_trains_on_less_shows(tiny: MakeConfig, split_cpu: SplitCpu, monkeypatch: pytest.MonkeyPatch):
-    real = mlm_exactness.train_with_strategy
+    real = exactness.train_with_strategy
 
     def lose_a_row(module: nn.Module, batches: Sequence[Any], *rest: Any) -> list[float]:
         short = [({name: value[1:] for name, value in x.items()}, y[1:]) for x, y in batches]
         return real(module, short, *rest)
 
-    monkeypatch.setattr(mlm_exactness, "train_with_strategy", lose_a_row)
+    monkeypatch.setattr(exactness, "train_with_strategy", lose_a_row)
     with closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy:
         report = check_exactness(tiny(), strategy, steps=2)
 

@@ -1,6 +1,6 @@
 """A tokenizer with what masking must know of it, and lines turned to tokens once.
 
-``wordpiece`` trains one; ``mlm_pretrained`` takes the one that came with the weights.
+``wordpiece`` trains one; ``mlm.pretrained`` takes the one that came with the weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.recipes.wordpiece import END, MASK, PAD, START, UNKNOWN
+from lockstep.recipes.text.wordpiece import END, MASK, PAD, START, UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.masking import IGNORED_LABEL
-from lockstep.recipes.mlm import MlmConfig
-from lockstep.recipes.mlm_build import build_mlm, build_optimizer
-from lockstep.recipes.mlm_data import Inputs
-from lockstep.recipes.mlm_loss import masked_token_loss
-from lockstep.recipes.mlm_model import MaskedLanguageModel
+from lockstep.recipes.mlm.batches import Inputs
+from lockstep.recipes.mlm.build import build_mlm, build_optimizer
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.loss import masked_token_loss
+from lockstep.recipes.mlm.masking import IGNORED_LABEL
+from lockstep.recipes.mlm.model import MaskedLanguageModel
 from lockstep.strategies.base import Strategy
 from lockstep.train.model import Model
 

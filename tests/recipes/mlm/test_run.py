@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer, BertForMaskedLM
 
 from lockstep.config import LogicalDevice
-from lockstep.recipes.mlm_build import build_mlm
-from lockstep.recipes.mlm_run import train_mlm
+from lockstep.recipes.mlm.build import build_mlm
+from lockstep.recipes.mlm.run import train_mlm
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.recipes.vocabulary import Vocabulary, wordpiece_vocabulary
-from lockstep.recipes.wordpiece import WordPieceSettings, train_wordpiece
+from lockstep.recipes.text.vocabulary import Vocabulary, wordpiece_vocabulary
+from lockstep.recipes.text.wordpiece import WordPieceSettings, train_wordpiece
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.errors import DataError
-from lockstep.recipes.text import MINIMUM_CHARACTERS, TextSplits
+from lockstep.recipes.text.splits import MINIMUM_CHARACTERS, TextSplits
 
 
 def read_wikitext(folder: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:

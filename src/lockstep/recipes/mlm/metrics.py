@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.recipes.mlm_loss import masked_labels
+from lockstep.recipes.mlm.loss import masked_labels
 
 
 class MaskedTokenAccuracy(Metric):

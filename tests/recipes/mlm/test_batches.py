@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.recipes.masking import IGNORED_LABEL, NO_POSITION, MaskingRule
-from lockstep.recipes.mlm_data import (
+from lockstep.recipes.mlm.batches import (
     BatchSettings,
     Inputs,
     MaskedBatches,
@@ -15,8 +14,9 @@ from lockstep.recipes.mlm_data import (
     plan_batches,
     seeded_generator,
 )
-from lockstep.recipes.vocabulary import TokenRows, Vocabulary, wordpiece_vocabulary
-from lockstep.recipes.wordpiece import WordPieceSettings, train_wordpiece
+from lockstep.recipes.mlm.masking import IGNORED_LABEL, NO_POSITION, MaskingRule
+from lockstep.recipes.text.vocabulary import TokenRows, Vocabulary, wordpiece_vocabulary
+from lockstep.recipes.text.wordpiece import WordPieceSettings, train_wordpiece
 
 SETTINGS = BatchSettings(
     batch_size=16, shuffle_buffer=0, length_window=4, padding="longest", sequence_length=96, seed=7

@@ -1,6 +1,6 @@
 """The recipe ``mlm``: a small BERT learns to fill in masked words.
 
-``mlm()`` returns the whole configuration; ``mlm_build`` turns it into a module, data and an optimizer, and ``mlm_run``
+``mlm()`` returns the whole configuration; ``build`` turns it into a module, data and an optimizer, and ``run``
 trains it. The defaults are the published ones, but for what is said at each field.
 """
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.masking import MaskingRule
-from lockstep.recipes.mlm_model import BertShape
-from lockstep.recipes.text import MINIMUM_CHARACTERS
-from lockstep.recipes.wordpiece import WordPieceSettings
+from lockstep.recipes.mlm.masking import MaskingRule
+from lockstep.recipes.mlm.model import BertShape
+from lockstep.recipes.text.splits import MINIMUM_CHARACTERS
+from lockstep.recipes.text.wordpiece import WordPieceSettings
 
 
 @dataclass(frozen=True, kw_only=True)

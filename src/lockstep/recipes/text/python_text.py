@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import DataError
-from lockstep.recipes.text import MINIMUM_CHARACTERS, TextSplits, split_by_position
+from lockstep.recipes.text.splits import MINIMUM_CHARACTERS, TextSplits, split_by_position
 
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")

@@ -14,8 +14,8 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.mlm_model import MaskedLanguageModel
-from lockstep.recipes.vocabulary import Vocabulary
+from lockstep.recipes.mlm.model import MaskedLanguageModel
+from lockstep.recipes.text.vocabulary import Vocabulary
 
 _HUB_TIMEOUT_S = 10.0
 

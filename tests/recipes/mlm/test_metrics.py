@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep.recipes.mlm_metrics import MaskedTokenAccuracy
+from lockstep.recipes.mlm.metrics import MaskedTokenAccuracy
 
 
 def test_it_counts_as_torchmetrics_does_over_all_updates():

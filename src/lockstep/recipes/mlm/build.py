@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.extras import require
-from lockstep.recipes.mlm import MlmConfig
-from lockstep.recipes.mlm_data import BatchSettings, Inputs, MaskedBatches
-from lockstep.recipes.mlm_model import BertShape, MaskedLanguageModel, new_bert
-from lockstep.recipes.mlm_pretrained import load_pretrained
-from lockstep.recipes.python_text import python_text
-from lockstep.recipes.text import TextSplits
-from lockstep.recipes.vocabulary import Vocabulary, wordpiece_vocabulary
-from lockstep.recipes.wikitext import read_wikitext
-from lockstep.recipes.wordpiece import cached_wordpiece
+from lockstep.recipes.mlm.batches import BatchSettings, Inputs, MaskedBatches
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
+from lockstep.recipes.mlm.pretrained import load_pretrained
+from lockstep.recipes.text.python_text import python_text
+from lockstep.recipes.text.splits import TextSplits
+from lockstep.recipes.text.vocabulary import Vocabulary, wordpiece_vocabulary
+from lockstep.recipes.text.wikitext import read_wikitext
+from lockstep.recipes.text.wordpiece import cached_wordpiece
 
 FixedBatches = tuple[tuple[Inputs, Tensor], ...]
 
@@ -94,7 +94,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, *, steps: int) -> LambdaLR
 def build_metrics() -> dict[str, Any]:
     """Name -> torchmetrics Metric: the accuracy over masked tokens."""
     require("torchmetrics", "text")
-    from lockstep.recipes.mlm_metrics import MaskedTokenAccuracy
+    from lockstep.recipes.mlm.metrics import MaskedTokenAccuracy
 
     return {"accuracy": MaskedTokenAccuracy()}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep.errors import UsageError
-from lockstep.recipes.masking import IGNORED_LABEL
+from lockstep.recipes.mlm.masking import IGNORED_LABEL
 
 _ROWS_AT_ONCE = 16  # 16 rows of 30,522 float32 are 2 MB: they stay in a core's cache between the passes below
 

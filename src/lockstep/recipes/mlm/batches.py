@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.recipes.masking import MaskingRule, mask_tokens
-from lockstep.recipes.vocabulary import TokenRows, Vocabulary
+from lockstep.recipes.mlm.masking import MaskingRule, mask_tokens
+from lockstep.recipes.text.vocabulary import TokenRows, Vocabulary
 
 Inputs = dict[str, Tensor]
 Padding = Literal["longest", "full"]

@@ -8,8 +8,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.errors import ConfigError
-from lockstep.recipes import wordpiece
-from lockstep.recipes.wordpiece import SPECIAL_TOKENS, WordPieceSettings, cache_key, cached_wordpiece, train_wordpiece
+from lockstep.recipes.text import wordpiece
+from lockstep.recipes.text.wordpiece import (
+    SPECIAL_TOKENS,
+    WordPieceSettings,
+    cache_key,
+    cached_wordpiece,
+    train_wordpiece,
+)
 
 SETTINGS = WordPieceSettings(vocabulary=300)
 

@@ -1,0 +1,1 @@
+"""The recipe ``mlm``: a small BERT learns to fill in masked words of text."""
