@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
+from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 FindCopies = Callable[[nn.Parameter], Sequence[nn.Parameter] | None]
@@ -61,6 +62,11 @@ class MirroredOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The plain optimizer's."""
         return self._plain.defaults
+
+    @property
+    def times(self) -> tuple[UpdateTimes | None, ...]:
+        """Where the time of the last update went, one item per replica; None where it was skipped."""
+        return self._update.times
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sums the gradients over all replicas and updates once. Every replica must call it.

@@ -29,6 +29,7 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.observer import current_observer
 from lockstep.strategies.scope import entered
 
 R = TypeVar("R")
@@ -60,6 +61,11 @@ class Strategy(ABC):
     def num_replicas_in_sync(self) -> int:
         """How many replicas share each global batch."""
         return len(self.devices)
+
+    @property
+    def mirrored_modules(self) -> tuple[MirroredModule, ...]:
+        """The modules mirrored by this strategy that are still in use, in the order of mirroring."""
+        return tuple(self._modules.values())
 
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the strategy that ``ls.Model`` and ``ls.get_strategy`` find inside the ``with`` block.
@@ -99,6 +105,9 @@ class Strategy(ABC):
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(self.num_replicas_in_sync)]
         for module in self._modules.values():
             module.align()
+        observer = current_observer()
+        if observer is not None:
+            observer.run_begins(self, views)
         bodies = [partial(fn, *positional, **named) for positional, named in views]
         with entered(self):
             return merge(self._execute(fn, bodies, [_rows(view) for view in views]))

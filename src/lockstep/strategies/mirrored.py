@@ -10,6 +10,7 @@ import torch
 from lockstep.cluster.declared import declared_job
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
+from lockstep.replicas.observer import current_observer
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
 
@@ -57,7 +58,10 @@ class MirroredStrategy(Strategy):
                 f"{job.source} declares a job of {job.workers} workers, and MirroredStrategy would train one model in "
                 "each of them; use MultiWorkerMirroredStrategy, or start one process without that variable"
             )
+        observer = current_observer()
         self._devices = resolve_devices(devices)
+        if observer is not None:
+            self._devices = observer.devices_chosen(self._devices)
         self._runner = ReplicaRunner(
             self._devices, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s
         )
