@@ -45,6 +45,12 @@ class _Trial:
         self.settled = True
 
 
+def code_of(fn: Callable[..., Any]) -> type | CodeType:
+    """By what a step function is known again: its code. A lambda or a bound method is a new object at every call."""
+    code: type | CodeType = getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
+    return code
+
+
 class IssuePolicy:
     """Decides, per step function, how many replicas of one physical device issue at once.
 
@@ -65,6 +71,4 @@ class IssuePolicy:
         self._trial(fn).record(seconds)
 
     def _trial(self, fn: Callable[..., Any]) -> _Trial:
-        # By code and not by object: a lambda or a bound method is a new object at every call.
-        key = getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
-        return self._trials.setdefault(key, _Trial(self._widest))
+        return self._trials.setdefault(code_of(fn), _Trial(self._widest))

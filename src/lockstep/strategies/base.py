@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import CodeType
 from typing import Any, TypeVar, overload
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -27,8 +28,10 @@ from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.issue import code_of
 from lockstep.replicas.observer import current_observer
 from lockstep.strategies.scope import entered
 
@@ -41,6 +44,7 @@ class Strategy(ABC):
     def __init__(self) -> None:
         # Weak: a mirrored module keeps its strategy alive, and not the other way round.
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
+        self._checked: WeakSet[type | CodeType] = WeakSet()
 
     @property
     @abstractmethod
@@ -109,7 +113,7 @@ class Strategy(ABC):
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [partial(fn, *positional, **named) for positional, named in views]
-        with entered(self):
+        with entered(self), self._first_run_checked(fn):
             return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
@@ -195,6 +199,13 @@ class Strategy(ABC):
         """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
         self._outside("distribute_datasets_from_function")
         return PerReplicaDataset(fn, self.devices)
+
+    def _first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
+        key = code_of(fn)
+        if self.num_replicas_in_sync == 1 or key in self._checked:
+            return nullcontext()
+        self._checked.add(key)
+        return refusing_plain_calls(self._modules.values())
 
     def _mirror_module(self, module: nn.Module, sync_batchnorm: bool, memory_format: MemoryFormat) -> MirroredModule:
         if isinstance(module, MirroredModule):
