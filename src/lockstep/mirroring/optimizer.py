@@ -18,7 +18,7 @@ from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
-FindCopies = Callable[[nn.Parameter], Sequence[nn.Parameter] | None]
+FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
 
 
 class MirroredOptimizer(Optimizer):
@@ -28,7 +28,7 @@ class MirroredOptimizer(Optimizer):
         owner: the strategy.
         optimizer: the plain optimizer over the parameters of mirrored modules.
         groups: the replicas by storage of the weights.
-        find_copies: gives a parameter's copies, one per replica; None if its module is not mirrored.
+        find_copies: gives the id of each parameter of a mirrored module -> its copies, one per replica.
     """
 
     def __init__(
@@ -163,9 +163,10 @@ class MirroredOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         self._parameters: list[Sequence[nn.Parameter]] = []
+        mirrored = self._find_copies()
         for group in self._plain.param_groups:
             for parameter in group["params"]:
-                copies = self._find_copies(parameter)
+                copies = mirrored.get(id(parameter))
                 if copies is None:
                     raise UsageError(
                         f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not "

@@ -28,8 +28,8 @@ def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
     context = get_replica_context()
     if context is None or context.num_replicas_in_sync == 1 or IN_LOCKSTEP in optimizer.__dict__:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(context.strategy.is_mirrored(parameter) for parameter in parameters):
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stepped & context.strategy.mirrored_parameters():
         raise UsageError(
             f"{type(optimizer).__name__}.step was called in one replica on parameters that all replicas share; "
             "mirror the optimizer, optimizer = strategy.mirror(optimizer), and step that one"

@@ -180,7 +180,7 @@ class Strategy(ABC):
         if isinstance(target, MirroredOptimizer):
             return target
         if isinstance(target, torch.optim.Optimizer):
-            return MirroredOptimizer(self, target, storage_groups(self.devices), self._find_copies)
+            return MirroredOptimizer(self, target, storage_groups(self.devices), self._copies_by_parameter)
         raise TypeError(f"mirror takes a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
 
     def variable(
@@ -225,17 +225,16 @@ class Strategy(ABC):
             )
         return mirrored
 
-    def _find_copies(self, parameter: nn.Parameter) -> tuple[nn.Parameter, ...] | None:
-        for module in self._modules.values():
-            for copies in zip(*(duplicate.parameters() for duplicate in module.copies), strict=True):
-                if copies[0] is parameter:
-                    return copies
-        return None
+    def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
+        """The id of each parameter of a user's mirrored module -> its copies, one per replica."""
+        modules = self._modules.values()
+        every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in modules)
+        return {id(copies[0]): copies for module in every for copies in module}
 
-    def is_mirrored(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` is a copy, any replica's, in one of this strategy's mirrored modules."""
+    def mirrored_parameters(self) -> set[int]:
+        """The ids of all parameters, any replica's copies, of this strategy's mirrored modules."""
         copies = (duplicate for module in self._modules.values() for duplicate in module.copies)
-        return any(own is parameter for duplicate in copies for own in duplicate.parameters())
+        return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
