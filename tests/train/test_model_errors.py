@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import CallbackError, ConfigError, DataError, NonFiniteLossError, UsageError
 from lockstep.train.callbacks import LambdaCallback
@@ -183,3 +184,12 @@ def test_data_in_which_nothing_is_counted_is_an_error(rows: int):
     for run in (lambda: model.fit(data, verbose=0), lambda: model.evaluate(data, verbose=0)):
         with pytest.raises(DataError, match="the loss counted nothing over the whole data"):
             run()
+
+
+def test_a_metric_that_raises_is_named(make_strategy: MakeStrategy, batches: Batches):
+    model = compiled(nn.Linear(3, 1), make_strategy(2), metrics={"share": MulticlassAccuracy(4)})
+
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        model.fit(batches, verbose=0)
+
+    assert "metric 'share', updated with (outputs, targets)" in caught.value.__notes__

@@ -158,8 +158,12 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
     if not rows or not state.metrics:
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-    for metric in state.metrics.values():
-        metric.update(detached, batch.y)
+    for name, metric in state.metrics.items():
+        try:
+            metric.update(detached, batch.y)
+        except Exception as error:
+            error.add_note(f"metric {name!r}, updated with (outputs, targets)")
+            raise
 
 
 def _check_graph(total: Tensor) -> None:
