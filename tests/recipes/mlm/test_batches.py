@@ -10,11 +10,10 @@ from lockstep.recipes.mlm.batches import (
     BatchSettings,
     Inputs,
     MaskedBatches,
-    _shuffled,
     plan_batches,
-    seeded_generator,
 )
 from lockstep.recipes.mlm.masking import IGNORED_LABEL, NO_POSITION, MaskingRule
+from lockstep.recipes.shuffling import seeded_generator
 from lockstep.recipes.text.vocabulary import TokenRows, Vocabulary, wordpiece_vocabulary
 from lockstep.recipes.text.wordpiece import WordPieceSettings, train_wordpiece
 
@@ -138,17 +137,3 @@ def test_a_window_of_one_batch_mixes_all_lengths():
 
     assert sorted(torch.cat(plan).tolist()) == list(range(64))
     assert all(int(lengths[rows].max() - lengths[rows].min()) > 16 for rows in plan)
-
-
-def test_generators_differ_for_every_sequence_of_numbers():
-    seeds = {seeded_generator(*numbers).initial_seed() for numbers in [(1, 2), (12,), (1, 2, 3), (1, 23), (2, 1)]}
-
-    assert len(seeds) == 5
-
-
-def test_every_row_leaves_the_shuffle_buffer_once_and_after_it_entered():
-    order = _shuffled(200, 20, seeded_generator(1)).tolist()
-
-    assert sorted(order) == list(range(200))
-    assert order != sorted(order)
-    assert all(row < position + 20 for position, row in enumerate(order))

@@ -8,7 +8,6 @@ a shuffle buffer all rows are permuted: they are in memory anyhow, and it mixes 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.recipes.mlm.masking import MaskingRule, mask_tokens
+from lockstep.recipes.shuffling import seeded_generator, shuffled_order
 from lockstep.recipes.text.vocabulary import TokenRows, Vocabulary
 
 Inputs = dict[str, Tensor]
@@ -128,7 +128,7 @@ def plan_batches(
         buffer: rows that are shuffled together; 0 permutes all.
         generator: the only source of randomness.
     """
-    order = _shuffled(len(lengths), buffer, generator)
+    order = shuffled_order(len(lengths), buffer=buffer, generator=generator)
     batches = [
         batch
         for span in torch.split(order, batch_size * window)
@@ -136,22 +136,3 @@ def plan_batches(
     ]
     mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
     return [batch[torch.randperm(len(batch), generator=generator)] for batch in mixed]
-
-
-def _shuffled(rows: int, buffer: int, generator: torch.Generator) -> Tensor:
-    """The row numbers as tf.data shuffles: each from a random place of a buffer, which the next one refills."""
-    if not 0 < buffer < rows:
-        return torch.randperm(rows, generator=generator)
-    held, order = list(range(buffer)), []
-    places = torch.randint(buffer, (rows - buffer,), generator=generator).tolist()
-    for following, place in enumerate(places, start=buffer):
-        order.append(held[place])
-        held[place] = following
-    last = torch.tensor(held)[torch.randperm(buffer, generator=generator)]
-    return torch.cat([torch.tensor(order), last])
-
-
-def seeded_generator(*numbers: int) -> torch.Generator:
-    """A generator of its own for each sequence of numbers, such as (seed, epoch, batch)."""
-    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

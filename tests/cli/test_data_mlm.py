@@ -1,8 +1,8 @@
-"""What ``lockstep data`` says of a text."""
+"""What ``lockstep data mlm`` says of a text."""
 
 from __future__ import annotations
 
-from lockstep.cli.data import describe_text
+from lockstep.cli.data_mlm import describe_text
 from lockstep.recipes.text.splits import TextSplits
 
 SPLITS = TextSplits(train=("one two three", "four " * 40), valid=("five six",), test=("seven",), source="a folder")

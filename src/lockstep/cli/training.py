@@ -1,0 +1,141 @@
+"""What every ``lockstep train RECIPE`` does around the recipe's own run: devices, folders, the report at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.devices import logical_table, take_devices
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+from lockstep.report.curves import draw_curves
+from lockstep.report.table import epochs_table, history_columns, metrics_line
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.train.history import History
+from lockstep.train.model import Verbose
+
+OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Where the logs, the weights and the curves are put.")]
+CheckFlag = Annotated[
+    bool, typer.Option("--check-exact", help="Then repeat the first steps on one device, without dropout, and compare.")
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", help="No progress lines; the result alone.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFlags:
+    """The flags that every recipe has beside its own.
+
+    Args:
+        devices: as ``--devices`` was given.
+        output: folder for logs, weights and curves.
+        check_exact: compare the first steps with one device.
+        quiet: no progress lines.
+    """
+
+    devices: str | None
+    output: Path
+    check_exact: bool
+    quiet: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What is reported of a run.
+
+    Args:
+        history: the logs and times of the epochs.
+        test_metrics: the result over the test part.
+        size: of the model, in words.
+        notes: lines to print above the table of epochs.
+    """
+
+    history: History
+    test_metrics: Mapping[str, float]
+    size: str
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """One recipe's run.
+
+    Args:
+        title: what is trained, such as "masked language model".
+        work: on what, in batches of what size, for how long.
+        seed: of the strategy.
+        train: called with the strategy, the folder of the logs, the folder of the model, and how much to say.
+        check: called with the strategy; ``str()`` of what it returns is printed.
+    """
+
+    title: str
+    work: str
+    seed: int
+    train: Callable[[MirroredStrategy, Path, Path, Verbose], Trained]
+    check: Callable[[MirroredStrategy], object]
+
+
+def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
+    """Trains, prints the result and leaves logs, weights and curves in the output folder."""
+    folder = flags.output.expanduser()
+    # Now rather than after the training:
+    _check_output(folder)
+    for package in ("matplotlib", "tensorboard"):
+        require(package, "report")
+    chosen = take_devices(flags.devices)
+    print(
+        f"{job.title} on {counted(len(chosen), 'logical device')}: {job.work}\n\n{logical_table(chosen)}\n", flush=True
+    )
+    with closing(MirroredStrategy(chosen, seed=job.seed)) as strategy:
+        _train_and_report(job, strategy, folder, verbose=0 if flags.quiet else 1)
+        if flags.check_exact:
+            print(f"\n{job.check(strategy)}")
+    return 0
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 line``, ``128 lines``."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _train_and_report(job: TrainingJob, strategy: MirroredStrategy, output: Path, *, verbose: Verbose) -> None:
+    # A folder of its own for every run: TensorBoard draws the runs under one folder as one crooked line.
+    logs = output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}"
+    trained = job.train(strategy, logs, output / "model", verbose)
+    columns = history_columns(trained.history)
+    print(f"\n{epochs_table(columns)}\n")
+    for note in trained.notes:
+        print(note)
+    print(f"test    {metrics_line(trained.test_metrics)}")
+    print(f"model   {output / 'model'} ({trained.size})")
+    print(f"logs    tensorboard --logdir {output / 'logs'}")
+    title = f"{job.title} on {', '.join(device.name for device in strategy.devices)}"
+    print(f"curves  {draw_curves(columns, output / 'curves.png', title=title, test=trained.test_metrics)}")
+
+
+def _check_output(output: Path) -> None:
+    """Refuses an output that could not be written at the end, before anything is trained and without writing."""
+    for folder in (output, output / "logs", output / "model"):
+        _check_folder(folder)
+    if (output / "curves.png").is_dir():
+        raise ConfigError(f"--output has a folder {str(output / 'curves.png')!r}, expected a file; move it away")
+
+
+def _check_folder(folder: Path) -> None:
+    present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not present.is_dir():
+        raise ConfigError(
+            f"--output needs the folder {str(folder)!r}, but {str(present)!r} is a file, expected a folder;"
+            " give another name or move it away"
+        )
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--output needs the folder {str(folder)!r}, but {str(present)!r} cannot be written to;"
+            " give another name or change its permissions"
+        )

@@ -1,0 +1,1 @@
+"""The recipe ``images``: MobileNetV2 learns to tell classes of pictures apart."""
