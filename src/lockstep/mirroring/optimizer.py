@@ -142,6 +142,10 @@ class MirroredOptimizer(Optimizer):
         self._plain.load_state_dict(dict(state_dict))
         self._update.updaters.reset()
 
+    def align_copies(self) -> None:
+        """Gives the copies for the other storages the plain optimizer's state, where that was changed by hand."""
+        self._update.updaters.reset()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer."""
         self._plain.add_param_group(param_group)

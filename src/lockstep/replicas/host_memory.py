@@ -28,3 +28,9 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all(mallopt(parameter, value) == 1 for parameter, value in _SETTINGS)
+
+
+def give_back_freed_memory() -> None:
+    """Gives what has been freed, and is kept for the next step, back to the system; with another C library, nothing."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

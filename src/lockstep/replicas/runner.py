@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,23 @@ class ReplicaRunner:
                 policy.record(fn, time.perf_counter() - began)
         return run.results
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Runs inside the block leave no trace: the replicas' random numbers, and the memory they are held to have.
+
+        Whoever opens the block frees what was allocated in it before it ends.
+        """
+        drawn = [random.generator.get_state() for random in self._random]
+        on_gpu = [None if state is None else (state.random, state.held) for state in self._cuda]
+        try:
+            yield
+        finally:
+            for random, numbers in zip(self._random, drawn, strict=True):
+                random.generator.set_state(numbers)
+            for state, before in zip(self._cuda, on_gpu, strict=True):
+                if state is not None and before is not None:
+                    state.random, state.held = before
+
     def close(self) -> None:
         """Ends the threads. Idempotent."""
         self._threads.close()
@@ -146,6 +164,7 @@ class ReplicaRunner:
         for replica in range(run.submitted, len(self._devices)):
             run.rendezvous.leave(replica, ReplicaStopped())
         if run.rendezvous.wait_until_left(STOP_GRACE_S):
+            self._stopped = None
             return
         interrupted = [self._names.index(name) for name in run.rendezvous.missing]
         for replica in interrupted:

@@ -33,6 +33,8 @@ from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchroni
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.issue import code_of
 from lockstep.replicas.observer import current_observer
+from lockstep.strategies.batch_bracket import Bracket
+from lockstep.strategies.batch_size import Trials, search_batch_size
 from lockstep.strategies.scope import entered
 
 R = TypeVar("R")
@@ -44,6 +46,8 @@ class Strategy(ABC):
     def __init__(self) -> None:
         # Weak: a mirrored module keeps its strategy alive, and not the other way round.
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
+        self._optimizers: WeakSet[MirroredOptimizer] = WeakSet()
+        self._variables: WeakSet[MirroredVariable] = WeakSet()
         self._checked: WeakSet[type | CodeType] = WeakSet()
 
     @property
@@ -56,6 +60,10 @@ class Strategy(ABC):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         """Runs one body per replica, each in its replica context, and returns their results."""
+
+    @abstractmethod
+    def trial(self) -> AbstractContextManager[None]:
+        """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""
 
     @abstractmethod
     def close(self) -> None:
@@ -180,7 +188,9 @@ class Strategy(ABC):
         if isinstance(target, MirroredOptimizer):
             return target
         if isinstance(target, torch.optim.Optimizer):
-            return MirroredOptimizer(self, target, storage_groups(self.devices), self._copies_by_parameter)
+            optimizer = MirroredOptimizer(self, target, storage_groups(self.devices), self._copies_by_parameter)
+            self._optimizers.add(optimizer)
+            return optimizer
         raise TypeError(f"mirror takes a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
 
     def variable(
@@ -188,7 +198,9 @@ class Strategy(ABC):
     ) -> MirroredVariable:
         """A variable with one value per replica; see ``MirroredVariable``."""
         self._outside("variable")
-        return MirroredVariable(self, value, self.devices, aggregation=aggregation, synchronization=synchronization)
+        made = MirroredVariable(self, value, self.devices, aggregation=aggregation, synchronization=synchronization)
+        self._variables.add(made)
+        return made
 
     def distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``."""
@@ -199,6 +211,52 @@ class Strategy(ABC):
         """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
         self._outside("distribute_datasets_from_function")
         return PerReplicaDataset(fn, self.devices)
+
+    def find_batch_size(
+        self,
+        step: Callable[[Any], Any],
+        make_batch: Callable[[int], Any],
+        start: int,
+        *,
+        limit: int | None = None,
+        multiple_of: int | None = None,
+        memory_mb: float | None = None,
+    ) -> int:
+        """The largest global batch whose step fits all replicas, found by trying. Call it outside replicas.
+
+        From ``start`` the size is doubled while it fits, or halved while it does not, and then what lies between is
+        halved. Each size is tried with two steps, and everything they change is put back: weights, buffers, gradients,
+        optimizer state and variables of this strategy, and random numbers. No memory stays taken.
+
+        A size fits if no replica runs out of memory. Replicas on a CPU must stay inside a budget besides, since the
+        system would kill a process that does not: a size is tried only if what smaller ones took says that it will
+        fit, and the search ends within 1/64 of the size. So there the result may differ a little between calls.
+
+        Args:
+            step: what ``run`` is to run, called with its shard in every replica.
+            make_batch: gives a global batch, as ``distribute_dataset`` divides it, of the number of rows that it is
+                called with. Make them as long as the longest of the data.
+            start: the size to begin with.
+            limit: the largest size of interest, such as the number of examples; None is without end, and only for steps
+                that run out of memory some time.
+            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are full.
+            memory_mb: the most MB (2**20 bytes) that this process may have resident, for replicas on a CPU. None is
+                what it has now and 0.8 of what the machine, or the control group, has available. Batches that are
+                read ahead come on top.
+
+        Raises:
+            DeviceMemoryError: not even ``multiple_of`` examples fit.
+            ConfigError: numbers that are no sizes, or a budget that cannot be kept.
+            DataError: ``make_batch`` gives another number of rows than asked for.
+            UsageError: called inside a replica.
+            BaseException: whatever else the step raises, unchanged; everything is put back then too.
+        """
+        self._outside("find_batch_size")
+        bracket = Bracket(
+            start=start, multiple_of=self.num_replicas_in_sync if multiple_of is None else multiple_of, limit=limit
+        )
+        trials = Trials(self, step, make_batch, optimizers=self._optimizers, variables=self._variables)
+        return search_batch_size(trials, bracket, memory_mb=memory_mb).size
 
     def _first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
         key = code_of(fn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from typing import Any
 
@@ -21,6 +22,10 @@ class DefaultStrategy(Strategy):
     def devices(self) -> tuple[LogicalDevice, ...]:
         """The one device; chosen, and taken into use, when it is first asked for."""
         return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
+
+    def trial(self) -> AbstractContextManager[None]:
+        """There is nothing of its own to keep: the random numbers are torch's."""
+        return nullcontext()
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ class MirroredStrategy(Strategy):
     def devices(self) -> tuple[LogicalDevice, ...]:
         """The logical devices of the replicas, in replica order."""
         return self._devices
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""
+        return self._runner.trial()
 
     def close(self) -> None:
         """Ends the replica threads. They also end when the strategy is garbage collected and at interpreter exit."""
