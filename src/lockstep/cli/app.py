@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from lockstep.cli.bench import BENCH_EXAMPLE, bench_app
 from lockstep.cli.data import data_app
 from lockstep.cli.devices import devices
 from lockstep.cli.train import train_app
@@ -46,6 +47,7 @@ def _app() -> typer.Typer:
     app.add_typer(
         data_app(), name="data", help="Say what the data of a recipe holds.", epilog="Example: lockstep data mlm"
     )
+    app.add_typer(bench_app(), name="bench", help="Measure how fast a recipe trains.", epilog=BENCH_EXAMPLE)
     return app
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.devices import logical_table, take_devices
-from lockstep.errors import ConfigError
+from lockstep.cli.output import check_file, check_folder
 from lockstep.extras import require
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
@@ -122,20 +121,5 @@ def _train_and_report(job: TrainingJob, strategy: MirroredStrategy, output: Path
 def _check_output(output: Path) -> None:
     """Refuses an output that could not be written at the end, before anything is trained and without writing."""
     for folder in (output, output / "logs", output / "model"):
-        _check_folder(folder)
-    if (output / "curves.png").is_dir():
-        raise ConfigError(f"--output has a folder {str(output / 'curves.png')!r}, expected a file; move it away")
-
-
-def _check_folder(folder: Path) -> None:
-    present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not present.is_dir():
-        raise ConfigError(
-            f"--output needs the folder {str(folder)!r}, but {str(present)!r} is a file, expected a folder;"
-            " give another name or move it away"
-        )
-    if not os.access(present, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"--output needs the folder {str(folder)!r}, but {str(present)!r} cannot be written to;"
-            " give another name or change its permissions"
-        )
+        check_folder(folder)
+    check_file(output / "curves.png")

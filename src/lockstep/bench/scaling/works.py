@@ -1,0 +1,156 @@
+"""The recipes as the scaling bench trains them: module, batches, optimizer and loss, at any global batch size.
+
+The learning rate stays at its first value: what a step costs does not depend on it. Nothing of a recipe's packages is
+imported before the recipe is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.mlm.config import MlmConfig
+
+
+class Batches(Protocol):
+    """Global batches (x, y) in the order of an epoch."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Makes the next iteration that epoch's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a process trains.
+
+    Args:
+        source: where the data came from.
+        module: on the CPU, of seeded weights.
+        train: global batches.
+        make_optimizer: from the module's parameters.
+        loss: ``loss(outputs, y)``, in any form that ``Model.compile`` takes.
+        sync_batchnorm: whether batch norm takes its statistics over the global batch.
+    """
+
+    source: str
+    module: nn.Module
+    train: Batches
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    loss: Callable[[Any, Any], Any]
+    sync_batchnorm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe that can be measured.
+
+    Args:
+        name: as on the command line.
+        config: its dataclass, which has a ``batch_size``.
+        fixed: fields of it that the measurement sets or does not use, and that are therefore no flags.
+        title: from a config to what is trained, in words.
+        build: from a config to the work.
+        notes: what a reader of its tables should know.
+    """
+
+    name: str
+    config: type[Any]
+    fixed: frozenset[str]
+    title: Callable[[Any], str]
+    build: Callable[[Any], Work]
+    notes: tuple[str, ...] = ()
+
+
+def build_work(recipe: str, config: Any, batch_size: int) -> Work:
+    """The work of a recipe at a global batch size."""
+    return find_recipe(recipe).build(replace(config, batch_size=batch_size))
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in RECIPES:
+        raise ConfigError(f"no recipe is called {name!r}; choose from {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def _images(config: ImagesConfig) -> Work:
+    from lockstep.recipes.images.build import build_images, build_optimizer, picture_loss
+
+    task = build_images(config)
+    return Work(
+        source=task.source,
+        module=task.module,
+        train=task.train,
+        make_optimizer=lambda parameters: build_optimizer(config, parameters),
+        loss=picture_loss,
+        sync_batchnorm=config.sync_batchnorm,
+    )
+
+
+def _images_title(config: ImagesConfig) -> str:
+    width = "" if config.width_multiplier == 1 else f", width {config.width_multiplier:g}"
+    return f"MobileNetV2{width}, pictures of {config.size}x{config.size}, Adam, fp32"
+
+
+def _mlm(config: MlmConfig) -> Work:
+    from lockstep.recipes.mlm.build import build_mlm, build_optimizer
+    from lockstep.recipes.mlm.loss import masked_token_loss
+
+    task = build_mlm(config)
+    return Work(
+        source=task.source,
+        module=task.module,
+        train=task.train,
+        make_optimizer=lambda parameters: build_optimizer(config, parameters),
+        loss=masked_token_loss,
+    )
+
+
+def _mlm_title(config: MlmConfig) -> str:
+    size = f"{config.layers} layers of width {config.hidden}" if config.pretrained is None else config.pretrained
+    return f"masked language model, BERT ({size}), lines of at most {config.sequence_length} tokens, Adam, fp32"
+
+
+_DECODED_BEFORE = (
+    "The pictures are decoded once, before the first step, so decoding is no part of the times; input is cutting, "
+    "augmenting and dividing batches, ahead of the steps that use them."
+)
+_NOT_MEASURED = frozenset({"batch_size", "epochs", "patience", "precision", "accumulate", "clip_norm"})
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        recipe.name: recipe
+        for recipe in (
+            Recipe(
+                name="images",
+                config=ImagesConfig,
+                fixed=_NOT_MEASURED,
+                title=_images_title,
+                build=_images,
+                notes=(_DECODED_BEFORE,),
+            ),
+            Recipe(
+                name="mlm",
+                config=MlmConfig,
+                fixed=_NOT_MEASURED,
+                title=_mlm_title,
+                build=_mlm,
+            ),
+        )
+    }
+)
