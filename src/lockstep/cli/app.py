@@ -13,6 +13,8 @@ from lockstep.cli.bench import BENCH_EXAMPLE, bench_app
 from lockstep.cli.data import data_app
 from lockstep.cli.devices import devices
 from lockstep.cli.train import train_app
+from lockstep.cli.verify import EXAMPLE as VERIFY_EXAMPLE
+from lockstep.cli.verify import verify
 from lockstep.errors import ConfigError
 
 Job = Callable[[], int]
@@ -48,6 +50,8 @@ def _app() -> typer.Typer:
         data_app(), name="data", help="Say what the data of a recipe holds.", epilog="Example: lockstep data mlm"
     )
     app.add_typer(bench_app(), name="bench", help="Measure how fast a recipe trains.", epilog=BENCH_EXAMPLE)
+    # The program's own flags come after its name, and are not looked at.
+    app.command(epilog=VERIFY_EXAMPLE, context_settings={"allow_interspersed_args": False})(verify)
     return app
 
 

@@ -1,0 +1,91 @@
+"""``lockstep verify``: does a program give the same numbers on N replicas as on one, and if not, why?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.checkpoint.whole_file import write_whole
+from lockstep.cli.devices import DEVICES_HELP
+from lockstep.errors import ConfigError
+from lockstep.verify.config import Program, VerifyConfig
+from lockstep.verify.text import render, to_json
+from lockstep.verify.verify import verify as run_verification
+
+EXAMPLE = "Example: lockstep verify --devices cpu:4 train.py --batch-size 32"
+RECIPES = ("mlm", "images")
+EQUAL, DIFFERENT = 0, 1
+
+ProgramArgument = Annotated[
+    str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A Python file, or the name of a recipe: mlm or images.")
+]
+ArgumentsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The program's own command line.")
+]
+StepsFlag = Annotated[int, typer.Option(help="How many updates to compare.")]
+DevicesFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="SPEC",
+        help=f"How to divide the devices before the program starts. {DEVICES_HELP}",
+        show_default=False,
+    ),
+]
+JsonFlag = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the report for machines too.", show_default=False)
+]
+TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Seconds after which a run is ended.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", help="The report alone, not what is being run.")]
+
+
+def verify(
+    *,
+    program: ProgramArgument,
+    arguments: ArgumentsArgument = None,
+    steps: StepsFlag = 3,
+    devices: DevicesFlag = None,
+    json: JsonFlag = None,
+    timeout_s: TimeoutFlag = 300.0,
+    quiet: QuietFlag = False,
+) -> Callable[[], int]:
+    """Run the first steps of a program on N replicas and on one, compare all numbers, and say why they differ.
+
+    The program is any script that uses ls.MirroredStrategy, unchanged; its own arguments come after its name. The exit
+    code is 0 where all is equal within rounding, 1 where something differs, and 2 for what was asked wrongly.
+    """
+
+    def job() -> int:
+        config = VerifyConfig(
+            program=find_program(program, tuple(arguments or ())), steps=steps, devices=devices, timeout_s=timeout_s
+        )
+        if json is not None and json.expanduser().is_dir():
+            raise ConfigError(f"--json {str(json)!r} is a folder, expected a file; give it a name")
+        report = run_verification(config, progress=None if quiet else _say)
+        print(render(report))
+        if json is not None:
+            write_whole(json.expanduser(), to_json(report))
+        return EQUAL if report.equal else DIFFERENT
+
+    return job
+
+
+def find_program(name: str, arguments: tuple[str, ...]) -> Program:
+    """The recipe of that name, as ``lockstep train`` runs it, or the script at that path; a file comes first."""
+    if name in RECIPES and not Path(name).exists():
+        return Program(
+            name=name,
+            target="lockstep.cli",
+            kind="module",
+            arguments=("train", name, "--quiet", *arguments),
+            scratch_flag="--output",
+        )
+    return Program(name=Path(name).name, target=name, arguments=arguments)
+
+
+def _say(line: str) -> None:
+    print(f"comparing {line} ...", file=sys.stderr, flush=True)

@@ -1,0 +1,213 @@
+"""What the numbers of a comparison say about a cause, in words. Pure: experiments are run elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.verify.compare import Comparison, StepComparison
+from lockstep.verify.difference import Allowance, Difference
+from lockstep.verify.gradients import Weighting
+
+Cause = Literal[
+    "batch statistics",
+    "random numbers",
+    "mean over a shard",
+    "undistributed batch",
+    "batch size",
+    "different rows",
+    "not reproducible",
+    "initial weights",
+    "loss not per example",
+    "rows mixed in the module",
+    "weight penalty",
+    "scaled loss",
+    "changed outside the optimizer",
+    "learning rate",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A cause that was found.
+
+    Args:
+        cause: its name.
+        said: what it is, in this program.
+        tested: how it was tested, with numbers.
+        advice: what to change.
+    """
+
+    cause: Cause
+    said: str
+    tested: str
+    advice: str
+
+
+def initial_finding(first: Difference) -> Finding:
+    """The weights differ before anything was trained."""
+    return Finding(
+        cause="initial weights",
+        said=f"the runs begin with different weights: {first.name} differs before the first step",
+        tested="compared the parameters at the first strategy.run; both runs had the same seeds",
+        advice="make the module in the same way for any number of replicas, after torch.manual_seed",
+    )
+
+
+def unreproducible_finding(first: Difference) -> Finding:
+    """Two runs on one replica differ."""
+    return Finding(
+        cause="not reproducible",
+        said=f"the program does not repeat itself: two runs on one replica differ in their {first.kind} {first.name}",
+        tested="ran it twice on one replica, with the same seeds of torch, NumPy and Python",
+        advice="seed what it draws from: the generator of its DataLoader, its shuffling, the order of its sets",
+    )
+
+
+def rows_finding(comparison: Comparison, step: StepComparison, allowance: Allowance) -> Finding:
+    """The runs were fed different rows."""
+    batch, replicas = step.batch, len(comparison.start.devices)
+    ours, reference = len(batch.rows), len(batch.reference_rows)
+    if batch.verdict == "undistributed":
+        return _undistributed(step, replicas, reference, allowance)
+    if batch.verdict == "scaled":
+        return Finding(
+            cause="batch size",
+            said=f"the global batch depends on the number of replicas: {ours} rows on {replicas} replicas, {reference} "
+            f"on one (step {step.step}, {batch.name})",
+            tested=f"compared the rows that were given to strategy.run: {replicas} times as many",
+            advice="batch the data by the global batch size, whatever num_replicas_in_sync is; or compare at the same "
+            "global batch",
+        )
+    if batch.verdict == "count":
+        counts = f"{batch.batches[0]} batches on {replicas} replicas, {batch.batches[1]} on one"
+        return Finding(
+            cause="batch size",
+            said=f"update {step.step} sums another number of batches: {counts}",
+            tested="counted the runs between updates",
+            advice="accumulate over the same number of global batches for any number of replicas",
+        )
+    return _other_rows(comparison, step)
+
+
+def weighting_finding(step: StepComparison, allowance: Allowance) -> Finding | None:
+    """The first of the candidate weights that turns the replicas' gradients into the one replica's."""
+    fitting = (each for each in step.weightings if all(allowance.explains(left) for left in each.residuals))
+    best = next(fitting, None)
+    if best is None:
+        return None
+    tested = _weighting_test(best, step)
+    if best.kind == "shares" or (best.kind == "uniform" and abs(best.factors[0] * len(best.factors) - 1) < 1e-4):
+        times = f"{1 / best.factors[0]:.4g} times" if len(set(best.factors)) == 1 else "too large for each shard"
+        return Finding(
+            cause="mean over a shard",
+            said=f"each replica's loss is the mean over its own shard, and the replicas' gradients are added: {times}"
+            f"{' the gradient of the whole batch' if times.endswith('times') else ''}",
+            tested=tested,
+            advice="divide by the global batch: ls.compute_average_loss(per_example, global_batch_size=...), with "
+            'reduction="none" in the loss',
+        )
+    if best.kind == "weight penalty":
+        return Finding(
+            cause="weight penalty",
+            said="every replica adds the whole weight penalty to its loss, so it counts once per replica",
+            tested=tested,
+            advice="divide it among them: loss + ls.scale_regularization_loss(penalty)",
+        )
+    return Finding(
+        cause="scaled loss",
+        said="the replicas' gradients, added up, are the one replica's but for "
+        + ("one factor" if best.kind == "uniform" else "a factor of each replica's own"),
+        tested=tested,
+        advice="look for what the loss is divided by or multiplied with: a number of replicas, or the rows of a shard",
+    )
+
+
+def additive_finding(comparison: Comparison, step: StepComparison) -> Finding:
+    """Outputs agree, and no weights make the gradients agree."""
+    best = min((max(each.relative for each in w.residuals) for w in step.weightings if w.residuals), default=0.0)
+    return Finding(
+        cause="loss not per example",
+        said="the module's outputs agree row by row, yet the losses of the shards do not add up to that of the batch",
+        tested=f"no factors for the {len(comparison.start.devices)} replicas' gradients give the one replica's: what "
+        f"is left is {best:.0%} of a gradient at best",
+        advice="the loss compares examples with one another (contrastive, centred, ranked): gather what it needs with "
+        "ls.get_replica_context().all_gather(outputs, 0), or average a loss of single examples",
+    )
+
+
+def outside_finding(first: Difference, step: StepComparison, *, held: bool) -> Finding:
+    """A parameter changed without an update."""
+    names = ", ".join(step.changed[:4]) + (f" and {len(step.changed) - 4} more" if len(step.changed) > 4 else "")
+    when = "between an update and the next run" if first.kind == "settled weight" else "in a step before its update"
+    return Finding(
+        cause="changed outside the optimizer",
+        said=f"parameters change outside the optimizer, {when}: {names}",
+        tested="put the parameters back to their values after the update, in both runs: the difference vanishes"
+        if held
+        else f"compared the parameters after each update with those before the next: {first.name} differs by "
+        f"{first.relative:.2g} of its size",
+        advice="replicas share one copy of the weights, so a change inside strategy.run is made once per replica: "
+        "make it outside, after run, or let the optimizer do it (weight_decay)",
+    )
+
+
+def stride_finding(step: StepComparison, replicas: int) -> Finding | None:
+    """The gradients agree and the weights went further by one factor."""
+    if step.stride is None or abs(step.stride - 1) < 1e-4:
+        return None
+    return Finding(
+        cause="learning rate",
+        said=f"the gradients agree, but the update goes {step.stride:.4g} times as far on {replicas} replicas",
+        tested="fitted one factor to the changes of all parameters",
+        advice="a learning rate that grows with num_replicas_in_sync is not needed: the global batch is the same",
+    )
+
+
+def _undistributed(step: StepComparison, replicas: int, rows: int, allowance: Allowance) -> Finding:
+    uniform = next((each for each in step.weightings if each.kind == "uniform"), None)
+    alone = uniform is not None and all(allowance.explains(left) for left in uniform.residuals)
+    factor = f"{1 / uniform.factors[0]:.4g}" if uniform is not None and uniform.factors[0] else "another"
+    tested = (
+        f"the gradients added up are {factor} times the one replica's, and divided by that they are equal"
+        if alone
+        else "compared the rows of every replica with those of one: they are the same"
+    )
+    return Finding(
+        cause="undistributed batch",
+        said=f"each of the {replicas} replicas was given the whole batch of {rows} rows",
+        tested=tested,
+        advice="divide it: for batch in strategy.distribute_dataset(batches): strategy.run(step, (batch,))",
+    )
+
+
+def _other_rows(comparison: Comparison, step: StepComparison) -> Finding:
+    batch, replicas = step.batch, len(comparison.start.devices)
+    fed = Counter(row for each in comparison.steps for row in each.batch.rows)
+    expected = Counter(row for each in comparison.steps for row in each.batch.reference_rows)
+    order = " (over all steps they are the same rows, in another order)" if fed == expected else ""
+    return Finding(
+        cause="different rows",
+        said=f"the runs were fed different data: at step {step.step}, {batch.common} of {len(batch.rows)} rows on "
+        f"{replicas} replicas are among the {len(batch.reference_rows)} rows on one ({batch.name}){order}",
+        tested="compared fingerprints of the rows given to strategy.run; two runs on one replica get the same rows",
+        advice="let the order and the content of the data depend on a seed, and not on the number of replicas",
+    )
+
+
+def _weighting_test(weighting: Weighting, step: StepComparison) -> str:
+    largest = max((left.relative for left in weighting.residuals if left.size), default=0.0)
+    if weighting.kind == "weight penalty":
+        return f"the sum less {weighting.penalty:.4g} times the weights is the one replica's gradient to {largest:.1e}"
+    factors = _listed(weighting.factors)
+    what = {"shares": "weighted with the shards' shares", "uniform": "all multiplied by"}.get(
+        weighting.kind, "multiplied by"
+    )
+    return f"step {step.step}: the replicas' gradients, {what} {factors}, give the one replica's to {largest:.1e}"
+
+
+def _listed(factors: Sequence[float]) -> str:
+    written = [f"{factor:.4g}" for factor in factors]
+    return written[0] if len(set(written)) == 1 else ", ".join(written)

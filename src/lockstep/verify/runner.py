@@ -1,0 +1,143 @@
+"""Two runs at once, each in a fresh process, handed over record by record. All ends with the ``with`` block.
+
+child of one side ----bytes---->  pair(start, start), pair(update, update) ...  both ends
+child of the other --bytes---->
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from lockstep.errors import ReplicaError
+from lockstep.verify.child import Job, occupy
+from lockstep.verify.config import Side, VerifyConfig
+from lockstep.verify.record import EndRecord, Message, StartRecord, UpdateRecord
+
+AHEAD = 2
+"""Records that one run may be ahead of the other: its process waits then, and memory stays small."""
+_END_LIMIT_S = 5.0
+_OUTPUT_CHARACTERS = 4000
+
+
+class Child:
+    """One run's process."""
+
+    def __init__(self, config: VerifyConfig, side: Side, folder: Path) -> None:
+        self.side = side
+        self.output = folder / "output"
+        scratch = folder / "scratch"
+        context = multiprocessing.get_context("spawn")
+        self.connection, far = context.Pipe(duplex=False)
+        job = Job(
+            program=config.program,
+            side=side,
+            steps=config.steps,
+            devices=config.devices,
+            output=str(self.output),
+            scratch=str(scratch),
+        )
+        self._process = context.Process(target=occupy, args=(job, far))
+        self._process.start()
+        far.close()
+        self.waiting: deque[StartRecord | UpdateRecord] = deque()
+        self.end: EndRecord | None = None
+
+    def receive(self) -> None:
+        """Takes one message."""
+        try:
+            message: Message = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self._process.join(_END_LIMIT_S)
+            code = self._process.exitcode
+            message = EndRecord(error=f"the process ended with exit code {code} in the middle of the run")
+        if isinstance(message, EndRecord):
+            self.end = message
+        else:
+            self.waiting.append(message)
+
+    def said(self) -> str:
+        """The last of what the program printed."""
+        if not self.output.exists():
+            return ""
+        return self.output.read_text(errors="replace")[-_OUTPUT_CHARACTERS:].strip()
+
+    def stop(self) -> None:
+        """Waits for the process where it has said its last word; ends it, and all that it started, where not."""
+        if self.end is not None:
+            wait([self._process.sentinel], _END_LIMIT_S)  # not join: until that, its number cannot become another's
+        self.connection.close()
+        pid = self._process.pid
+        if pid is not None:
+            _end_group(pid)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+class Pair:
+    """The two runs of a comparison."""
+
+    def __init__(self, children: Sequence[Child], limit_s: float) -> None:
+        self.left, self.right = children
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + limit_s
+
+    def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
+        """The records of both, side by side; what one has more than the other is left in ``waiting``.
+
+        Raises:
+            ReplicaError: a run took longer than the limit.
+        """
+        while True:
+            while self.left.waiting and self.right.waiting:
+                yield self.left.waiting.popleft(), self.right.waiting.popleft()
+            running = [child for child in (self.left, self.right) if child.end is None]
+            if not running:
+                return
+            # Where the other has ended, what comes has no partner, and only its number is of interest.
+            hungry = [child for child in running if len(child.waiting) < AHEAD or len(running) == 1]
+            for child in self._ready(hungry):
+                child.receive()
+
+    def _ready(self, children: Sequence[Child]) -> list[Child]:
+        connections: list[Connection] = [child.connection for child in children]
+        ready = wait(connections, max(0.0, self._deadline - time.monotonic()))
+        if not ready:
+            which = "all replicas" if children[0].side.all_replicas else "one replica"
+            said = children[0].said()
+            raise ReplicaError(
+                f"the run on {which} was not done after {self._limit_s:g} s; give it more with --timeout-s, "
+                f"or fewer --steps" + (f"; it said last: {said.splitlines()[-1]}" if said else "")
+            )
+        return [child for child in children if child.connection in ready]
+
+
+@contextmanager
+def running(config: VerifyConfig, left: Side, right: Side) -> Iterator[Pair]:
+    """Starts both runs; after the block, whatever happens in it, processes and files are gone."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-verify-")))
+        children = []
+        for name, side in (("left", left), ("right", right)):
+            own = Path(tempfile.mkdtemp(prefix=name, dir=folder))
+            child = Child(config, side, own)
+            stack.callback(child.stop)
+            children.append(child)
+        yield Pair(children, config.timeout_s)
+
+
+def _end_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return  # all of it has ended, or the process had not made its group yet and is killed alone

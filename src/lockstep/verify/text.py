@@ -1,0 +1,157 @@
+"""A report for a person, as plain text, and for a machine, as JSON. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from typing import Any
+
+from lockstep.report.table import text_table
+from lockstep.verify.difference import NOISE_FACTOR, ROUNDING_UNITS, Difference
+from lockstep.verify.verify import VerifyReport
+
+MOST_ROWS = 8
+_WIDTH = 110
+
+
+def render(report: VerifyReport) -> str:
+    """The verdict with a table of differences and, where there is a difference, its causes."""
+    parts = [_title(report), *_notes(report)]
+    if report.first is None:
+        parts += [_table(report, report.largest()), _equal(report)]
+    else:
+        parts += [_table(report, _beyond(report)), _different(report, report.first), *_causes(report)]
+    return "\n\n".join(parts)
+
+
+def to_json(report: VerifyReport) -> str:
+    """Everything in the text and all experiments, as one JSON object; a number that is not finite is null."""
+    comparison = report.comparison
+    found: dict[str, Any] = {
+        "program": report.config.program.name,
+        "equal": report.equal,
+        "replicas": len(comparison.start.devices),
+        "devices": list(comparison.start.devices),
+        "updates": len(comparison.steps),
+        "asked_updates": report.config.steps,
+        "first": None if report.first is None else _as_dict(report, report.first),
+        "largest": [_as_dict(report, each) for each in report.largest()],
+        "causes": [vars(finding) for finding in report.findings],
+        "experiments": [vars(each) for each in report.experiments],
+        "rounding": {
+            "unit": report.allowance.unit,
+            "units_granted": ROUNDING_UNITS,
+            "noise_factor": NOISE_FACTOR,
+            "measured": bool(report.allowance.noise),
+        },
+        "notes": _notes(report),
+    }
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def _title(report: VerifyReport) -> str:
+    comparison = report.comparison
+    devices = ", ".join(comparison.start.devices)
+    updates = _count(len(comparison.steps), "update")
+    return f"{report.config.program.name}: {updates} on {len(comparison.start.devices)} replicas ({devices}) and on one"
+
+
+def _notes(report: VerifyReport) -> list[str]:
+    comparison, notes = report.comparison, []
+    if comparison.extra:
+        which = "all replicas" if comparison.extra > 0 else "one replica"
+        notes.append(f"note: the run on {which} made {_count(abs(comparison.extra), 'update')} more than the other")
+    if len(comparison.steps) < report.config.steps and not comparison.extra:
+        asked = _count(report.config.steps, "update")
+        notes.append(f"note: the program ended before the {asked} asked for; what there is was compared")
+    if comparison.ends[0].strategies > 1:
+        notes.append(
+            f"note: the program made {comparison.ends[0].strategies} strategies of several devices; compared is the "
+            f"first, on {', '.join(comparison.start.devices)}"
+        )
+    return notes
+
+
+def _beyond(report: VerifyReport) -> list[Difference]:
+    """The first that rounding does not explain, from the step of the first on."""
+    beyond = [each for each in report.comparison.differences if not report.allowance.explains(each)]
+    return sorted(beyond, key=lambda each: each.order)[:MOST_ROWS]
+
+
+def _table(report: VerifyReport, differences: list[Difference]) -> str:
+    rows = [
+        [
+            str(each.step) if each.step else "start",
+            each.kind,
+            each.name,
+            _number(each.amount),
+            _number(each.relative),
+            _number(_relative_allowed(report, each)),
+        ]
+        for each in differences
+    ]
+    return text_table(["step", "what", "name", "differs by", "relative", "rounding"], rows)
+
+
+def _equal(report: VerifyReport) -> str:
+    granted = f"{ROUNDING_UNITS} rounding errors ({ROUNDING_UNITS * report.allowance.unit:.1e}) of a tensor's size"
+    measured = f", or {NOISE_FACTOR} times the measured one" if report.allowance.noise else ""
+    return f"equal within rounding: nothing differs by more than {granted}{measured}"
+
+
+def _different(report: VerifyReport, first: Difference) -> str:
+    amount = "cannot be compared" if math.isinf(first.amount) else f"differs by {first.relative:.2g} of its size"
+    note = f" ({first.note})" if first.note else ""
+    where = f"step {first.step}" if first.step else "before the first step"
+    if first.kind == "rows":
+        return f"different: {where}, the rows of the global batch ({first.name}) are not the same"
+    return f"different: {where}, {first.kind} {first.name} is the first that {amount}{note}"
+
+
+def _causes(report: VerifyReport) -> list[str]:
+    if not report.findings:
+        tried = "\n".join(f"  {each.what}: {each.outcome}" for each in report.experiments)
+        return [f"cause: none of the hypotheses explains it; what was tried:\n{tried}"]
+    return [
+        "\n".join(
+            [
+                f"cause: {finding.cause}",
+                *_entry("what", finding.said),
+                *_entry("tested", finding.tested),
+                *_entry("change", finding.advice),
+            ]
+        )
+        for finding in report.findings
+    ]
+
+
+def _entry(name: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=f"  {name:<8}", subsequent_indent=" " * 10, break_long_words=False
+    )
+
+
+def _relative_allowed(report: VerifyReport, difference: Difference) -> float:
+    allowed = report.allowance.allowed(difference)
+    return allowed / difference.size if difference.size else allowed
+
+
+def _as_dict(report: VerifyReport, difference: Difference) -> dict[str, Any]:
+    return {
+        **{name: _finite(value) for name, value in vars(difference).items()},
+        "relative": _finite(difference.relative),
+        "allowed": _finite(report.allowance.allowed(difference)),
+    }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float) -> str:
+    return "-" if math.isinf(value) else "0" if value == 0 else f"{value:.1e}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
