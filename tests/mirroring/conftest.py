@@ -22,6 +22,6 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """The storage of the weights. A CPU share has no memory limit, so what gives it weights of its own is forced."""
     if request.param != "shared":
         groups = _each_alone if request.param == "own" else _in_pairs
-        monkeypatch.setattr("lockstep.strategies.base.storage_groups", groups)
+        monkeypatch.setattr("lockstep.mirroring.registry.storage_groups", groups)
         monkeypatch.setattr("lockstep.mirroring.mirror.storage_groups", groups)
     return str(request.param)

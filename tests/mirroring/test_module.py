@@ -216,11 +216,11 @@ def test_conversions_and_copies_are_refused(make_strategy: MakeStrategy):
 def test_collected_modules_are_forgotten(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     mirrored: Tensor | MirroredModule | None = strategy.mirror(net())
-    assert len(strategy._modules) == 1
+    assert len(strategy.mirrored_modules) == 1
     mirrored = None
 
     assert mirrored is None
-    assert len(strategy._modules) == 0
+    assert len(strategy.mirrored_modules) == 0
 
 
 def test_weights_that_the_user_exchanges_reach_every_replica_of_the_device(make_strategy: MakeStrategy):

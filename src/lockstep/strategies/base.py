@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from types import CodeType
 from typing import Any, TypeVar, overload
-from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -24,14 +22,12 @@ from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
 from lockstep.data.input_context import InputContext
 from lockstep.errors import UsageError
-from lockstep.mirroring.copies import storage_groups
-from lockstep.mirroring.mirror import MemoryFormat, mirror_module
+from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.mirroring.plain_call import refusing_plain_calls
+from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.issue import code_of
 from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
@@ -44,11 +40,7 @@ class Strategy(ABC):
     """How one program runs on many replicas. Subclasses give ``devices`` and ``_execute``."""
 
     def __init__(self) -> None:
-        # Weak: a mirrored module keeps its strategy alive, and not the other way round.
-        self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
-        self._optimizers: WeakSet[MirroredOptimizer] = WeakSet()
-        self._variables: WeakSet[MirroredVariable] = WeakSet()
-        self._checked: WeakSet[type | CodeType] = WeakSet()
+        self._mirrored = MirroredObjects()
 
     @property
     @abstractmethod
@@ -77,7 +69,11 @@ class Strategy(ABC):
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:
         """The modules mirrored by this strategy that are still in use, in the order of mirroring."""
-        return tuple(self._modules.values())
+        return self._mirrored.modules
+
+    def mirrored_parameters(self) -> set[int]:
+        """The ids of all parameters, any replica's copies, of the mirrored modules."""
+        return self._mirrored.parameters()
 
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the strategy that ``ls.Model`` and ``ls.get_strategy`` find inside the ``with`` block.
@@ -115,13 +111,12 @@ class Strategy(ABC):
                 f"args must be a tuple or list of fn's arguments, got {type(args).__name__}; write args=(x,)"
             )
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(self.num_replicas_in_sync)]
-        for module in self._modules.values():
-            module.align()
+        self._mirrored.align()
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [partial(fn, *positional, **named) for positional, named in views]
-        with entered(self), self._first_run_checked(fn):
+        with entered(self), self._mirrored.first_run_checked(fn):
             return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
@@ -184,13 +179,13 @@ class Strategy(ABC):
         """
         self._outside("mirror")
         if isinstance(target, nn.Module):
-            return self._mirror_module(target, sync_batchnorm, memory_format)
+            return self._mirrored.mirror_module(
+                self, target, self.devices, sync_batchnorm=sync_batchnorm, memory_format=memory_format
+            )
         if isinstance(target, MirroredOptimizer):
             return target
         if isinstance(target, torch.optim.Optimizer):
-            optimizer = MirroredOptimizer(self, target, storage_groups(self.devices), self._copies_by_parameter)
-            self._optimizers.add(optimizer)
-            return optimizer
+            return self._mirrored.mirror_optimizer(self, target, self.devices)
         raise TypeError(f"mirror takes a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
 
     def variable(
@@ -199,7 +194,7 @@ class Strategy(ABC):
         """A variable with one value per replica; see ``MirroredVariable``."""
         self._outside("variable")
         made = MirroredVariable(self, value, self.devices, aggregation=aggregation, synchronization=synchronization)
-        self._variables.add(made)
+        self._mirrored.variables.add(made)
         return made
 
     def distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
@@ -255,44 +250,10 @@ class Strategy(ABC):
         bracket = Bracket(
             start=start, multiple_of=self.num_replicas_in_sync if multiple_of is None else multiple_of, limit=limit
         )
-        trials = Trials(self, step, make_batch, optimizers=self._optimizers, variables=self._variables)
+        trials = Trials(
+            self, step, make_batch, optimizers=self._mirrored.optimizers, variables=self._mirrored.variables
+        )
         return search_batch_size(trials, bracket, memory_mb=memory_mb).size
-
-    def _first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
-        key = code_of(fn)
-        if self.num_replicas_in_sync == 1 or key in self._checked:
-            return nullcontext()
-        self._checked.add(key)
-        return refusing_plain_calls(self._modules.values())
-
-    def _mirror_module(self, module: nn.Module, sync_batchnorm: bool, memory_format: MemoryFormat) -> MirroredModule:
-        if isinstance(module, MirroredModule):
-            if self._modules.get(id(module.module)) is not module:
-                raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
-            return module
-        mirrored = self._modules.get(id(module))
-        if mirrored is None:
-            mirrored = mirror_module(
-                self, module, self.devices, sync_batchnorm=sync_batchnorm, memory_format=memory_format
-            )
-            self._modules[id(mirrored.module)] = mirrored
-        elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
-            raise UsageError(
-                "this module is mirrored already, and keeps the settings that it was mirrored with; "
-                "give sync_batchnorm and memory_format when you mirror it first"
-            )
-        return mirrored
-
-    def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
-        """The id of each parameter of a user's mirrored module -> its copies, one per replica."""
-        modules = self._modules.values()
-        every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in modules)
-        return {id(copies[0]): copies for module in every for copies in module}
-
-    def mirrored_parameters(self) -> set[int]:
-        """The ids of all parameters, any replica's copies, of this strategy's mirrored modules."""
-        copies = (duplicate for module in self._modules.values() for duplicate in module.copies)
-        return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):

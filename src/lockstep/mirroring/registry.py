@@ -1,0 +1,104 @@
+"""What one strategy has mirrored: its modules, optimizers and variables, known as long as somebody uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+from torch import nn
+
+from lockstep.config import LogicalDevice
+from lockstep.errors import UsageError
+from lockstep.mirroring.copies import storage_groups
+from lockstep.mirroring.mirror import MemoryFormat, mirror_module
+from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.plain_call import refusing_plain_calls
+from lockstep.mirroring.variable import MirroredVariable
+from lockstep.replicas.issue import code_of
+
+
+class MirroredObjects:
+    """The mirrored modules, optimizers and variables of one strategy.
+
+    All are held weakly: a mirrored module keeps its strategy alive, and not the other way round.
+    """
+
+    def __init__(self) -> None:
+        self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
+        self._checked: WeakSet[type | CodeType] = WeakSet()
+        self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
+        self.variables: WeakSet[MirroredVariable] = WeakSet()
+
+    @property
+    def modules(self) -> tuple[MirroredModule, ...]:
+        """Those still in use, in the order of mirroring."""
+        return tuple(self._modules.values())
+
+    def mirror_module(
+        self,
+        owner: object,
+        module: nn.Module,
+        devices: Sequence[LogicalDevice],
+        *,
+        sync_batchnorm: bool,
+        memory_format: MemoryFormat,
+    ) -> MirroredModule:
+        """The mirrored module of ``module``: the one that there is, or a new one.
+
+        Raises:
+            UsageError: mirrored by another strategy, or mirrored already with other settings than these.
+        """
+        if isinstance(module, MirroredModule):
+            if self._modules.get(id(module.module)) is not module:
+                raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
+            return module
+        mirrored = self._modules.get(id(module))
+        if mirrored is None:
+            mirrored = mirror_module(owner, module, devices, sync_batchnorm=sync_batchnorm, memory_format=memory_format)
+            self._modules[id(mirrored.module)] = mirrored
+        elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
+            raise UsageError(
+                "this module is mirrored already, and keeps the settings that it was mirrored with; "
+                "give sync_batchnorm and memory_format when you mirror it first"
+            )
+        return mirrored
+
+    def mirror_optimizer(
+        self, owner: object, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice]
+    ) -> MirroredOptimizer:
+        """An optimizer whose step is a step of all replicas.
+
+        Raises:
+            UsageError: it holds parameters of modules that are not mirrored here.
+        """
+        mirrored = MirroredOptimizer(owner, optimizer, storage_groups(devices), self._copies_by_parameter)
+        self.optimizers.add(mirrored)
+        return mirrored
+
+    def parameters(self) -> set[int]:
+        """The ids of all parameters, any replica's copies, of the modules."""
+        copies = (duplicate for module in self.modules for duplicate in module.copies)
+        return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
+
+    def align(self) -> None:
+        """Before a run: gives all copies what the user has changed in the first."""
+        for module in self.modules:
+            module.align()
+
+    def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
+        """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""
+        key = code_of(fn)
+        if key in self._checked:
+            return nullcontext()
+        self._checked.add(key)
+        return refusing_plain_calls(self.modules)
+
+    def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
+        """The id of each parameter of a user's module -> its copies, one per replica."""
+        every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in self.modules)
+        return {id(copies[0]): copies for module in every for copies in module}
