@@ -5,12 +5,14 @@ GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS_VENV := .venv-peers
+PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench gpu docs clean
+.PHONY: help demo test check bench bench-peers gpu docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from, so that a second run installs nothing.
 $(STAMP): pyproject.toml constraints.txt
@@ -34,6 +36,16 @@ check: $(STAMP) ## lint, formatting, types and import order
 bench: $(STAMP) ## measure step time and memory beside the peers; writes a dated table
 	@$(BIN)/python -m lockstep.bench
 
+# Each peer's environment is its own. One that cannot be made is told, and the table says that the peer did not run.
+$(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
+	@echo "installing into $(PEERS_VENV)/$* (once; hundreds of megabytes)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@if $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<; then touch $@; \
+	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
+
+bench-peers: $(STAMP) $(PEER_STAMPS) ## the same beside Accelerate, Fabric, TensorFlow and JAX too, in .venv-peers
+	@$(BIN)/python -m lockstep.bench --peers also
+
 gpu: ## run the tests that need a GPU, with a Python whose torch has CUDA: make gpu GPU_PYTHON=python3
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/config tests/data tests/strategies
 
@@ -42,5 +54,5 @@ docs: $(STAMP) ## build the documentation, warnings being errors
 	@echo "docs/_build/html/index.html"
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(PEERS_VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,6 +42,7 @@ WRITES_FILES = (
     "checkpoint/",
     "report/",
     "bench/report",
+    "bench/inputs.py",
     "train/callbacks/tensorboard.py",
     "train/callbacks/csv_logger.py",
     "recipes/images/pixel_file.py",  # decoded pictures, too many for memory, grow in a file mapped into it
@@ -60,6 +61,8 @@ WRITING_CALLS = {
     "os.mkdir",
     "numpy.save",
     "np.save",
+    "numpy.savez",
+    "np.savez",
     "shutil.copyfile",
 }
 WRITING_METHODS = {"write_text", "write_bytes", "mkdir", "savefig", "touch", "unlink", "save_file", "to_csv"}

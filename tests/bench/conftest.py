@@ -10,7 +10,8 @@ from lockstep.bench.harness import Sample
 from lockstep.bench.machine import Machine
 from lockstep.bench.markdown import Conditions
 from lockstep.bench.memory import Memory
-from lockstep.bench.trial import Contender, Layout
+from lockstep.bench.spawned import SpawnedBody
+from lockstep.bench.trial import Contender, Layout, Role
 
 
 class Make:
@@ -20,22 +21,21 @@ class Make:
         self,
         name: str,
         *,
-        ours: bool = False,
+        role: Role = "rival",
         shares: int = 1,
         processes: int = 1,
-        counted: bool = True,
         layout: Layout = "contiguous",
     ) -> Contender:
         settings = f"settings of {name}"
         return Contender(
             name=name,
             settings=settings,
-            body=train_ddp,
+            launcher=SpawnedBody(body=train_ddp),
             shares=shares,
             processes=processes,
-            ours=ours,
-            counted=counted,
             layout=layout,
+            role=role,
+            peer=name.partition("-")[0] if role == "peer" else "",
         )
 
     def memory(self, peak_mb: float) -> Memory:
@@ -51,6 +51,7 @@ class Make:
             exchange_ms=exchange_ms,
             first_step_s=3.0 + round_,
             loss=1.5,
+            trained=1000,
             memory=self.memory(100.0 + round_),
         )
 
@@ -63,6 +64,7 @@ class Make:
         peak_mb: float = 100.0,
         first_step_s: float = 2.0,
         share: float | None = None,
+        trained: int = 1000,
     ) -> Figures:
         return Figures(
             contender=who,
@@ -75,6 +77,7 @@ class Make:
             first_step_s=first_step_s,
             memory=self.memory(peak_mb),
             loss=1.5,
+            trained=trained,
         )
 
     def conditions(self) -> Conditions:

@@ -42,10 +42,10 @@ def test_a_ratio_without_a_common_round_is_refused(make):
 
 def test_the_best_rival_is_neither_ours_nor_a_check(make):
     contenders = [
-        make.contender("ours", ours=True),
+        make.contender("ours", role="ours"),
         make.contender("slow"),
         make.contender("fast"),
-        make.contender("check", counted=False),
+        make.contender("check", role="check"),
     ]
     samples = [
         make.sample("ours", 1),
@@ -58,8 +58,16 @@ def test_the_best_rival_is_neither_ours_nor_a_check(make):
     assert best_rival(contenders[:1], samples, "mlm") is None
 
 
+def test_without_a_rival_the_best_peer_is_the_reference(make):
+    contenders = [make.contender("ours", role="ours"), make.contender("fabric-2", role="peer"), make.contender("a")]
+    samples = [make.sample("ours", 1), make.sample("fabric-2", 2), make.sample("a", 3)]
+
+    assert best_rival(contenders, samples, "mlm") == contenders[2]
+    assert best_rival(contenders[:2], samples, "mlm") == contenders[1]
+
+
 def test_figures_pool_the_steps_and_take_the_median_of_what_a_round_has_once(make):
-    ours, rival = make.contender("ours", ours=True), make.contender("rival")
+    ours, rival = make.contender("ours", role="ours"), make.contender("rival")
     samples = [
         make.sample("ours", 10, 20, 30, exchange_ms=(1, 2, 3)),
         make.sample("rival", 40, 40, 40),
@@ -78,7 +86,7 @@ def test_figures_pool_the_steps_and_take_the_median_of_what_a_round_has_once(mak
 
 
 def test_without_a_rival_the_first_contender_is_the_reference(make):
-    contenders = [make.contender("a", ours=True), make.contender("b", ours=True)]
+    contenders = [make.contender("a", role="ours"), make.contender("b", role="ours")]
     samples = [make.sample("a", 10), make.sample("b", 15)]
 
     assert [row.ratio for row in figures_of(contenders, samples, "mlm")] == [1.0, 1.5]
@@ -87,3 +95,7 @@ def test_without_a_rival_the_first_contender_is_the_reference(make):
 def test_a_contender_without_samples_is_named(make):
     with pytest.raises(DataError, match="contender 'a' has no sample of workload 'mobilenetv2'"):
         figures_of([make.contender("a")], [make.sample("a", 1)], "mobilenetv2")
+
+
+def test_where_nobody_ran_there_are_no_figures():
+    assert figures_of([], [], "mlm") == []

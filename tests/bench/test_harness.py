@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lockstep.bench.harness import plan_rounds, run_rounds, run_trial
 from lockstep.bench.roster import roster
@@ -23,13 +24,12 @@ def trial(name: str, **changes: int) -> Trial:
 @pytest.mark.workers
 def test_contenders_take_turns_and_do_the_same_work():
     seen: list[tuple[str, int, int]] = []
-    samples = run_rounds(
+    ours, ddp = run_rounds(
         [trial("lockstep-2"), trial("ddp-2")],
         rounds=1,
         progress=lambda sample, done, planned: seen.append((sample.contender, done, planned)),
-    )
+    ).samples
 
-    ours, ddp = samples
     assert seen == [("lockstep-2", 1, 2), ("ddp-2", 2, 2)]
     # The third step's loss follows from two updates, so it agrees only if the gradients and the updates do.
     assert ours.loss == pytest.approx(ddp.loss, rel=1e-4)
@@ -39,6 +39,32 @@ def test_contenders_take_turns_and_do_the_same_work():
     assert ddp.memory.rss_mb > 1.5 * ours.memory.rss_mb
     assert min(ours.first_step_s, ddp.first_step_s) > 0.1
     assert min(ours.cpu_ms, ddp.cpu_ms) > 0
+    assert ours.trained == ddp.trained == 55298
+
+
+@pytest.mark.workers
+def test_the_yardsticks_train_on_their_halves_alone():
+    alone, together = (run_trial(trial(name, steps=1)) for name in ("half alone", "halves together"))
+    first, second = loss_of_half(0), loss_of_half(1)
+
+    assert alone.loss == pytest.approx(first, rel=1e-5)
+    assert together.loss == pytest.approx((first + second) / 2, rel=1e-5)
+    assert first != pytest.approx(second, rel=1e-2)
+    assert together.memory.rss_mb > 1.5 * alone.memory.rss_mb
+
+
+def loss_of_half(half: int) -> float:
+    """The second step's loss of a plain loop over that half of the batches."""
+    workload = WORKLOADS["linear"]
+    torch.manual_seed(0)
+    module = workload.make_module()
+    optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate)
+    for x, y in workload.make_batches(2):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(module(x.chunk(2)[half]), y.chunk(2)[half])
+        loss.backward()
+        optimizer.step()
+    return loss.item()
 
 
 @pytest.mark.workers

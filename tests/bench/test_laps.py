@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
 
+import lockstep.bench.laps as laps_module
 from lockstep.bench.laps import LapRecord, Laps
 
 
@@ -52,6 +55,23 @@ def test_steps_that_do_not_tell_the_exchange_apart_have_none(records):
     laps.lap(0.0)
 
     assert records[0].exchange_s == ()
+
+
+def test_the_record_tells_how_many_parameters_are_trained(records):
+    laps = Laps(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+    laps.trained = 7
+    laps.lap(0.0)
+    laps.lap(0.0)
+
+    assert records[0].trained == 7
+
+
+def test_the_stopwatch_needs_python_alone():
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print({'torch', 'lockstep', 'numpy'} & sys.modules.keys())"
+    command = [sys.executable, "-I", "-S", "-c", code, laps_module.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")
 
 
 def _work(cpu_s: float) -> None:

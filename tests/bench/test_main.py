@@ -26,7 +26,7 @@ def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytes
     [
         (
             ["--only", "tpu"],
-            "--only tpu names no contender; choose from 'lockstep-2', 'lockstep-4', 'single channels_last'",
+            "--only tpu names no contender; choose from 'lockstep-2', 'lockstep-4', 'half alone', 'halves together'",
         ),
         (["--rounds", "0"], "rounds=0 was given, expected at least 1"),
         (["--steps", "0"], "steps=0 was given, expected at least 1"),
@@ -40,3 +40,14 @@ def test_bad_words_are_one_line_and_write_nothing(
     (line,) = caplog.messages
     assert line.startswith(f"error: {message}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_without_environments_are_rows_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    words = ["--workload", "mlm", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--peers", "only"]
+
+    assert main([*words, "--environments", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 0
+
+    (table,) = (tmp_path / "out").glob("*.md")
+    for name in ("accelerate-2", "fabric-2", "tensorflow-2", "jax-2"):
+        assert f"| {name} | not run |" in table.read_text()
+        assert f"- {name}: not run: {tmp_path / 'none'}" in table.read_text()

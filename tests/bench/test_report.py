@@ -15,7 +15,7 @@ from lockstep.bench.workloads import WORKLOADS
 @pytest.fixture
 def results(make):
     rival = make.figures(make.contender("single"), ratio=1.0)
-    rows = (make.figures(make.contender("ours-2", ours=True, shares=2), ratio=0.9), rival)
+    rows = (make.figures(make.contender("ours-2", role="ours", shares=2), ratio=0.9), rival)
     return [WorkloadResult(workload=WORKLOADS["mlm"], figures=rows)]
 
 
@@ -33,6 +33,8 @@ def test_the_json_holds_every_sample_and_the_verdicts(make, results, tmp_path: P
 
     assert record["samples"][0]["step_ms"] == [1, 2]
     assert record["samples"][0]["memory"]["peak_mb"] == 100.0
+    assert record["samples"][0]["trained"] == 1000
+    assert (record["efficiencies"], record["absences"]) == ([], [])
     assert record["conditions"]["machine"]["commit"] == "abc"
     assert [(target["workload"], target["value"], target["reached"]) for target in record["targets"]] == [
         ("mlm", 0.9, True)

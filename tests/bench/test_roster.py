@@ -13,6 +13,8 @@ def test_rivals_try_both_memory_formats_where_there_are_convolutions():
     assert [contender.name for contender in roster("mobilenetv2") if contender.counted] == [
         "lockstep-2",
         "lockstep-4",
+        "half alone",
+        "halves together",
         "single channels_last",
         "single",
         "ddp-2 channels_last",
@@ -23,6 +25,8 @@ def test_rivals_try_both_memory_formats_where_there_are_convolutions():
     assert [contender.name for contender in roster("mlm") if contender.counted] == [
         "lockstep-2",
         "lockstep-4",
+        "half alone",
+        "halves together",
         "single",
         "ddp-2",
         "ddp-4",
@@ -38,6 +42,7 @@ def test_checks_are_not_counted():
 def test_contenders_can_travel_to_a_process():
     for contender in roster("mobilenetv2"):
         assert pickle.loads(pickle.dumps(contender)) == contender
+        assert contender.peer == ""
 
 
 def test_a_plain_loop_has_no_automatic_layout():

@@ -7,19 +7,22 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import median
 
+from lockstep.bench.efficiency import efficiencies_of
 from lockstep.bench.figures import figures_of
-from lockstep.bench.harness import Sample, run_rounds
+from lockstep.bench.harness import Absence, Rounds, Sample, run_rounds
+from lockstep.bench.lineup import Lineup, line_up
 from lockstep.bench.machine import this_machine
 from lockstep.bench.markdown import Conditions, WorkloadResult, render
+from lockstep.bench.peers import Places
 from lockstep.bench.report import write_report
-from lockstep.bench.roster import roster
-from lockstep.bench.trial import Contender, Trial
-from lockstep.bench.workloads import WORKLOADS, find_workload
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.bench.trial import Trial
+from lockstep.bench.workloads import WORKLOADS
+from lockstep.errors import LockstepError
 
 _log = logging.getLogger("lockstep.bench")
 _USUAL = ("mobilenetv2", "mlm")
@@ -48,48 +51,61 @@ def _measure(asked: argparse.Namespace, words: Sequence[str]) -> Path:
         rounds=asked.rounds,
     )
     names = tuple(asked.workload or _USUAL)
-    contenders = {name: _chosen(roster(find_workload(name).name), asked.only) for name in names}
-    trials = [
-        Trial(
-            workload=WORKLOADS[name],
-            contender=contender,
-            warm_up=asked.warm_up,
-            steps=asked.steps,
-            cores=machine.cores,
-        )
-        for name in names
-        for contender in contenders[name]
-    ]
-    samples = run_rounds(trials, rounds=asked.rounds, progress=_say)
-    results = [
-        WorkloadResult(workload=WORKLOADS[name], figures=tuple(figures_of(contenders[name], samples, name)))
-        for name in names
-    ]
+    lineup = line_up(names, peers=asked.peers, places=_places(asked), only=asked.only)
+    rounds = run_rounds(_trials(asked, lineup, machine.cores), rounds=asked.rounds, progress=_say)
+    results = [_result(name, lineup, rounds) for name in names]
+    conditions = replace(conditions, peers=tuple(lineup.versions.items()))
     _log.info("\n%s", render(conditions, results))
-    return write_report(Path(asked.output), conditions, results, samples)
+    return write_report(Path(asked.output), conditions, results, rounds.samples)
 
 
-def _say(sample: Sample, done: int, planned: int) -> None:
+def _trials(asked: argparse.Namespace, lineup: Lineup, cores: int) -> list[Trial]:
+    return [
+        Trial(workload=WORKLOADS[name], contender=contender, warm_up=asked.warm_up, steps=asked.steps, cores=cores)
+        for name, contenders in lineup.contenders.items()
+        for contender in contenders
+    ]
+
+
+def _result(name: str, lineup: Lineup, rounds: Rounds) -> WorkloadResult:
+    absences = [absence for absence in (*lineup.absences, *rounds.absences) if absence.workload == name]
+    away = {absence.contender for absence in absences}
+    present = [contender for contender in lineup.contenders[name] if contender.name not in away]
+    return WorkloadResult(
+        workload=WORKLOADS[name],
+        figures=tuple(figures_of(present, rounds.samples, name)),
+        efficiencies=tuple(efficiencies_of(present, rounds.samples, name)),
+        absences=tuple(absences),
+    )
+
+
+def _places(asked: argparse.Namespace) -> Places:
+    return Places(environments=Path(asked.environments), programs=Path(asked.programs))
+
+
+def _say(outcome: Sample | Absence, done: int, planned: int) -> None:
+    if isinstance(outcome, Absence):
+        _log.warning(
+            "%3d/%d  %-12s %-27s takes no further part: %s",
+            done,
+            planned,
+            outcome.workload,
+            outcome.contender,
+            outcome.reason,
+        )
+        return
     _log.info(
         "%3d/%d  round %d  %-12s %-27s %8.1f ms a step, first step after %5.2f s, peak %5.0f MB, loss %.4f",
         done,
         planned,
-        sample.round + 1,
-        sample.workload,
-        sample.contender,
-        median(sample.step_ms),
-        sample.first_step_s,
-        sample.memory.peak_mb,
-        sample.loss,
+        outcome.round + 1,
+        outcome.workload,
+        outcome.contender,
+        median(outcome.step_ms),
+        outcome.first_step_s,
+        outcome.memory.peak_mb,
+        outcome.loss,
     )
-
-
-def _chosen(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
-    chosen = [contender for contender in contenders if not only or contender.name in only]
-    if not chosen:
-        known = ", ".join(repr(contender.name) for contender in contenders)
-        raise ConfigError(f"--only {' '.join(only or ())} names no contender; choose from {known}")
-    return chosen
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,6 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="trials of each contender (default 3)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a trial (default 10)")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before those (default 3)")
+    parser.add_argument(
+        "--peers",
+        choices=("no", "also", "only"),
+        default="no",
+        help="whether Accelerate, Fabric, TensorFlow and JAX take part; make bench-peers makes their environments",
+    )
+    parser.add_argument("--environments", default=".venv-peers", help="folder of the peers' environments")
+    parser.add_argument("--programs", default="benchmarks/peers", help="folder of the peers' programs")
     parser.add_argument("--output", default="benchmarks", help="folder of the tables (default benchmarks)")
     return parser
 

@@ -28,6 +28,7 @@ class Figures:
         first_step_s: median over the rounds.
         memory: each figure's median over the rounds.
         loss: of the last step, median over the rounds.
+        trained: parameters that the optimizer changes.
     """
 
     contender: Contender
@@ -40,6 +41,7 @@ class Figures:
     first_step_s: float
     memory: Memory
     loss: float
+    trained: int
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -72,9 +74,12 @@ def paired_ratio(samples: Sequence[Sample], others: Sequence[Sample]) -> float:
 
 
 def best_rival(contenders: Sequence[Contender], samples: Sequence[Sample], workload: str) -> Contender | None:
-    """The rival that counts with the lowest median step; None if there is no rival."""
-    rivals = [contender for contender in contenders if contender.counted and not contender.ours]
-    return min(rivals, key=lambda rival: median(_steps(_of(samples, workload, rival))), default=None)
+    """The rival with the lowest median step; without rivals the best peer, and None without any."""
+    for role in ("rival", "peer"):
+        others = [contender for contender in contenders if contender.role == role]
+        if others:
+            return min(others, key=lambda other: median(_steps(_of(samples, workload, other))))
+    return None
 
 
 def figures_of(contenders: Sequence[Contender], samples: Sequence[Sample], workload: str) -> list[Figures]:
@@ -85,6 +90,8 @@ def figures_of(contenders: Sequence[Contender], samples: Sequence[Sample], workl
         samples: of all workloads.
         workload: which one.
     """
+    if not contenders:
+        return []
     best = best_rival(contenders, samples, workload) or contenders[0]
     reference = _of(samples, workload, best)
     return [_figures(contender, _of(samples, workload, contender), reference) for contender in contenders]
@@ -107,6 +114,7 @@ def _figures(contender: Contender, own: Sequence[Sample], reference: Sequence[Sa
             pss_mb=median(sample.memory.pss_mb for sample in own),
         ),
         loss=median(sample.loss for sample in own),
+        trained=own[0].trained,
     )
 
 

@@ -1,4 +1,8 @@
-"""The stopwatch that a contender carries through its steps."""
+"""The stopwatch that a contender carries through its steps.
+
+The peers' programs load this very file in environments without torch, so it needs Python alone and imports nothing of
+ours.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ class LapRecord:
         cpu_s: CPU seconds of this process, all its threads, over all timed steps: user and system together.
         exchange_s: seconds of each timed step that went into exchange and update; empty where they are not told apart.
         loss: of the last step.
+        trained: parameters that the optimizer changes; 0 where nobody has said.
     """
 
     first_step_s: float
@@ -26,6 +31,7 @@ class LapRecord:
     cpu_s: float
     exchange_s: tuple[float, ...]
     loss: float
+    trained: int = 0
 
 
 class Laps:
@@ -36,11 +42,16 @@ class Laps:
         steps: steps that are.
         started_s: ``time.monotonic()`` at the start of the trial.
         report: receives the record inside the last lap, while the contender still holds all that it holds in a step.
+
+    Attributes:
+        total: steps in all.
+        trained: parameters that the optimizer changes; the contender sets it.
     """
 
     def __init__(self, *, warm_up: int, steps: int, started_s: float, report: Callable[[LapRecord], None]) -> None:
         self._warm_up = warm_up
         self.total = warm_up + steps
+        self.trained = 0
         self._started_s = started_s
         self._report = report
         self._ends: list[float] = []
@@ -73,6 +84,7 @@ class Laps:
             cpu_s=_cpu_s() - self._cpu_before_s,
             exchange_s=tuple(self._exchanges),
             loss=loss,
+            trained=self.trained,
         )
 
 

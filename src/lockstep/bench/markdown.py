@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.bench.efficiency import Efficiency
 from lockstep.bench.figures import Figures
+from lockstep.bench.harness import Absence
 from lockstep.bench.machine import Machine
 from lockstep.bench.targets import Target, targets_of
 from lockstep.bench.trial import Workload
 
 _HEADINGS = (
     "contender", "step ms", "p10", "p90", "ratio", "CPU ms", "exchange + update", "first step s", "peak MB", "RSS MB",
-    "PSS MB", "loss",
+    "PSS MB", "loss", "parameters",
 )  # fmt: skip
 
 
 _LEGEND = """\
 ## What the columns mean
 
-- contenders called a check ran in the first round only and take no part in the targets.
+- contenders called a check ran in the first round only and take no part in the targets; yardsticks do a part of the
+  work, to tell what the hardware gives.
 - step ms, p10, p90: of the timed steps of all rounds together.
 - ratio: to the best rival, the one whose ratio is 1: the median step over the rival's of the same round, and of these
   the median. Below 1 is faster than the best rival.
@@ -31,9 +34,14 @@ _LEGEND = """\
 - peak, RSS, PSS: memory of all processes of the contender together, read inside the last step. Peak is the sum of their
   resident peaks (VmHWM) and is what the targets compare: so much the machine must have, even where a process gives some
   back at the end of its step. RSS counts pages that processes share in each of them, PSS shares them out.
-- loss: of the last step. Every contender trains the same model on the same batches, so these agree but for dropout and
-  the batch statistics of each replica or process.
-- All use Adam with `fused=True` and the same model and loss functions."""
+- loss: of the last step. Every contender trains the same model on the same batches, so these agree but for dropout, the
+  batch statistics of each replica or process and, on TensorFlow and JAX, the random weights that they begin with.
+- parameters: that the optimizer changes.
+- step times: the quotient of the two contenders' median steps of the same round; the median, the lowest and the highest
+  over the rounds. The first is the parallel efficiency, the second what the shared memory and caches of this machine
+  leave of it for any program, the third how much of that ours has.
+- On torch all use Adam with `fused=True` and the same modules and loss functions; the workloads in Keras layers are in
+  `benchmarks/peers/keras_models.py`. All in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +51,19 @@ class WorkloadResult:
     Args:
         workload: the work.
         figures: one a contender.
+        efficiencies: of ours, where it was measured.
+        absences: who was to take part and did not.
     """
 
     workload: Workload
     figures: tuple[Figures, ...]
+    efficiencies: tuple[Efficiency, ...] = ()
+    absences: tuple[Absence, ...] = ()
 
     @property
     def targets(self) -> list[Target]:
         """The targets that it speaks about."""
-        return targets_of(self.workload.name, self.figures)
+        return targets_of(self.workload.name, self.figures, self.efficiencies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +77,7 @@ class Conditions:
         warm_up: steps before the timed ones, in each trial.
         steps: timed steps of each trial.
         rounds: trials of each contender.
+        peers: each peer's name and the versions of its packages.
     """
 
     date: str
@@ -73,6 +86,7 @@ class Conditions:
     warm_up: int
     steps: int
     rounds: int
+    peers: tuple[tuple[str, str], ...] = ()
 
 
 def render(conditions: Conditions, results: Sequence[WorkloadResult]) -> str:
@@ -101,6 +115,7 @@ def _head(conditions: Conditions) -> str:
     facts = (
         f"machine: {where}; load average before the run {machine.load:.2f}",
         f"versions: Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}",
+        *(f"{name}: {versions}" for name, versions in conditions.peers),
         f"commit: {machine.commit}",
         f"command: `{conditions.command}`",
         f"{conditions.rounds} rounds, the contenders in turn, each in fresh processes; in each trial {how}",
@@ -109,19 +124,41 @@ def _head(conditions: Conditions) -> str:
 
 
 def _section(result: WorkloadResult) -> str:
-    targets = result.targets
-    settings = [f"- {row.contender.name}: {row.contender.settings}" for row in result.figures]
-    verdicts = [[target.text, *_verdict(target)] for target in targets]
-    return "\n".join(
-        [
-            f"## {result.workload.title}",
-            "",
-            markdown_table(_HEADINGS, [_row(row) for row in result.figures]),
-            *(["", markdown_table(("target", "at most", "measured", "reached"), verdicts)] if targets else []),
-            "",
-            *settings,
-        ]
-    )
+    rows = [*(_row(row) for row in result.figures), *(_empty_row(absence) for absence in result.absences)]
+    blocks = [
+        f"## {result.workload.title}",
+        markdown_table(_HEADINGS, rows),
+        _parameter_warning(result.figures),
+        _target_table(result.targets),
+        _efficiency_table(result.efficiencies),
+        "\n".join(
+            [*_settings(result.figures), *(f"- {one.contender}: not run: {one.reason}" for one in result.absences)]
+        ),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _settings(figures: Sequence[Figures]) -> list[str]:
+    return [f"- {row.contender.name}: {row.contender.settings}" for row in figures]
+
+
+def _target_table(targets: Sequence[Target]) -> str:
+    rows = [[target.text, *_verdict(target)] for target in targets]
+    return markdown_table(("target", "limit", "measured", "reached"), rows) if rows else ""
+
+
+def _efficiency_table(efficiencies: Sequence[Efficiency]) -> str:
+    rows = [[one.text, f"{one.value:.3f}", f"{min(one.rounds):.3f}", f"{max(one.rounds):.3f}"] for one in efficiencies]
+    return markdown_table(("step times", "median round", "lowest", "highest"), rows) if rows else ""
+
+
+def _parameter_warning(figures: Sequence[Figures]) -> str:
+    """Says who trains another number of parameters than the first contender; empty where all agree."""
+    expected = figures[0].trained if figures else 0
+    others = [f"{row.contender.name} {row.trained:,}" for row in figures if row.trained != expected]
+    if not others:
+        return ""
+    return f"**Not the same model**: {figures[0].contender.name} trains {expected:,} parameters, {', '.join(others)}."
 
 
 def _row(row: Figures) -> list[str]:
@@ -136,8 +173,13 @@ def _row(row: Figures) -> list[str]:
         f"{row.first_step_s:.2f}",
         *(f"{value:.0f}" for value in (memory.peak_mb, memory.rss_mb, memory.pss_mb)),
         f"{row.loss:.4f}",
+        f"{row.trained:,}",
     ]
 
 
+def _empty_row(absence: Absence) -> list[str]:
+    return [absence.contender, "not run", *[""] * (len(_HEADINGS) - 2)]
+
+
 def _verdict(target: Target) -> tuple[str, str, str]:
-    return f"{target.limit:.2f}", f"{target.value:.3f}", "yes" if target.reached else "NO"
+    return f"{target.bound} {target.limit:.2f}", f"{target.value:.3f}", "yes" if target.reached else "NO"

@@ -39,4 +39,14 @@ def _record(conditions: Conditions, results: Sequence[WorkloadResult], samples: 
         for result in results
         for target in result.targets
     ]
-    return {"conditions": asdict(conditions), "targets": targets, "samples": [asdict(sample) for sample in samples]}
+    return {
+        "conditions": asdict(conditions),
+        "targets": targets,
+        "efficiencies": [
+            {"workload": result.workload.name, **asdict(efficiency)}
+            for result in results
+            for efficiency in result.efficiencies
+        ],
+        "absences": [asdict(absence) for result in results for absence in result.absences],
+        "samples": [asdict(sample) for sample in samples],
+    }

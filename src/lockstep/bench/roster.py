@@ -8,8 +8,10 @@ from lockstep.bench.contenders.ddp import SETTINGS, train_ddp
 from lockstep.bench.contenders.kept_memory import train_alone_keeping, train_ddp_keeping
 from lockstep.bench.contenders.lockstep_fit import fit_model
 from lockstep.bench.contenders.lockstep_run import run_replicas
+from lockstep.bench.contenders.one_share import train_one_share
 from lockstep.bench.contenders.plain import train_alone
-from lockstep.bench.trial import Body, Contender, Layout
+from lockstep.bench.spawned import Body, SpawnedBody
+from lockstep.bench.trial import Contender, Layout
 
 _CONVOLUTIONAL = frozenset({"mobilenetv2"})
 _SUFFIX: dict[Layout, str] = {"channels_last": " channels_last", "contiguous": ""}
@@ -17,13 +19,14 @@ _SHARES = (2, 4)
 
 
 def roster(workload: str) -> tuple[Contender, ...]:
-    """The contenders of a workload, ours first, checks that are not counted last.
+    """The contenders of a workload, ours first, then the yardsticks, checks that are not counted last.
 
     Rivals try both memory formats where there are convolutions, and the faster one counts.
     """
     layouts: tuple[Layout, ...] = ("channels_last", "contiguous") if workload in _CONVOLUTIONAL else ("contiguous",)
     return (
         *(_replicas(shares) for shares in _SHARES),
+        *(_halves(processes) for processes in (1, 2)),
         *(_alone(layout) for layout in layouts),
         *(_ddp(processes, layout) for processes in _SHARES for layout in layouts),
         _fit(2),
@@ -36,10 +39,23 @@ def _replicas(shares: int) -> Contender:
     return Contender(
         name=f"lockstep-{shares}",
         settings=f"MirroredStrategy, CPU split in {shares}, one process, memory_format auto, run + optimizer.step",
-        body=run_replicas,
+        launcher=SpawnedBody(body=run_replicas),
         shares=shares,
         layout="auto",
-        ours=True,
+        role="ours",
+    )
+
+
+def _halves(processes: int) -> Contender:
+    how = "nothing else running" if processes == 1 else "two such processes at once, which do not communicate"
+    return Contender(
+        name="half alone" if processes == 1 else "halves together",
+        settings=f"one replica of ours on half of each batch with cores // 2 threads, {how}; a yardstick",
+        launcher=SpawnedBody(body=train_one_share),
+        shares=2,
+        processes=processes,
+        layout="auto",
+        role="yardstick",
     )
 
 
@@ -47,11 +63,10 @@ def _fit(shares: int) -> Contender:
     return Contender(
         name=f"lockstep-{shares} fit",
         settings=f"as lockstep-{shares}, through Model.fit, whose loss is the epoch's running mean; a check",
-        body=fit_model,
+        launcher=SpawnedBody(body=fit_model),
         shares=shares,
         layout="auto",
-        ours=True,
-        counted=False,
+        role="check",
     )
 
 
@@ -59,7 +74,7 @@ def _alone(layout: Layout) -> Contender:
     return Contender(
         name=f"single{_SUFFIX[layout]}",
         settings=f"one process, a hand-written loop, all cores as intra-op threads, {layout}",
-        body=train_alone,
+        launcher=SpawnedBody(body=train_alone),
         shares=1,
         layout=layout,
     )
@@ -69,7 +84,7 @@ def _ddp(processes: int, layout: Layout) -> Contender:
     return Contender(
         name=f"ddp-{processes}{_SUFFIX[layout]}",
         settings=f"{processes} processes, {SETTINGS}, cores // processes threads each (at least 1), {layout}",
-        body=train_ddp,
+        launcher=SpawnedBody(body=train_ddp),
         shares=processes,
         processes=processes,
         layout=layout,
@@ -81,6 +96,6 @@ def _keeping(rival: Contender, body: Body) -> Contender:
         rival,
         name=f"{rival.name} keeping",
         settings=f"as {rival.name}, with the allocator settings that our strategies make; a check",
-        body=body,
-        counted=False,
+        launcher=SpawnedBody(body=body),
+        role="check",
     )

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from lockstep.bench.laps import Laps
 from lockstep.errors import ConfigError
 
-Layout = Literal["auto", "channels_last", "contiguous"]
-"""Memory format of a module's weights and pictures; "auto" leaves it to the strategy."""
+if TYPE_CHECKING:
+    from lockstep.bench.team import Launcher
+
+Layout = Literal["auto", "channels_last", "contiguous", "framework"]
+"""Memory format of a module's weights and pictures; "auto" leaves it to the strategy, "framework" to the peer."""
+
+Role = Literal["ours", "rival", "peer", "yardstick", "check"]
+"""What a contender's numbers are for.
+
+ours: this package. rival: a loop written by hand on torch alone. peer: another framework. yardstick: what the hardware
+gives, for the parallel efficiency. check: runs in the first round only and takes no part in the targets.
+"""
 
 Batch = tuple[Any, Tensor]
 """A global batch (x, y); x is a tensor or a dict of the module's keyword arguments."""
@@ -51,22 +60,27 @@ class Contender:
     Args:
         name: a short one, such as "ddp-2".
         settings: for the table: what was chosen, and how.
-        body: trains in this process, calling ``laps.lap`` after every step.
+        launcher: starts its processes.
         shares: among how many replicas or processes the global batch is divided.
-        processes: how many processes run ``body`` together.
+        processes: how many of its processes train, and report.
         layout: memory format.
-        ours: whether it is this package; the others are rivals.
-        counted: False for a check, which runs in the first round only and takes no part in the targets.
+        role: what its numbers are for.
+        peer: which peer it is, such as "fabric"; empty for all that run in this package's own environment.
     """
 
     name: str
     settings: str
-    body: Body
+    launcher: Launcher
     shares: int
     processes: int = 1
     layout: Layout = "contiguous"
-    ours: bool = False
-    counted: bool = True
+    role: Role = "rival"
+    peer: str = ""
+
+    @property
+    def counted(self) -> bool:
+        """Whether it runs in every round."""
+        return self.role != "check"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,25 +108,11 @@ class Trial:
                 raise ConfigError(f"{name}={value} was given, expected at least {least}; raise it")
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"contender {self.contender.name!r} on workload {self.workload.name!r}"
+
+    @property
     def threads_per_process(self) -> int:
         """Intra-op threads of each process: an equal part of the cores, at least one."""
         return max(1, self.cores // self.contender.processes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seat:
-    """A process's place in its trial.
-
-    Args:
-        rank: 0 to processes - 1.
-        started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
-        store: path of a file, not there yet, at which the processes of the trial meet.
-    """
-
-    rank: int
-    started_s: float
-    store: str
-
-
-Body = Callable[[Trial, Seat, Laps], None]
-"""Trains in one process of a trial."""

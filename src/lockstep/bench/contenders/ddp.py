@@ -8,7 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.bench.contenders.plain import laid_out, memory_format, train
 from lockstep.bench.laps import Laps
-from lockstep.bench.trial import Seat, Trial
+from lockstep.bench.spawned import Seat
+from lockstep.bench.trial import Trial
 from lockstep.data.shards import split_batch
 
 SETTINGS = "gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"

@@ -8,7 +8,8 @@ from __future__ import annotations
 from lockstep.bench.contenders.ddp import train_ddp
 from lockstep.bench.contenders.plain import train_alone
 from lockstep.bench.laps import Laps
-from lockstep.bench.trial import Seat, Trial
+from lockstep.bench.spawned import Seat
+from lockstep.bench.trial import Trial
 from lockstep.replicas.host_memory import keep_freed_memory
 
 

@@ -8,8 +8,10 @@ import torch
 
 import lockstep as ls
 from lockstep.bench.contenders.lockstep_run import split_cpu
+from lockstep.bench.contenders.plain import trained_parameters
 from lockstep.bench.laps import Laps
-from lockstep.bench.trial import Seat, Trial
+from lockstep.bench.spawned import Seat
+from lockstep.bench.trial import Trial
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.model import Model
 
@@ -38,5 +40,6 @@ def fit_model(trial: Trial, seat: Seat, laps: Laps) -> None:
         model.compile(
             optimizer=torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True), loss=workload.loss
         )
+    laps.trained = trained_parameters(module)
     model.fit(workload.make_batches(laps.total), callbacks=[_LapEveryBatch(laps)], verbose=0)
     strategy.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lockstep as ls
+from lockstep.bench.contenders.plain import trained_parameters
 from lockstep.bench.laps import Laps
-from lockstep.bench.trial import Seat, Trial
+from lockstep.bench.spawned import Seat
+from lockstep.bench.trial import Batch, Trial, Workload
 
 
 def split_cpu(shares: int) -> list[str]:
@@ -21,16 +24,27 @@ def split_cpu(shares: int) -> list[str]:
 
 
 def run_replicas(trial: Trial, seat: Seat, laps: Laps) -> None:
-    """Trains with a MirroredStrategy of ``trial.contender.shares`` replicas.
+    """Trains with a MirroredStrategy of ``trial.contender.shares`` replicas on all cores."""
+    torch.set_num_threads(trial.cores)
+    train_replicas(trial.workload, trial.workload.make_batches(laps.total), laps, replicas=trial.contender.shares)
+
+
+def train_replicas(workload: Workload, batches: Iterable[Batch], laps: Laps, *, replicas: int) -> None:
+    """The hand-written loop.
 
     Exchange and update are told apart by the replicas' clocks: from the arrival of the last replica at
     ``optimizer.step`` to the moment when all have left it. What the others wait for the last one is no exchange.
+
+    Args:
+        workload: the work; its count is that of the batches.
+        batches: global batches.
+        laps: the stopwatch.
+        replicas: among how many each batch is divided; they share the intra-op threads that the caller has set.
     """
-    torch.set_num_threads(trial.cores)
     torch.manual_seed(0)
-    workload = trial.workload
-    strategy = ls.MirroredStrategy(split_cpu(trial.contender.shares))
+    strategy = ls.MirroredStrategy(split_cpu(replicas))
     module = strategy.mirror(workload.make_module())
+    laps.trained = trained_parameters(module)
     optimizer = strategy.mirror(torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True))
 
     def step(x: Any, y: Tensor) -> tuple[Tensor, float, float]:
@@ -43,7 +57,7 @@ def run_replicas(trial: Trial, seat: Seat, laps: Laps) -> None:
         return loss.detach(), arrived, time.perf_counter()
 
     module.train()
-    for x, y in strategy.distribute_dataset(workload.make_batches(laps.total)):
+    for x, y in strategy.distribute_dataset(batches):
         losses, arrivals, departures = strategy.run(step, args=(x, y))
         exchange_s = max(strategy.local_results(departures)) - max(strategy.local_results(arrivals))
         laps.lap(float(strategy.reduce("sum", losses)), exchange_s)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.bench.laps import Laps
-from lockstep.bench.trial import Batch, Layout, Seat, Trial
+from lockstep.bench.spawned import Seat
+from lockstep.bench.trial import Batch, Layout, Trial
 from lockstep.errors import ConfigError
 
 _LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -19,7 +20,7 @@ def memory_format(layout: Layout) -> torch.memory_format:
     """The name that torch has for a layout.
 
     Raises:
-        ConfigError: "auto", which only a strategy understands.
+        ConfigError: "auto", which only a strategy understands, or "framework", which is not torch's.
     """
     if layout not in _LAYOUTS:
         raise ConfigError(f"layout={layout!r} is for our strategies; a plain loop takes one of {', '.join(_LAYOUTS)}")
@@ -36,6 +37,11 @@ def laid_out(batches: Sequence[Batch], layout: Layout) -> list[Batch]:
     return [tree_map_only(Tensor, convert, batch) for batch in batches]
 
 
+def trained_parameters(module: nn.Module) -> int:
+    """How many numbers an optimizer changes: frozen parameters do not count, tied ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
 def train(trial: Trial, module: nn.Module, batches: Sequence[Batch], laps: Laps, *, divisor: float) -> None:
     """The usual loop: clear, forward, backward, update.
 
@@ -48,6 +54,7 @@ def train(trial: Trial, module: nn.Module, batches: Sequence[Batch], laps: Laps,
     """
     workload = trial.workload
     optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True)
+    laps.trained = trained_parameters(module)
     for x, y in batches:
         optimizer.zero_grad()
         total, _ = workload.loss(module(**x) if isinstance(x, dict) else module(x), y)

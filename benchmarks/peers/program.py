@@ -1,0 +1,108 @@
+"""What a peer's program has from the benchmark: its job, the batches, and the stopwatch that every contender carries.
+
+    harness  -- job, as JSON on the command line -->  program
+    harness  <-- one line of JSON on a socket --      each process of it, inside its last step; it waits there until
+                                                      the harness, which reads its memory, closes the socket
+
+Needs numpy alone: some of the environments have no torch. The stopwatch is the file of the package itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to do.
+
+    Args:
+        workload: its name.
+        replicas: among how many the global batch is divided.
+        warm_up: steps before the timed ones.
+        steps: timed steps.
+        layout: memory format of the torch programs: "contiguous" or "channels_last".
+        threads: of each replica: an equal part of the cores, at least one.
+        learning_rate: Adam's.
+        count: how many examples, or masked tokens, the loss of a global batch is divided by.
+        options: settings of this contender that its program knows.
+        inputs: path of the batches, an .npz file.
+        source: folder that the package ``lockstep`` lies in.
+        socket: path at which the harness listens.
+        started_s: ``time.monotonic()`` of the machine when the program was started.
+    """
+
+    workload: str
+    replicas: int
+    warm_up: int
+    steps: int
+    layout: str
+    threads: int
+    learning_rate: float
+    count: int
+    options: dict[str, str]
+    inputs: str
+    source: str
+    socket: str
+    started_s: float
+
+
+def take_job() -> Job:
+    """The job on the command line, the only argument."""
+    return Job(**json.loads(sys.argv[1]))
+
+
+def load_batches(job: Job) -> list[dict[str, np.ndarray]]:
+    """The different global batches, in order; training goes through them again and again.
+
+    Each is a dict of arrays: ``y``, and ``x`` or, where the model has several inputs, one for each.
+    """
+    with np.load(job.inputs) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    return [{name: array[index] for name, array in arrays.items()} for index in range(len(arrays["y"]))]
+
+
+def start_laps(job: Job, *, trained: int) -> Any:
+    """The stopwatch of this process: call ``lap(loss)`` after every step, ``total`` times.
+
+    Args:
+        job: the job.
+        trained: parameters that the optimizer changes.
+    """
+    laps = _load(Path(job.source) / "lockstep" / "bench" / "laps.py")
+    stopwatch = laps.Laps(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
+    stopwatch.trained = trained
+    return stopwatch
+
+
+def _reporter(job: Job) -> Callable[[Any], None]:
+    """Connects to the harness, which thereby knows that this process is one of the contender's."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(job.socket)
+
+    def report(record: Any) -> None:
+        connection.sendall(json.dumps(asdict(record)).encode() + b"\n")
+        connection.recv(1)  # says nothing; ends when the memory has been read
+        connection.close()
+
+    return report
+
+
+def _load(path: Path) -> Any:
+    """The module in that file, without the package around it, which imports torch."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python module; expected the benchmark's stopwatch")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up here
+    spec.loader.exec_module(module)
+    return module

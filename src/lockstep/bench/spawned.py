@@ -1,0 +1,115 @@
+"""Trials in fresh processes of this Python: each imports the package and runs the contender's function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from lockstep.bench.laps import LapRecord, Laps
+from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
+from lockstep.bench.trial import Trial
+from lockstep.errors import ReplicaError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A process's place in its trial.
+
+    Args:
+        rank: 0 to processes - 1.
+        started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
+        store: path of a file, not there yet, at which the processes of the trial meet.
+    """
+
+    rank: int
+    started_s: float
+    store: str
+
+
+Body = Callable[[Trial, Seat, Laps], None]
+"""Trains in one process of a trial, calling ``laps.lap`` after every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnedBody(Launcher):
+    """Runs a function in each of the trial's processes.
+
+    Args:
+        body: the function; it travels by its name.
+    """
+
+    body: Body
+
+    def launch(self, trial: Trial, folder: Path) -> Team:
+        """Starts ``trial.contender.processes`` processes."""
+        return _SpawnedTeam(self.body, trial, folder)
+
+
+class _SpawnedTeam(Team):
+    def __init__(self, body: Body, trial: Trial, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._trial = trial
+        self._processes: list[SpawnProcess] = []
+        self._connections: list[Connection] = []
+        started_s = time.monotonic()
+        for rank in range(trial.contender.processes):
+            near, far = context.Pipe()
+            seat = Seat(rank=rank, started_s=started_s, store=str(folder / "store"))
+            process = context.Process(target=occupy, args=(body, trial, seat, far), daemon=True)
+            process.start()
+            far.close()
+            self._processes.append(process)
+            self._connections.append(near)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def records(self) -> list[LapRecord]:
+        waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
+        records: dict[int, LapRecord] = {}
+        limit = time.monotonic() + TRIAL_LIMIT_S
+        while waiting:
+            ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
+            if not ready:
+                raise ReplicaError(too_slow(self._trial))
+            for connection in self._connections:
+                if connection in ready:
+                    records[waiting.pop(connection)] = self._receive(connection)
+        return [records[rank] for rank in sorted(records)]
+
+    def end(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(END_LIMIT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+    def _receive(self, connection: Connection) -> LapRecord:
+        try:
+            record: LapRecord = connection.recv()
+        except EOFError:
+            for process in self._processes:
+                process.kill()
+            raise ReplicaError(
+                f"{self._trial.name} ended before its last step; its own message is above; run it alone with --only"
+            ) from None
+        return record
+
+
+def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None:
+    """The life of one process of a trial: train, report inside the last step, wait there until all were measured."""
+
+    def report(record: LapRecord) -> None:
+        connection.send(record)
+        connection.poll(TRIAL_LIMIT_S)  # the other end says nothing; it closes when the memory has been read
+
+    body(trial, seat, Laps(warm_up=trial.warm_up, steps=trial.steps, started_s=seat.started_s, report=report))
