@@ -83,16 +83,25 @@ def search_batch_size(trials: Trials, bracket: Bracket, *, memory_mb: float | No
         ConfigError: a budget that cannot be kept.
         DataError: ``make_batch`` gives another number of rows than asked for.
     """
-    search = _Search(trials, _budget(trials.strategy.devices, memory_mb))
-    while (size := bracket.candidate(search.reach())) is not None:
-        bracket = bracket.after(size, fitted=search.fits(size))
+    try:
+        bracket, reason = _searched(_Search(trials, _budget(trials.strategy.devices, memory_mb)), bracket)
+    finally:
+        gc.collect()
+        _give_back()
     if not bracket.result:
         raise DeviceMemoryError(
             f"a global batch of {bracket.multiple_of}, the smallest to try, does not fit {trials.strategy!r}: "
-            f"{search.reason}; use shorter or smaller examples, a smaller model, or more memory"
+            f"{reason}; use shorter or smaller examples, a smaller model, or more memory"
         )
     reached = bracket.limit is not None and bracket.result + bracket.multiple_of > bracket.limit
-    return BatchSizeFound(size=bracket.result, limited_by=f"limit={bracket.limit}" if reached else search.reason)
+    return BatchSizeFound(size=bracket.result, limited_by=f"limit={bracket.limit}" if reached else reason)
+
+
+def _searched(search: _Search, bracket: Bracket) -> tuple[Bracket, str]:
+    """The bracket when nothing is left to try, and what was in the way of more."""
+    while (size := bracket.candidate(search.reach())) is not None:
+        bracket = bracket.after(size, fitted=search.fits(size))
+    return bracket, search.reason
 
 
 class _Search:
@@ -115,7 +124,8 @@ class _Search:
         with self._undone():
             with ResidentPeak() as peak:
                 failure = self._failure(size)
-            _free()
+            gc.collect(1)  # what is young: a graph and an error's frames may hold each other
+            _give_back()
             resting_mb = resident_mb()
         if failure is not None:
             self.reason = failure
@@ -123,7 +133,11 @@ class _Search:
         if self._budget_mb is None:
             return True
         self._line = self._line.after(size, peak_mb=peak.peak_mb, resting_mb=resting_mb)
-        return peak.peak_mb <= self._budget_mb
+        if peak.peak_mb > self._budget_mb:
+            taken, budget = f"{peak.peak_mb:,.0f} MB", f"{self._budget_mb:,.0f} MB"
+            self.reason = f"a batch of {size} took this process to {taken} of a budget of {budget}"
+            return False
+        return True
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
@@ -133,7 +147,6 @@ class _Search:
                 yield
             finally:
                 self._before.put_back()
-                _free()
 
     def _failure(self, size: int) -> str | None:
         """What ran out of memory, if anything did. What happens inside is out of reach once this has returned."""
@@ -163,7 +176,7 @@ def _run(trials: Trials, size: int) -> None:
     for shards in DistributedDataset([batch], strategy.devices, prefetch=0):
         for _ in range(RUNS_A_TRIAL):
             strategy.run(step, (shards,))
-            _free()  # or gaps in the heap would decide what the next step seems to take
+            _give_back()  # or gaps in the heap would decide what the next step seems to take
 
 
 class _Step:
@@ -176,8 +189,8 @@ class _Step:
         self._step(shard)
 
 
-def _free() -> None:
-    gc.collect()  # a graph and an error's frames may hold each other
+def _give_back() -> None:
+    """Returns to the system what has been freed and is kept for the next step."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     give_back_freed_memory()
