@@ -63,10 +63,12 @@ def check_data(configurations: Sequence[Configuration], first: Sample) -> None:
     Raises:
         DataError: they are.
     """
-    most = first.record.steps_an_epoch * first.configuration.batch_size
-    largest = largest_batch(configurations)
+    record, largest = first.record, largest_batch(configurations)
+    epochs = len(record.step_ms) // record.steps_an_epoch
+    # Exactly, where whole epochs were timed; else the last global batch counts as full.
+    most = record.examples // epochs if epochs else record.steps_an_epoch * first.configuration.batch_size
     if largest > most:
         raise DataError(
-            f"an epoch has at most {most} examples, fewer than the largest global batch of {largest}; "
-            "lower --batch-size or --replicas, or give more data"
+            f"an epoch has {most} examples{'' if epochs else ' or fewer'}, less than the largest global batch of "
+            f"{largest}; lower --batch-size or --replicas, or give more data"
         )

@@ -15,7 +15,7 @@ class ScalingSettings:
         batch_size: the global batch of one device, b in the tables.
         replicas: how many replicas to measure beside one device; 1 among them means that device.
         steps: timed steps of a configuration; an epoch that has no more is timed whole.
-        epochs: whole epochs to time instead, or None.
+        epochs: whole epochs to time, however long; by default the number of steps decides.
         warm_up: steps before the timed ones, at least 1.
         rounds: how often every configuration is measured, in turn with the others.
     """
