@@ -30,12 +30,17 @@ def pictures(tmp_path: Path) -> str:
 
 @pytest.mark.workers
 @pytest.mark.slow
-def test_one_command_measures_prints_and_leaves_three_files(run_lockstep, pictures: str, tmp_path: Path):
+@pytest.mark.usefixtures("fresh_devices")
+def test_one_command_measures_prints_and_leaves_three_files(
+    pictures: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
     words = ("--data", pictures, "--devices", "cpu:2", "--batch-size", "8", "--steps", "3", "--output", "out")
-    done = run_lockstep("bench", "scaling", "images", *TINY, *words)
 
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    assert main(["bench", "scaling", "images", *TINY, *words]) == 0
+    out, error = capfd.readouterr()
+    assert error == ""
+    lines = out.splitlines()
     progress = [line for line in lines if " ms a step " in line]
     assert "round 1  1 device  " in progress[0]
     assert "round 1  2 replicas, same total  " in progress[-2]
