@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.verify.compare import Comparison, StepComparison
-from lockstep.verify.difference import Allowance, Difference
+from lockstep.verify.difference import Difference
 from lockstep.verify.gradients import Weighting
 
 Cause = Literal[
@@ -27,6 +27,15 @@ Cause = Literal[
     "changed outside the optimizer",
     "learning rate",
 ]
+
+
+_OUTSIDE_ADVICE = (
+    "replicas share one copy of the weights, so a change inside strategy.run is made once per replica: make it "
+    "outside, after run, or let the optimizer do it (weight_decay)"
+)
+
+Judge = Callable[[Sequence[Difference]], bool]
+"""Says whether differences are no more than rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +75,12 @@ def unreproducible_finding(first: Difference) -> Finding:
     )
 
 
-def rows_finding(comparison: Comparison, step: StepComparison, allowance: Allowance) -> Finding:
+def rows_finding(comparison: Comparison, step: StepComparison, is_rounding: Judge) -> Finding:
     """The runs were fed different rows."""
     batch, replicas = step.batch, len(comparison.start.devices)
     ours, reference = len(batch.rows), len(batch.reference_rows)
     if batch.verdict == "undistributed":
-        return _undistributed(step, replicas, reference, allowance)
+        return _undistributed(step, replicas, reference, is_rounding)
     if batch.verdict == "scaled":
         return Finding(
             cause="batch size",
@@ -92,9 +101,9 @@ def rows_finding(comparison: Comparison, step: StepComparison, allowance: Allowa
     return _other_rows(comparison, step)
 
 
-def weighting_finding(step: StepComparison, allowance: Allowance) -> Finding | None:
+def weighting_finding(step: StepComparison, is_rounding: Judge) -> Finding | None:
     """The first of the candidate weights that turns the replicas' gradients into the one replica's."""
-    fitting = (each for each in step.weightings if all(allowance.explains(left) for left in each.residuals))
+    fitting = (each for each in step.weightings if is_rounding(each.residuals))
     best = next(fitting, None)
     if best is None:
         return None
@@ -127,30 +136,73 @@ def weighting_finding(step: StepComparison, allowance: Allowance) -> Finding | N
 
 def additive_finding(comparison: Comparison, step: StepComparison) -> Finding:
     """Outputs agree, and no weights make the gradients agree."""
-    best = min((max(each.relative for each in w.residuals) for w in step.weightings if w.residuals), default=0.0)
+    best = min((_left(each.residuals) for each in step.weightings), default=1.0)
     return Finding(
         cause="loss not per example",
         said="the module's outputs agree row by row, yet the losses of the shards do not add up to that of the batch",
         tested=f"no factors for the {len(comparison.start.devices)} replicas' gradients give the one replica's: what "
-        f"is left is {best:.0%} of a gradient at best",
+        f"is left is {best:.2g} of the largest gradient, at best",
         advice="the loss compares examples with one another (contrastive, centred, ranked): gather what it needs with "
         "ls.get_replica_context().all_gather(outputs, 0), or average a loss of single examples",
     )
 
 
-def outside_finding(first: Difference, step: StepComparison, *, held: bool) -> Finding:
-    """A parameter changed without an update."""
-    names = ", ".join(step.changed[:4]) + (f" and {len(step.changed) - 4} more" if len(step.changed) > 4 else "")
+def outside_finding(first: Difference, step: StepComparison) -> Finding:
+    """A parameter changed without an update, and differs."""
     when = "between an update and the next run" if first.kind == "settled weight" else "in a step before its update"
     return Finding(
         cause="changed outside the optimizer",
-        said=f"parameters change outside the optimizer, {when}: {names}",
-        tested="put the parameters back to their values after the update, in both runs: the difference vanishes"
-        if held
-        else f"compared the parameters after each update with those before the next: {first.name} differs by "
+        said=f"parameters change outside the optimizer, {when}: {_some(step.changed)}",
+        tested=f"compared the parameters after each update with those before the next: {first.name} differs by "
         f"{first.relative:.2g} of its size",
-        advice="replicas share one copy of the weights, so a change inside strategy.run is made once per replica: "
-        "make it outside, after run, or let the optimizer do it (weight_decay)",
+        advice=_OUTSIDE_ADVICE,
+    )
+
+
+def held_finding(step: StepComparison, outcome: str) -> Finding:
+    """The difference needs the changes outside the optimizer."""
+    return Finding(
+        cause="changed outside the optimizer",
+        said=f"parameters change outside the optimizer, after an update: {_some(step.changed)}",
+        tested=f"put the parameters back to their values after the update, in both runs:{outcome}",
+        advice=_OUTSIDE_ADVICE,
+    )
+
+
+def batch_norm_finding(comparison: Comparison, synced: bool, outcome: str) -> Finding:
+    """The difference needs statistics of a shard."""
+    how = "statistics of the whole batch (sync_batchnorm=True)" if synced else "batch norms in evaluation mode"
+    return Finding(
+        cause="batch statistics",
+        said=f"batch norms take the statistics of each replica's shard: {_some(comparison.start.batch_norms)}",
+        tested=f"ran both with {how}:{outcome}",
+        advice="strategy.mirror(module, sync_batchnorm=True), or ls.Model(module, sync_batchnorm=True)",
+    )
+
+
+def random_finding(comparison: Comparison, dropout_alone: bool, outcome: str) -> Finding:
+    """The difference needs random draws."""
+    names = comparison.start.dropouts
+    dropout = f"dropout ({_some(names)})" if names else "dropout"
+    what, how = (dropout, "dropout off") if dropout_alone else ("more than dropout", "all draws replaced by constants")
+    return Finding(
+        cause="random numbers",
+        said=f"each replica draws its own random numbers in the step: {what}",
+        tested=f"ran both with {how}:{outcome}",
+        advice="nothing is wrong: masks differ between replicas by definition, and every layout repeats its own"
+        if dropout_alone
+        else "they differ by definition; to have them equal, draw them with the data, outside strategy.run",
+    )
+
+
+def mixed_rows_finding(output: Difference, replicas: int) -> Finding:
+    """Shard by shard, one replica gives what the replicas give."""
+    return Finding(
+        cause="rows mixed in the module",
+        said=f"the output of {output.name} for a row depends on the other rows of the batch",
+        tested=f"called the module on one replica with the {replicas} shards one after another: then its outputs are "
+        "those of the replicas",
+        advice="compute such statistics over all replicas, with ls.get_replica_context().all_reduce in forward",
     )
 
 
@@ -166,9 +218,9 @@ def stride_finding(step: StepComparison, replicas: int) -> Finding | None:
     )
 
 
-def _undistributed(step: StepComparison, replicas: int, rows: int, allowance: Allowance) -> Finding:
+def _undistributed(step: StepComparison, replicas: int, rows: int, is_rounding: Judge) -> Finding:
     uniform = next((each for each in step.weightings if each.kind == "uniform"), None)
-    alone = uniform is not None and all(allowance.explains(left) for left in uniform.residuals)
+    alone = uniform is not None and is_rounding(uniform.residuals)
     factor = f"{1 / uniform.factors[0]:.4g}" if uniform is not None and uniform.factors[0] else "another"
     tested = (
         f"the gradients added up are {factor} times the one replica's, and divided by that they are equal"
@@ -198,7 +250,7 @@ def _other_rows(comparison: Comparison, step: StepComparison) -> Finding:
 
 
 def _weighting_test(weighting: Weighting, step: StepComparison) -> str:
-    largest = max((left.relative for left in weighting.residuals if left.size), default=0.0)
+    largest = _left(weighting.residuals)
     if weighting.kind == "weight penalty":
         return f"the sum less {weighting.penalty:.4g} times the weights is the one replica's gradient to {largest:.1e}"
     factors = _listed(weighting.factors)
@@ -208,6 +260,16 @@ def _weighting_test(weighting: Weighting, step: StepComparison) -> str:
     return f"step {step.step}: the replicas' gradients, {what} {factors}, give the one replica's to {largest:.1e}"
 
 
+def _left(residuals: Sequence[Difference]) -> float:
+    """What is left, relative to the largest gradient: a gradient that is 0 but for rounding has no size of its own."""
+    size = max((each.size for each in residuals), default=0.0)
+    return max((each.amount for each in residuals), default=0.0) / size if size else 0.0
+
+
 def _listed(factors: Sequence[float]) -> str:
     written = [f"{factor:.4g}" for factor in factors]
     return written[0] if len(set(written)) == 1 else ", ".join(written)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

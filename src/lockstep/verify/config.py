@@ -62,6 +62,10 @@ class VerifyConfig:
             )
 
 
+Randomness = Literal["as written", "dropout", "constant"]
+Statistics = Literal["as written", "synced", "frozen"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Switches:
     """What an experiment changes in a run, in order to see whether the difference vanishes.
@@ -77,8 +81,8 @@ class Switches:
         threads: intra-op threads of the process; None leaves torch's number.
     """
 
-    randomness: Literal["as written", "dropout", "constant"] = "as written"
-    batch_norm: Literal["as written", "synced", "frozen"] = "as written"
+    randomness: Randomness = "as written"
+    batch_norm: Statistics = "as written"
     hold_weights: bool = False
     shards: int = 1
     nudge: float = 0.0

@@ -55,7 +55,7 @@ def weightings(
     """
     replicas = len(update.gradients)
     found = []
-    if shards is not None and sum(shards):
+    if shards is not None and any(shards):
         found.append(_weighting("shares", update, reference, [rows / sum(shards) for rows in shards]))
     total = summed(update)
     (factor,) = _least_squares([total], reference)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.replicas.context import get_replica_context
-from lockstep.verify.config import Switches
+from lockstep.verify.config import Randomness, Switches
 
 _DROPOUTS = (
     *((F, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")),
@@ -30,7 +30,7 @@ _IN_PLACE = {"uniform_": 0.5, "normal_": 0.0, "exponential_": 1.0, "bernoulli_":
 
 
 @contextmanager
-def without_randomness(level: str) -> Iterator[None]:
+def without_randomness(level: Randomness) -> Iterator[None]:
     """Replaces torch's random functions inside the block; process-wide.
 
     Args:

@@ -1,0 +1,128 @@
+"""Where comparisons are run, kept, and judged: what is rounding is measured when a judgement depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from lockstep.errors import ReplicaError
+from lockstep.verify.compare import Comparison
+from lockstep.verify.config import Side, Switches, VerifyConfig
+from lockstep.verify.difference import Allowance, Difference
+from lockstep.verify.trial import compare_runs
+
+Progress = Callable[[str], None]
+GROSS_UNITS = 10_000
+"""Rounding errors that no order of additions makes in one pass, before any update; beyond, nothing is measured."""
+
+
+class Laboratory:
+    """Compares N replicas with one, as written and with things switched off.
+
+    Args:
+        config: the program.
+        progress: called with a line before each pair of runs.
+    """
+
+    def __init__(self, config: VerifyConfig, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+        self._known: dict[tuple[Side, Side], Comparison | None] = {}
+        self.allowance = Allowance(unit=0.0)
+        self.base = self.compare(Switches())
+        self.allowance = Allowance(unit=self.base.unit)
+
+    @property
+    def done(self) -> Iterator[tuple[str, Comparison]]:
+        """All comparisons that could be made, in order, with what each was."""
+        for sides, comparison in self._known.items():
+            if comparison is not None:
+                yield describe(*sides), comparison
+
+    def compare(self, switches: Switches, reference: Switches | None = None) -> Comparison:
+        """N replicas with one; each pair of runs is made once.
+
+        Args:
+            switches: of both sides.
+            reference: of the one replica, where it differs.
+
+        Raises:
+            ConfigError: the program fails by itself, or there is nothing to compare.
+            ReplicaError: a run took too long, or fails on one side only.
+        """
+        right = switches if reference is None else reference
+        return self._run(Side(all_replicas=True, switches=switches), Side(all_replicas=False, switches=right))
+
+    def attempt(self, switches: Switches) -> Comparison | None:
+        """Like ``compare``; None where what is switched makes a run fail."""
+        try:
+            return self.compare(switches)
+        except ReplicaError:
+            return None
+
+    def first(self, comparison: Comparison) -> Difference | None:
+        """The first difference that is more than rounding, which is measured if that is in question."""
+        first = comparison.first(self.allowance)
+        if first is None or self._is_gross(first):
+            return first
+        self.repeat()
+        return comparison.first(self.allowance)
+
+    def is_rounding(self, residuals: Sequence[Difference]) -> bool:
+        """Whether all of them are no more than rounding, which is measured if that is in question."""
+        if all(self.allowance.explains(each) for each in residuals):
+            return True
+        size = max((each.size for each in residuals), default=0.0)
+        if max(each.amount for each in residuals) > GROSS_UNITS * self.allowance.unit * size:
+            return False
+        self.repeat()
+        return all(self.allowance.explains(each) for each in residuals)
+
+    def repeat(self) -> Difference | None:
+        """Compares one replica with itself, where only rounding differs, and takes that as the measure of rounding.
+
+        Every weight is moved by one rounding error and the sums are made by one thread: what that does to each tensor,
+        and how a step makes it grow, is what the order of additions may do.
+
+        Returns:
+            What shows that the program does not repeat itself, if anything does.
+        """
+        nudged = Switches(nudge=self.allowance.unit, threads=1)
+        twice = self._run(Side(all_replicas=False, switches=nudged), Side(all_replicas=False))
+        noise = {each.key: each.amount for each in twice.differences if each.amount > 0}
+        self.allowance = Allowance(unit=self.allowance.unit, noise=noise)
+        fixed = (each for each in twice.differences if each.kind in ("initial weight", "rows") and each.amount > 0)
+        return next(fixed, next((each for each in twice.differences if self._is_gross(each)), None))
+
+    def _is_gross(self, difference: Difference) -> bool:
+        """Whether it is beyond what any order of additions does: no rounding has been through an update yet."""
+        if difference.kind in ("rows", "initial weight"):
+            return difference.amount > 0
+        early = difference.kind in ("moved weight", "output", "loss", "settled weight") and difference.step == 1
+        return early and difference.relative > GROSS_UNITS * self.allowance.unit
+
+    def _run(self, left: Side, right: Side) -> Comparison:
+        if (left, right) not in self._known:
+            self._progress(describe(left, right))
+            self._known[left, right] = None
+            self._known[left, right] = compare_runs(self._config, left, right)
+        comparison = self._known[left, right]
+        if comparison is None:
+            raise ReplicaError(f"{describe(left, right)}: this comparison failed before")
+        return comparison
+
+
+def describe(left: Side, right: Side) -> str:
+    """A comparison in one line."""
+    if left.switches.nudge:
+        return "one replica with itself, weights moved by one rounding error"
+    switches = left.switches
+    parts = {
+        "without dropout": switches.randomness == "dropout",
+        "without random draws": switches.randomness == "constant",
+        "batch statistics of the whole batch": switches.batch_norm == "synced",
+        "batch norms in evaluation mode": switches.batch_norm == "frozen",
+        "weights held between updates": switches.hold_weights,
+        "the module called shard by shard on the one": right.switches.shards > 1,
+    }
+    changed = [part for part, there in parts.items() if there]
+    return "all replicas with one, " + (", ".join(changed) if changed else "as written")
