@@ -6,8 +6,10 @@ this process: run_trial --spawn--> fresh process: answer --Record or Failure thr
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -95,6 +97,7 @@ def run_trial(trial: Trial) -> Answer:
 def answer(trial: Trial, connection: Connection) -> None:
     """The life of the process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that what is open is closed
+    threading.Thread(target=_end_with_parent, name="lockstep-parent", daemon=True).start()
     with closing(connection):
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -131,6 +134,14 @@ def _interrupts_kept_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that asked has gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _receive(connection: Connection, name: str) -> Answer | Failure:
