@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from lockstep.cli.data_images import digits, images
 from lockstep.cli.data_mlm import mlm
 
 
@@ -12,8 +13,10 @@ def data_app() -> typer.Typer:
     app = typer.Typer()
     app.callback()(_data)
     app.command("mlm", epilog="Example: lockstep data mlm --text wikitext-2 --lines 3")(mlm)
+    app.command("images", epilog="Example: lockstep data images --data flower_photos")(images)
+    app.command("digits", epilog="Example: lockstep data digits digits")(digits)
     return app
 
 
 def _data() -> None:
-    """Say what the data of a recipe holds."""
+    """Say what the data of a recipe holds, or write the embedded pictures."""

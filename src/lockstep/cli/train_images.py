@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from lockstep.cli.decoding import decoding_bar
 from lockstep.cli.devices import DevicesFlag
 from lockstep.cli.training import (
+    CheckFlag,
     OutputFlag,
     QuietFlag,
     Trained,
@@ -17,7 +19,8 @@ from lockstep.cli.training import (
     run_training,
 )
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.run import train_images
+from lockstep.recipes.images.exactness import check_exactness
+from lockstep.recipes.images.run import ImagesResult, train_images
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.model import Verbose
 
@@ -29,6 +32,7 @@ def images(
     config: ImagesConfig,
     devices: DevicesFlag = None,
     output: OutputFlag = Path("runs/images"),
+    check_exact: CheckFlag = False,
     quiet: QuietFlag = False,
 ) -> Callable[[], int]:
     """Train MobileNetV2 on pictures, one folder for each class, or on scikit-learn's handwritten digits."""
@@ -37,16 +41,25 @@ def images(
         work=_work(config),
         seed=config.seed,
         train=partial(_train, config),
-        check=str,
+        check=partial(check_exactness, config),
     )
-    flags = TrainingFlags(devices=devices, output=output, check_exact=False, quiet=quiet)
+    flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet)
     return partial(run_training, job, flags)
 
 
 def _train(config: ImagesConfig, strategy: MirroredStrategy, logs: Path, model: Path, verbose: Verbose) -> Trained:
-    result = train_images(config, strategy, log_dir=logs, output_dir=model, verbose=verbose)
+    with decoding_bar(quiet=verbose == 0) as progress:
+        result = train_images(config, strategy, log_dir=logs, output_dir=model, verbose=verbose, progress=progress)
     size = f"{result.parameters:,} parameters, {len(result.classes)} classes"
-    return Trained(history=result.history, test_metrics=result.test_metrics, size=size)
+    return Trained(
+        history=result.history, test_metrics=result.test_metrics, size=size, notes=[f"data    {_data(result)}"]
+    )
+
+
+def _data(result: ImagesResult) -> str:
+    counts = ", ".join(f"{part} {number:,}" for part, number in result.pictures.items())
+    skipped = f"; {counted(len(result.broken), 'broken picture')} skipped" if result.broken else ""
+    return f"{result.source}: {counts} pictures{skipped}; {result.kept}"
 
 
 def _work(config: ImagesConfig) -> str:

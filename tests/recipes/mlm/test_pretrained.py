@@ -108,7 +108,7 @@ def test_torn_weights(folder: Path):
 def test_a_model_of_another_kind(tmp_path: Path):
     GPT2Config().save_pretrained(tmp_path)
 
-    assert "is a model of type 'gpt2', expected 'bert'; give the folder or name of a BERT" in complaint(tmp_path)
+    assert "is a model of type 'gpt2', expected 'bert'; give the folder or name of such a model" in complaint(tmp_path)
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path, lines: list[str]):

@@ -8,6 +8,7 @@ Everything here is plain PyTorch: nothing knows how many replicas there will be.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ from lockstep.extras import require
 from lockstep.recipes.images.batches import BatchSettings, PictureBatches
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.model import PictureClassifier, new_mobilenet
-from lockstep.recipes.images.source import BrokenPicture, PictureSource, read_pictures
+from lockstep.recipes.images.pixels import Progress
+from lockstep.recipes.images.pretrained import load_mobilenet
+from lockstep.recipes.images.scan import Part
+from lockstep.recipes.images.source import PictureSource, read_pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class ImagesTask:
         test: batches that stay as they are.
         classes: their names, in the order of the labels and of the logits.
         source: where the pictures came from.
-        broken: pictures that were skipped.
+        pictures: all of them decoded, and those that were skipped.
     """
 
     module: PictureClassifier
@@ -42,17 +46,21 @@ class ImagesTask:
     test: PictureBatches
     classes: tuple[str, ...]
     source: str
-    broken: tuple[BrokenPicture, ...]
+    pictures: PictureSource
 
 
-def build_images(config: ImagesConfig) -> ImagesTask:
+def build_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImagesTask:
     """Finds and decodes the pictures, once, and makes or loads the module.
+
+    Args:
+        config: the run.
+        progress: told how many files are decoded, of how many.
 
     Raises:
         DataError: the pictures cannot be used.
         ConfigError: the pretrained model cannot be used.
     """
-    pictures = read_pictures(config)
+    pictures = read_pictures(config, progress=progress)
     return ImagesTask(
         module=_module(config, pictures.classes),
         train=_batches(pictures, "train", config),
@@ -60,7 +68,7 @@ def build_images(config: ImagesConfig) -> ImagesTask:
         test=_batches(pictures, "test", config),
         classes=pictures.classes,
         source=pictures.source,
-        broken=pictures.broken,
+        pictures=pictures,
     )
 
 
@@ -76,17 +84,25 @@ def build_metrics() -> dict[str, Any]:
 
 
 def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of each picture, [rows] float32: logits [rows, classes], labels [rows] int64."""
-    return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    """The cross-entropy of each picture, [rows], in float32 or better: logits [rows, classes], labels [rows] int64."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(exact, labels, reduction="none")
 
 
 def _module(config: ImagesConfig, classes: tuple[str, ...]) -> PictureClassifier:
+    if config.pretrained is not None and config.width_multiplier != ImagesConfig.width_multiplier:
+        warnings.warn(
+            f"width_multiplier has no effect with pretrained={config.pretrained!r}, which brings its own width",
+            stacklevel=3,
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return new_mobilenet(config.shape, classes)
+        if config.pretrained is None:
+            return new_mobilenet(config.shape, classes)
+        return load_mobilenet(config.pretrained, config.shape, classes)
 
 
-def _batches(pictures: PictureSource, part: str, config: ImagesConfig) -> PictureBatches:
+def _batches(pictures: PictureSource, part: Part, config: ImagesConfig) -> PictureBatches:
     training = part == "train"
     settings = BatchSettings(
         batch_size=config.batch_size,
@@ -98,4 +114,4 @@ def _batches(pictures: PictureSource, part: str, config: ImagesConfig) -> Pictur
         seed=config.seed,
     )
     chosen = pictures.parts[part]
-    return PictureBatches(pictures.pixels, chosen.rows, chosen.labels, settings=settings)
+    return PictureBatches(pictures.store.pixels, chosen.rows, chosen.labels, settings=settings)

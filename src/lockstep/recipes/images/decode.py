@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,17 @@ def decode_file(path: Path, size: int) -> Any:
         path: a file of one of ``FORMATS``; what it holds decides, not its name.
         size: side of the result, in pixels.
     """
+    return _opened(path, partial(_reduced, size=size))
+
+
+def inspect_file(path: Path) -> tuple[int, int] | str:
+    """Width and height of the picture in a file as it is stored, or the reason why it cannot be decoded."""
+    size: tuple[int, int] | str = _opened(path, _checked_size)
+    return size
+
+
+def _opened(path: Path, use: Callable[[Any], Any]) -> Any:
+    """What ``use`` returns for the open picture, or the reason as a text."""
     pillow = require("PIL.Image", "images")
     # What Pillow and its plugins raise for files that are cut short, mislabelled or damaged:
     broken = (OSError, SyntaxError, ValueError, EOFError, struct.error, pillow.DecompressionBombError)
@@ -28,11 +41,21 @@ def decode_file(path: Path, size: int) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged metadata, which does not touch the pixels
             with pillow.open(path) as image:
-                # A JPEG is then decoded at a half, quarter or eighth, as long as twice the wanted side is left.
-                image.draft("RGB", (2 * size, 2 * size))
-                return prepare(image, size)
+                return use(image)
     except (*broken, *odd) as error:
         return _reason(path, error)
+
+
+def _reduced(image: Any, size: int) -> Any:
+    # A JPEG is then decoded at a half, quarter or eighth, as long as twice the wanted side is left.
+    image.draft("RGB", (2 * size, 2 * size))
+    return prepare(image, size)
+
+
+def _checked_size(image: Any) -> tuple[int, int]:
+    width, height = image.size
+    _reduced(image, 1)  # cut off and damaged pictures show only when all of them is read
+    return width, height
 
 
 def prepare(image: Any, size: int) -> Any:

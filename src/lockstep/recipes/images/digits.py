@@ -6,7 +6,9 @@ by others than the training's; which is harder than a random fifth, and says mor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.extras import require
@@ -20,15 +22,15 @@ DIGIT_CLASSES = tuple("0123456789")
 
 @dataclass(frozen=True, kw_only=True)
 class Digits:
-    """The pictures in the parts and with the names that they have as a tree of files.
+    """The pictures, divided and named as they are as a tree of files.
 
     Args:
-        parts: "train" and "test"; by class and name.
-        images: part and name of a picture -> its Pillow image, 8x8 in greys.
+        parts: "train" and "test", by class and name; the paths are those in the tree: train/0/0000.png.
+        images: path -> its Pillow image, 8x8 in greys.
     """
 
-    parts: dict[Part, tuple[Picture, ...]]
-    images: dict[tuple[Part, str], Any]
+    parts: Mapping[Part, tuple[Picture, ...]]
+    images: Mapping[Path, Any]
 
 
 def read_digits() -> Digits:
@@ -40,15 +42,15 @@ def read_digits() -> Digits:
     data = require("sklearn.datasets", "images").load_digits()
     numpy, pillow = require("numpy", "images"), require("PIL.Image", "images")
     greys = (data.images * (255 / _WHITE)).round().astype(numpy.uint8)
-    labels = [int(label) for label in data.target]
-    parts: dict[Part, tuple[Picture, ...]] = {"train": (), "test": ()}
-    images: dict[tuple[Part, str], Any] = {}
-    for digit, name in enumerate(DIGIT_CLASSES):
-        places = [place for place, label in enumerate(labels) if label == digit]
+    train: list[Picture] = []
+    test: list[Picture] = []
+    images: dict[Path, Any] = {}
+    for digit, of_class in enumerate(DIGIT_CLASSES):
+        places = [int(place) for place in (data.target == digit).nonzero()[0]]
         first_of_test = len(places) - round(_TEST_SHARE * len(places))
-        for part, members in (("train", places[:first_of_test]), ("test", places[first_of_test:])):
-            pictures = tuple(Picture(name=f"{name}/{place:04}.png", label=digit) for place in members)
-            parts[part] += pictures  # type: ignore[index]
-            for picture, place in zip(pictures, members, strict=True):
-                images[part, picture.name] = pillow.fromarray(greys[place])  # type: ignore[index]
-    return Digits(parts=parts, images=images)
+        for number, place in enumerate(places):
+            part, pictures = ("train", train) if number < first_of_test else ("test", test)
+            name = f"{of_class}/{place:04}.png"
+            pictures.append(Picture(name=name, label=digit, path=Path(part, name)))
+            images[pictures[-1].path] = pillow.fromarray(greys[place])
+    return Digits(parts={"train": tuple(train), "test": tuple(test)}, images=images)

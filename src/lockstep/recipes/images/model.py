@@ -80,6 +80,12 @@ class PictureClassifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.classifier = head
 
+    @property
+    def architecture(self) -> str:
+        """The class of transformers that loads the weights."""
+        plain = isinstance(self.classifier, nn.Linear)
+        return "MobileNetV2ForImageClassification" if plain else "MobileNetV2Model"
+
     def forward(self, pictures: Tensor) -> Tensor:
         """Logits [rows, classes] of pictures [rows, 3, size, size] float32."""
         pooled = self.mobilenet_v2(pixel_values=pictures).pooler_output
@@ -100,11 +106,15 @@ def new_mobilenet(shape: MobileNetShape, classes: Sequence[str]) -> PictureClass
         depth_multiplier=shape.width_multiplier,
         output_stride=shape.output_stride,
         classifier_dropout_prob=shape.dropout,
-        id2label=dict(enumerate(classes)),
-        label2id={name: number for number, name in enumerate(classes)},
+        **class_names(classes),
     )
     mobilenet = transformers.MobileNetV2Model(config)
     return with_head(mobilenet, shape, len(classes))
+
+
+def class_names(classes: Sequence[str]) -> dict[str, Any]:
+    """The names of the logits as transformers' configs keep them."""
+    return {"id2label": dict(enumerate(classes)), "label2id": {name: n for n, name in enumerate(classes)}}
 
 
 def with_head(mobilenet: Any, shape: MobileNetShape, classes: int) -> PictureClassifier:

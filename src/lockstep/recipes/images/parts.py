@@ -23,7 +23,7 @@ class PictureParts:
     valid: tuple[Picture, ...]
     test: tuple[Picture, ...]
 
-    def named(self) -> Mapping[str, tuple[Picture, ...]]:
+    def named(self) -> Mapping[Part, tuple[Picture, ...]]:
         """The parts by name."""
         return {"train": self.train, "valid": self.valid, "test": self.test}
 

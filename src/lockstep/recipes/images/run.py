@@ -12,6 +12,8 @@ from pathlib import Path
 
 from lockstep.recipes.images.build import ImagesTask, build_images, build_metrics, build_optimizer, picture_loss
 from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.pixels import Progress
+from lockstep.recipes.images.pretrained import save_mobilenet
 from lockstep.recipes.images.source import BrokenPicture
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
@@ -27,6 +29,8 @@ class ImagesResult:
         history: the logs and times of the epochs.
         test_metrics: loss and accuracy over the test part.
         source: where the pictures came from.
+        pictures: part -> how many it has, without the broken ones.
+        kept: where the decoded pictures were and how much room they took, in words for a person.
         parameters: of the whole model, head included.
         classes: their names.
         broken: pictures that were skipped.
@@ -35,6 +39,8 @@ class ImagesResult:
     history: History
     test_metrics: dict[str, float]
     source: str
+    pictures: dict[str, int]
+    kept: str
     parameters: int
     classes: tuple[str, ...]
     broken: tuple[BrokenPicture, ...]
@@ -48,6 +54,7 @@ def train_images(
     log_dir: Path | None = None,
     output_dir: Path | None = None,
     verbose: Verbose = 1,
+    progress: Progress | None = None,
 ) -> ImagesResult:
     """Trains and validates epoch by epoch, then tests.
 
@@ -59,19 +66,24 @@ def train_images(
         output_dir: folder that gets weights, config and class names at the end, as transformers reads them; None
             writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
+        progress: told how many files are decoded, of how many.
     """
-    task = build_images(config)
+    task = build_images(config, progress=progress)
     model = compile_images(config, task, strategy)
     hooks = [*callbacks, *_own_callbacks(config, task, log_dir)]
     history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=hooks, verbose=verbose)
     test_metrics = model.evaluate(task.test, verbose=0)
+    if output_dir is not None:
+        save_mobilenet(model, task.module, output_dir, pixel_range=config.pixel_range)
     return ImagesResult(
         history=history,
         test_metrics=test_metrics,
         source=task.source,
+        pictures={part: len(chosen.rows) for part, chosen in task.pictures.parts.items()},
+        kept=task.pictures.store.kept,
         parameters=sum(parameter.numel() for parameter in task.module.parameters()),
         classes=task.classes,
-        broken=task.broken,
+        broken=task.pictures.broken,
     )
 
 

@@ -1,11 +1,11 @@
-"""From a config to pictures with labels, decoded: the digits or a tree of class folders, in three parts."""
+"""From a config to decoded pictures with labels, in three parts: the digits, or a tree of class folders."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from lockstep.errors import DataError
 from lockstep.extras import require
@@ -13,8 +13,9 @@ from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.decode import prepare
 from lockstep.recipes.images.digits import DIGIT_CLASSES, read_digits
 from lockstep.recipes.images.parts import PictureParts, divide
-from lockstep.recipes.images.pixels import PixelStore, memory_store
-from lockstep.recipes.images.scan import Picture, scan_tree
+from lockstep.recipes.images.pixel_file import disk_store
+from lockstep.recipes.images.pixels import PixelStore, Progress, memory_store
+from lockstep.recipes.images.scan import Part, Picture, PictureTree, scan_tree
 
 _NAMED = 3  # broken pictures that a message names
 
@@ -23,13 +24,13 @@ _NAMED = 3  # broken pictures that a message names
 class BrokenPicture:
     """A picture that is skipped: its file and the reason."""
 
-    path: str
+    path: Path
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledPictures:
-    """One part of the pictures: places in the pixels, and labels, without the broken ones."""
+    """One part of the pictures, without the broken ones: their places in the pixels, and their labels."""
 
     rows: tuple[int, ...]
     labels: tuple[int, ...]
@@ -40,90 +41,118 @@ class PictureSource:
     """Pictures, decoded.
 
     Args:
-        pixels: numpy array [pictures, size, size, 3] uint8.
-        parts: "train", "valid" and "test".
+        store: the pixels of all.
+        parts: the pictures of each part; "valid" may be empty.
         classes: names, in the order of the labels.
         broken: the pictures that are skipped.
         source: where they came from, in words for a person.
     """
 
-    pixels: Any
-    parts: Mapping[str, LabelledPictures]
+    store: PixelStore
+    parts: Mapping[Part, LabelledPictures]
     classes: tuple[str, ...]
     broken: tuple[BrokenPicture, ...]
     source: str
 
 
-def read_pictures(config: ImagesConfig) -> PictureSource:
+def read_pictures(config: ImagesConfig, *, progress: Progress | None = None) -> PictureSource:
     """Reads and decodes the pictures that the config names, or the embedded ones.
+
+    Args:
+        config: the run.
+        progress: told how many files are decoded, of how many.
 
     Raises:
         DataError: the pictures cannot be used, or too many of them are broken.
     """
-    return _digits(config) if config.data is None else _tree(config)
+    return _digits(config) if config.data is None else _tree(config, config.data.expanduser(), progress)
+
+
+def divide_pictures(config: ImagesConfig, parts: Mapping[Part, tuple[Picture, ...]]) -> PictureParts:
+    """The three parts of a run. A share that holds out nothing, because the data is divided, warns."""
+    for part, share, default in (
+        ("valid", config.valid_share, ImagesConfig.valid_share),
+        ("test", config.test_share, ImagesConfig.test_share),
+    ):
+        if part in parts and share != default:
+            warnings.warn(f"{part}_share={share:g} has no effect: the pictures have a {part} part", stacklevel=3)
+    return divide(parts, valid_share=config.valid_share, test_share=config.test_share)
 
 
 def _digits(config: ImagesConfig) -> PictureSource:
     digits = read_digits()
-    parts = divide(digits.parts, valid_share=config.valid_share, test_share=config.test_share)
-    keys = list(digits.images)
-    numpy = require("numpy", "images")
-    store = PixelStore(pixels=numpy.stack([prepare(digits.images[key], config.size) for key in keys]), broken={})
-    places = {key: place for place, key in enumerate(keys)}
-    from_part = {"train": "train", "valid": "train", "test": "test"}
-    labelled = {
-        part: LabelledPictures(
-            rows=tuple(places[from_part[part], picture.name] for picture in pictures),  # type: ignore[index]
-            labels=tuple(picture.label for picture in pictures),
-        )
-        for part, pictures in parts.named().items()
-    }
+    pixels = [prepare(image, config.size) for image in digits.images.values()]
+    store = PixelStore(pixels=require("numpy", "images").stack(pixels), broken={})
+    parts = divide_pictures(config, digits.parts)
     return PictureSource(
-        pixels=store.pixels, parts=labelled, classes=DIGIT_CLASSES, broken=(), source="scikit-learn's digits"
+        store=store,
+        parts=_labelled(parts, list(digits.images), store),
+        classes=DIGIT_CLASSES,
+        broken=(),
+        source="scikit-learn's digits",
     )
 
 
-def _tree(config: ImagesConfig) -> PictureSource:
-    assert config.data is not None
-    tree = scan_tree(config.data.expanduser())
+def _tree(config: ImagesConfig, folder: Path, progress: Progress | None) -> PictureSource:
+    tree = scan_tree(folder)
     for what in tree.left_out:
         warnings.warn(f"left out: {what}", stacklevel=4)
-    parts = divide(tree.parts, valid_share=config.valid_share, test_share=config.test_share)
-    pictures = [picture for part in parts.named().values() for picture in part]
-    store = memory_store([picture.path for picture in pictures], size=config.size, workers=config.decoders)
-    broken = _broken(pictures, store, config.max_broken)
-    return PictureSource(
-        pixels=store.pixels,
-        parts=_labelled(parts, store),
-        classes=tree.classes,
-        broken=broken,
-        source=str(config.data),
+    parts = divide_pictures(config, tree.parts)
+    # In the tree's order, not in that of the parts: other shares then find the same pixels on disk.
+    paths = [picture.path for pictures in tree.parts.values() for picture in pictures]
+    store = _store(config, tree, paths, progress)
+    broken = tuple(BrokenPicture(path=paths[place], reason=reason) for place, reason in store.broken.items())
+    _check_broken(broken, len(paths), config.max_broken)
+    labelled = _labelled(parts, paths, store)
+    _check_whole(labelled, tree.classes)
+    return PictureSource(store=store, parts=labelled, classes=tree.classes, broken=broken, source=str(folder))
+
+
+def _store(config: ImagesConfig, tree: PictureTree, paths: Sequence[Path], progress: Progress | None) -> PixelStore:
+    if config.cache == "memory":
+        return memory_store(paths, size=config.size, workers=config.decoders, progress=progress)
+    return disk_store(
+        paths,
+        root=tree.root,
+        size=config.size,
+        workers=config.decoders,
+        folder=config.cache_dir.expanduser(),
+        progress=progress,
     )
 
 
-def _labelled(parts: PictureParts, store: PixelStore) -> Mapping[str, LabelledPictures]:
-    labelled, place = {}, 0
-    for name, pictures in parts.named().items():
-        whole = [(place + n, picture.label) for n, picture in enumerate(pictures) if place + n not in store.broken]
-        place += len(pictures)
-        labelled[name] = LabelledPictures(
-            rows=tuple(row for row, _ in whole), labels=tuple(label for _, label in whole)
+def _labelled(parts: PictureParts, paths: Sequence[Path], store: PixelStore) -> dict[Part, LabelledPictures]:
+    places = {path: place for place, path in enumerate(paths) if place not in store.broken}
+    whole = {part: [one for one in pictures if one.path in places] for part, pictures in parts.named().items()}
+    return {
+        part: LabelledPictures(
+            rows=tuple(places[picture.path] for picture in pictures),
+            labels=tuple(picture.label for picture in pictures),
         )
-    return labelled
+        for part, pictures in whole.items()
+    }
 
 
-def _broken(pictures: Sequence[Picture], store: PixelStore, most: float) -> tuple[BrokenPicture, ...]:
-    broken = tuple(
-        BrokenPicture(path=str(pictures[place].path), reason=reason) for place, reason in store.broken.items()
-    )
+def _check_broken(broken: Sequence[BrokenPicture], pictures: int, most: float) -> None:
     if not broken:
-        return ()
-    named = ", ".join(f"{one.path!r} ({one.reason})" for one in broken[:_NAMED])
-    more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
-    said = f"{len(broken)} of {len(pictures)} pictures are broken: {named}{more}"
-    if len(broken) > most * len(pictures):
+        return
+    named = ", ".join(f"{str(one.path)!r} ({one.reason})" for one in broken[:_NAMED])
+    more = f" and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
+    said = f"{len(broken):,} of {pictures:,} pictures cannot be read: {named}{more}"
+    if len(broken) > most * pictures:
         raise DataError(
-            f"{said}; expected at most max_broken={most:g} of them; mend or remove them, or raise max_broken"
+            f"{said}; expected at most {most:.3g} of them (max_broken); mend or remove them, or raise max_broken"
         )
     warnings.warn(f"{said}; they are skipped", stacklevel=5)
-    return broken
+
+
+def _check_whole(parts: Mapping[Part, LabelledPictures], classes: Sequence[str]) -> None:
+    """Refuses what only shows when the broken pictures are gone: a class, or a part, of nothing but broken ones."""
+    gone = sorted(set(range(len(classes))) - set(parts["train"].labels))
+    if gone:
+        names = ", ".join(repr(classes[label]) for label in gone)
+        raise DataError(f"no picture to train on is left of the class {names}; expected at least one; mend some")
+    if not parts["test"].rows:
+        raise DataError(
+            "no picture is left for the test, expected at least one; add pictures: a class of two or more gives one"
+        )

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.checkpoint.whole_file import write_whole
+from lockstep.recipes.exactness import ExactnessReport
 from lockstep.recipes.mlm.build import MlmTask, build_metrics, build_mlm, build_optimizer, build_scheduler, updates
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.exactness import ExactnessReport, check_exactness
+from lockstep.recipes.mlm.exactness import check_exactness
 from lockstep.recipes.mlm.loss import masked_token_loss
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
