@@ -29,7 +29,7 @@ p { margin: .3rem 0 1rem; max-width: 46rem; }
 .quiet, figcaption, dt { color: var(--quiet); }
 .small { font-size: .875rem; }
 code { font: .92em ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 12rem), 1fr)); gap: .75rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 10rem), 1fr)); gap: .75rem; }
 .cards { margin: 1.75rem 0 0; padding: 0; list-style: none; }
 .cards li { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem 1rem; }
 .cards b { display: block; font-size: 1.7rem; font-weight: 600; line-height: 1.25; }
@@ -75,6 +75,7 @@ pre { margin: .75rem 0 0; padding: .7rem .9rem; background: var(--card); border:
 pre { border-radius: .5rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8125rem; }
 @media (max-width: 44rem) {
   main { padding: 1.5rem 1rem 3rem; }
+  svg text { font-size: 16px; }
   .bar { grid-template-columns: 1fr auto; gap: .1rem .75rem; margin: .7rem 0; }
   .bar .track { grid-column: 1 / -1; grid-row: 2; }
   dl { grid-template-columns: 1fr; gap: 0; }

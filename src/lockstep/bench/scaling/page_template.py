@@ -51,7 +51,7 @@ TEMPLATE = """\
 {%- for row in replicated %}
 <li><span class="small quiet">{{ row.configuration.name }}</span>
 <b>{{ '%.2f' % row.speed_up }}×</b>
-<span class="small quiet">1 device; {{ '%.0f' % (100 * row.efficiency) }}% efficiency,
+<span class="small quiet">as fast as 1 device; {{ '%.0f' % (100 * row.efficiency) }}% efficient on
 {{ row.configuration.resource }}</span></li>
 {%- endfor %}
 </ul>
