@@ -69,6 +69,11 @@ class PictureBatches:
         """Pictures in an epoch."""
         return len(self._rows)
 
+    def made_up(self, pictures: int) -> tuple[Tensor, Tensor]:
+        """A batch of so many pictures of nothing, of the real size: what a step takes does not depend on them."""
+        pixels = torch.zeros(pictures, *self._pixels.shape[1:], dtype=torch.uint8)
+        return to_float(pixels, self._settings.pixel_range), torch.zeros(pictures, dtype=torch.int64)
+
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration draw the order and the augmentation of that epoch, counted from 0."""
         self._epoch = epoch

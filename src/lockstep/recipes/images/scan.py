@@ -82,7 +82,7 @@ def scan_tree(folder: Path) -> PictureTree:
             " put the pictures of every class into a folder of their own"
         )
     _check_classes(found, folders, classes)
-    parts = {part: _labelled(by_class, classes) for part, by_class in found.items()}
+    parts = {part: _labelled(folders[part], by_class, classes) for part, by_class in found.items()}
     return PictureTree(root=root, classes=classes, parts=parts, left_out=(*beside, *_loose(folders)))
 
 
@@ -106,7 +106,9 @@ def _root(folder: Path) -> Path:
 def _parts(root: Path) -> tuple[dict[Part, Path], tuple[str, ...]]:
     """Part -> its folder, and what lies beside them: a folder "train" of folders is a part, one of pictures a class."""
     inside = _folders(root)
-    named = [path for path in inside if path.name.lower() in _PART_NAMES and not _pictures_in(path)]
+    named = [path for path in inside if path.name.lower() in _PART_NAMES]
+    if not any(_PART_NAMES[path.name.lower()] == "train" and _folders(path) for path in named):
+        return {"train": root}, ()
     parts: dict[Part, Path] = {}
     for path in named:
         part = _PART_NAMES[path.name.lower()]
@@ -116,10 +118,7 @@ def _parts(root: Path) -> tuple[dict[Part, Path], tuple[str, ...]]:
                 " expected one of them; rename or remove the other"
             )
         parts[part] = path
-    if "train" not in parts or not _folders(parts["train"]):
-        return {"train": root}, ()
-    beside = tuple(f"the folder {str(path)!r} beside the parts" for path in inside if path not in named)
-    return parts, beside
+    return parts, tuple(f"the folder {str(path)!r} beside the parts" for path in inside if path not in named)
 
 
 def _class_folders(part: Path) -> dict[str, tuple[Path, ...]]:
@@ -156,21 +155,12 @@ def _check_classes(
             )
 
 
-def _labelled(by_class: Mapping[str, tuple[Path, ...]], classes: tuple[str, ...]) -> tuple[Picture, ...]:
+def _labelled(folder: Path, by_class: Mapping[str, tuple[Path, ...]], classes: tuple[str, ...]) -> tuple[Picture, ...]:
     return tuple(
-        Picture(name=name, label=label, path=path)
+        Picture(name=path.relative_to(folder).as_posix(), label=label, path=path)
         for label, of_class in enumerate(classes)
-        for path, name in _named_pictures(of_class, by_class.get(of_class, ()))
+        for path in by_class.get(of_class, ())
     )
-
-
-def _named_pictures(of_class: str, paths: tuple[Path, ...]) -> list[tuple[Path, str]]:
-    named = []
-    for path in paths:
-        parts = path.parts
-        start = len(parts) - 1 - parts[::-1].index(of_class)
-        named.append((path, "/".join(parts[start:])))
-    return named
 
 
 def _loose(folders: Mapping[Part, Path]) -> tuple[str, ...]:
