@@ -24,7 +24,7 @@ import torch
 from lockstep.config import apply_device_request, parse_device_request
 from lockstep.verify.config import Program, Side
 from lockstep.verify.randomness import without_randomness
-from lockstep.verify.record import EndRecord, Message
+from lockstep.verify.record import EndRecord, Message, ReadyRecord
 from lockstep.verify.recorder import EnoughSeenError, Recorder
 from lockstep.verify.switches import ModuleSwitches
 from lockstep.verify.watching import watching
@@ -63,6 +63,7 @@ def occupy(job: Job, connection: Connection) -> None:
     def send(message: Message) -> None:
         connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
+    send(ReadyRecord())
     recorder = Recorder(
         all_replicas=job.side.all_replicas, steps=job.steps, send=send, switches=ModuleSwitches(job.side.switches)
     )

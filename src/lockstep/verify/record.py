@@ -128,4 +128,9 @@ class EndRecord:
     traceback: str = field(default="", repr=False)
 
 
-Message = StartRecord | UpdateRecord | EndRecord
+@dataclass(frozen=True)
+class ReadyRecord:
+    """The process is there, and is about to start the program."""
+
+
+Message = ReadyRecord | StartRecord | UpdateRecord | EndRecord

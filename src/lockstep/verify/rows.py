@@ -23,7 +23,7 @@ def fingerprints(tensor: Tensor) -> Rows:
     Args:
         tensor: [rows, ...], any type.
     """
-    rows = tensor.detach().cpu().contiguous().reshape(tensor.shape[0], -1)
+    rows = tensor.detach().cpu().contiguous().reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     if rows.numel() == 0:
         return (0,) * tensor.shape[0]
     words = _words(rows)

@@ -16,16 +16,21 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from lockstep.errors import ReplicaError
 from lockstep.verify.child import Job, occupy
 from lockstep.verify.config import Side, VerifyConfig
-from lockstep.verify.record import EndRecord, Message, StartRecord, UpdateRecord
+from lockstep.verify.record import EndRecord, Message, ReadyRecord, StartRecord, UpdateRecord
 
 AHEAD = 2
 """Records that one run may be ahead of the other: its process waits then, and memory stays small."""
+START_LIMIT_S = 120.0
+"""Seconds that a process has to begin, before its program is started."""
 _END_LIMIT_S = 5.0
+# torch's optimizers import the second at their first step, whether anything is compiled or not.
+_PRELOADED = ("torch", "torch._dynamo", "lockstep", "lockstep.verify.child")
 _OUTPUT_CHARACTERS = 4000
 
 
@@ -36,7 +41,7 @@ class Child:
         self.side = side
         self.output = folder / "output"
         scratch = folder / "scratch"
-        context = multiprocessing.get_context("spawn")
+        context = _fresh_processes()
         self.connection, far = context.Pipe(duplex=False)
         job = Job(
             program=config.program,
@@ -49,6 +54,7 @@ class Child:
         self._process = context.Process(target=occupy, args=(job, far))
         self._process.start()
         far.close()
+        self.is_ready = False
         self.waiting: deque[StartRecord | UpdateRecord] = deque()
         self.end: EndRecord | None = None
 
@@ -60,7 +66,9 @@ class Child:
             self._process.join(_END_LIMIT_S)
             code = self._process.exitcode
             message = EndRecord(error=f"the process ended with exit code {code} in the middle of the run")
-        if isinstance(message, EndRecord):
+        if isinstance(message, ReadyRecord):
+            self.is_ready = True
+        elif isinstance(message, EndRecord):
             self.end = message
         else:
             self.waiting.append(message)
@@ -74,7 +82,7 @@ class Child:
     def stop(self) -> None:
         """Waits for the process where it has said its last word; ends it, and all that it started, where not."""
         if self.end is not None:
-            wait([self._process.sentinel], _END_LIMIT_S)  # not join: until that, its number cannot become another's
+            wait([self._process.sentinel], _END_LIMIT_S)
         self.connection.close()
         pid = self._process.pid
         if pid is not None:
@@ -90,7 +98,7 @@ class Pair:
     def __init__(self, children: Sequence[Child], limit_s: float) -> None:
         self.left, self.right = children
         self._limit_s = limit_s
-        self._deadline = time.monotonic() + limit_s
+        self._deadline = time.monotonic() + START_LIMIT_S
 
     def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
         """The records of both, side by side; what one has more than the other is left in ``waiting``.
@@ -98,6 +106,10 @@ class Pair:
         Raises:
             ReplicaError: a run took longer than the limit.
         """
+        while starting := [child for child in (self.left, self.right) if not child.is_ready and child.end is None]:
+            for child in self._ready(starting):
+                child.receive()
+        self._deadline = time.monotonic() + self._limit_s
         while True:
             while self.left.waiting and self.right.waiting:
                 yield self.left.waiting.popleft(), self.right.waiting.popleft()
@@ -134,6 +146,16 @@ def running(config: VerifyConfig, left: Side, right: Side) -> Iterator[Pair]:
             stack.callback(child.stop)
             children.append(child)
         yield Pair(children, config.timeout_s)
+
+
+def _fresh_processes() -> ForkServerContext:
+    """Processes that begin where Python has imported torch and this package, and nothing else has happened.
+
+    Those imports take 3 s of processor time, more than the few steps of most programs; one server makes them once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
 
 
 def _end_group(pid: int) -> None:

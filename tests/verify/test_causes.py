@@ -1,0 +1,81 @@
+"""Each cause by a program that has just that fault: it is found, tested, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.verify.verify import VerifyReport
+
+Verified = Callable[..., VerifyReport]
+
+
+@pytest.mark.parametrize(
+    ("program", "first", "cause", "tested"),
+    [
+        ("batch_norm", ("output", 1), "batch statistics", "sync_batchnorm=True): the difference vanishes"),
+        ("dropout", ("output", 1), "random numbers", "ran both with dropout off: the difference vanishes"),
+        ("noise", ("output", 1), "random numbers", "all draws replaced by constants: the difference vanishes"),
+        ("mean_over_shard", ("loss", 1), "mean over a shard", "weighted with the shards' shares 0.5"),
+        ("undistributed", ("rows", 1), "undistributed batch", "are 2 times the one replica's"),
+        ("batch_size", ("rows", 1), "batch size", "2 times as many"),
+        ("order", ("rows", 1), "different rows", "two runs on one replica get the same rows"),
+        ("unseeded", ("rows", 1), "not reproducible", "ran it twice on one replica"),
+        ("centred_loss", ("loss", 1), "loss not per example", "no factors for the 2 replicas' gradients"),
+        ("weight_penalty", ("loss", 1), "weight penalty", "the sum less 0.1 times the weights"),
+        ("decay_by_hand", ("settled weight", 1), "changed outside the optimizer", "in both runs: the difference"),
+        ("learning_rate", ("weight", 1), "learning rate", "fitted one factor"),
+        ("centred_module", ("output", 1), "rows mixed in the module", "its outputs are those of the replicas"),
+    ],
+)
+def test_the_cause_is_found_and_tested(
+    program: str, first: tuple[str, int], cause: str, tested: str, verified: Verified
+):
+    report = verified(program)
+
+    assert report.first is not None
+    assert (report.first.kind, report.first.step) == first
+    assert [finding.cause for finding in report.findings] == [cause]
+    assert tested in report.findings[0].tested
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("batch_norm", "statistics of each replica's shard: 1"),
+        ("dropout", "dropout (1)"),
+        ("noise", "more than dropout"),
+        ("mean_over_shard", "2 times the gradient of the whole batch"),
+        ("undistributed", "each of the 2 replicas was given the whole batch of 8 rows"),
+        ("batch_size", "8 rows on 2 replicas, 4 on one"),
+        ("order", "the same rows, in another order"),
+        ("decay_by_hand", "weight, bias"),
+        ("learning_rate", "2 times as far on 2 replicas"),
+    ],
+)
+def test_the_cause_is_said_in_this_program_s_terms(program: str, said: str, verified: Verified):
+    assert said in verified(program).findings[0].said
+
+
+def test_two_causes_are_both_found(verified: Verified):
+    report = verified("dropout_and_mean")
+
+    assert [finding.cause for finding in report.findings] == ["random numbers", "mean over a shard"]
+    assert "the first that differs is then the loss" in report.findings[0].tested
+
+
+def test_the_experiments_are_listed_with_what_came_of_them(verified: Verified):
+    experiments = verified("decay_by_hand").experiments
+
+    assert [(each.what, each.outcome.split(":")[0]) for each in experiments] == [
+        ("all replicas with one, as written", "step 1"),
+        ("all replicas with one, weights held between updates", "equal"),
+    ]
+
+
+def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
+    report = verified("learning_rate")
+
+    assert report.allowance.noise
+    assert "one replica with itself, weights moved by one rounding error" in [each.what for each in report.experiments]
