@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import typer
 
-from lockstep.cli.flags import config_command
+from lockstep.cli.batch_size import training_command
 from lockstep.cli.train_images import IMAGES_EXAMPLE, images
 from lockstep.cli.train_mlm import MLM_EXAMPLE, mlm
 from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.largest import largest_images_batch
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.largest import largest_mlm_batch
 
 
 def train_app() -> typer.Typer:
     """The commands under ``lockstep train``."""
     app = typer.Typer()
     app.callback()(_train)
-    app.command("mlm", epilog=MLM_EXAMPLE)(config_command(MlmConfig)(mlm))
-    app.command("images", epilog=IMAGES_EXAMPLE)(config_command(ImagesConfig)(images))
+    app.command("mlm", epilog=MLM_EXAMPLE)(training_command(MlmConfig, largest_mlm_batch, noun="line")(mlm))
+    with_pictures = training_command(ImagesConfig, largest_images_batch, noun="picture")
+    app.command("images", epilog=IMAGES_EXAMPLE)(with_pictures(images))
     return app
 
 

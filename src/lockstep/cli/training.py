@@ -84,7 +84,7 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     """Trains, prints the result and leaves logs, weights and curves in the output folder."""
     folder = flags.output.expanduser()
     # Now rather than after the training:
-    _check_output(folder)
+    check_output(folder)
     for package in ("matplotlib", "tensorboard"):
         require(package, "report")
     chosen = take_devices(flags.devices)
@@ -118,7 +118,7 @@ def _train_and_report(job: TrainingJob, strategy: MirroredStrategy, output: Path
     print(f"curves  {draw_curves(columns, output / 'curves.png', title=title, test=trained.test_metrics)}")
 
 
-def _check_output(output: Path) -> None:
+def check_output(output: Path) -> None:
     """Refuses an output that could not be written at the end, before anything is trained and without writing."""
     for folder in (output, output / "logs", output / "model"):
         check_folder(folder)

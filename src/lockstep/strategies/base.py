@@ -253,7 +253,7 @@ class Strategy(ABC):
         trials = Trials(
             self, step, make_batch, optimizers=self._mirrored.optimizers, variables=self._mirrored.variables
         )
-        return search_batch_size(trials, bracket, memory_mb=memory_mb).size
+        return search_batch_size(trials, bracket, memory_mb=memory_mb)
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):

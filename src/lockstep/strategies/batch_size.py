@@ -38,19 +38,6 @@ RUNS_A_TRIAL = 2
 _CPU_ALLOCATOR = "can't allocate memory"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSizeFound:
-    """What a search came to.
-
-    Args:
-        size: the largest global batch that fits.
-        limited_by: what keeps it from being larger, in words.
-    """
-
-    size: int
-    limited_by: str
-
-
 @dataclass(frozen=True)
 class Trials:
     """What a search runs, and what it puts back.
@@ -70,8 +57,8 @@ class Trials:
     variables: Iterable[MirroredVariable] = ()
 
 
-def search_batch_size(trials: Trials, bracket: Bracket, *, memory_mb: float | None = None) -> BatchSizeFound:
-    """Tries sizes until the largest that fits is found; everything is then as it was before. Outside replicas.
+def search_batch_size(trials: Trials, bracket: Bracket, *, memory_mb: float | None = None) -> int:
+    """The largest size that fits, found by trying; everything is then as it was before. Outside replicas.
 
     Args:
         trials: what is tried.
@@ -93,8 +80,7 @@ def search_batch_size(trials: Trials, bracket: Bracket, *, memory_mb: float | No
             f"a global batch of {bracket.multiple_of}, the smallest to try, does not fit {trials.strategy!r}: "
             f"{reason}; use shorter or smaller examples, a smaller model, or more memory"
         )
-    reached = bracket.limit is not None and bracket.result + bracket.multiple_of > bracket.limit
-    return BatchSizeFound(size=bracket.result, limited_by=f"limit={bracket.limit}" if reached else reason)
+    return bracket.result
 
 
 def _searched(search: _Search, bracket: Bracket) -> tuple[Bracket, str]:
@@ -196,18 +182,28 @@ def _give_back() -> None:
     give_back_freed_memory()
 
 
-def _budget(devices: Sequence[LogicalDevice], memory_mb: float | None) -> float | None:
-    """MB that the process may have resident; None where every replica is on a GPU, which knows its own limits."""
+def default_budget_mb(devices: Sequence[LogicalDevice]) -> float | None:
+    """MB that the process may have resident without ``memory_mb``; None where every replica is on a GPU.
+
+    What it has now and a share of what the host has available. A GPU knows its own limits.
+    """
     if not any(device.kind == "CPU" for device in devices):
+        return None
+    return resident_mb() + SHARE_OF_AVAILABLE * available_mb()
+
+
+def _budget(devices: Sequence[LogicalDevice], memory_mb: float | None) -> float | None:
+    default_mb = default_budget_mb(devices)
+    if default_mb is None:
         if memory_mb is not None:
             raise ConfigError(
                 f"memory_mb={memory_mb} is a budget of host memory for replicas on a CPU, and all of these are on "
                 "GPUs; leave it out: a GPU's limit is its own, or the memory_limit of its share"
             )
         return None
-    now_mb = resident_mb()
     if memory_mb is None:
-        return now_mb + SHARE_OF_AVAILABLE * available_mb()
+        return default_mb
+    now_mb = resident_mb()
     if not memory_mb > now_mb:
         raise ConfigError(
             f"memory_mb={memory_mb} leaves nothing for a step: the process has {now_mb:.0f} MB resident already; "

@@ -70,6 +70,18 @@ class MaskedBatches:
         self._ordinary_ids = (~self._special).nonzero()[:, 0]
         self._epoch = 0
 
+    @property
+    def lines(self) -> int:
+        """Lines in an epoch."""
+        return len(self._rows)
+
+    def longest(self, rows: int) -> tuple[Inputs, Tensor]:
+        """A batch of ``rows`` made-up lines, masked, each as long as a line can be: none takes more memory."""
+        generator = seeded_generator(self._settings.seed, rows)
+        shape = (rows, self._settings.sequence_length)
+        tokens = self._ordinary_ids[torch.randint(len(self._ordinary_ids), shape, generator=generator)]
+        return self._mask(tokens, torch.ones(shape, dtype=torch.bool), generator)
+
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration draw the order and the masks of that epoch, counted from 0."""
         self._epoch = epoch
@@ -91,6 +103,9 @@ class MaskedBatches:
 
     def _masked(self, rows: Tensor, generator: torch.Generator) -> tuple[Inputs, Tensor]:
         tokens, real = self._rows.padded(rows, width=self._width(rows), pad_id=self._vocabulary.pad_id)
+        return self._mask(tokens, real, generator)
+
+    def _mask(self, tokens: Tensor, real: Tensor, generator: torch.Generator) -> tuple[Inputs, Tensor]:
         masked = mask_tokens(
             tokens,
             real & ~self._special[tokens],

@@ -1,0 +1,94 @@
+"""``--batch-size auto``: the largest global batch that fits is found first, and then the command runs with it.
+
+The run is the one that the found number would give as ``--batch-size``, to the last bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.cli.devices import take_devices
+from lockstep.cli.flags import config_command, field_docs
+from lockstep.cli.training import check_output
+from lockstep.errors import ConfigError
+from lockstep.recipes.largest_batch import LargestBatch
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import MirroredStrategy
+
+AUTO = "auto"
+
+Job = Callable[[], int]
+Largest = Callable[[Any, Strategy], LargestBatch]
+
+
+def training_command(
+    config: type[Any], largest: Largest, *, noun: str
+) -> Callable[[Callable[..., Job]], Callable[..., Job]]:
+    """``config_command`` for a recipe whose ``--batch-size`` is a number or "auto".
+
+    Args:
+        config: the recipe's dataclass, with ``batch_size`` and ``seed``; the function has ``devices`` and ``output``.
+        largest: finds the batch; called with the config, of the default batch size, and a strategy.
+        noun: what an example is called, such as "line".
+    """
+
+    def decorate(function: Callable[..., Job]) -> Callable[..., Job]:
+        with_number = config_command(config)(function)
+        own = inspect.signature(function).parameters
+
+        def command(*, batch_size: str, **flags: Any) -> Job:
+            if batch_size != AUTO:
+                return with_number(batch_size=_number(batch_size), **flags)
+            settings = config(**{name: value for name, value in flags.items() if name not in own})
+
+            def job() -> int:
+                check_output(flags["output"].expanduser())  # now rather than after the search
+                size = _search(settings, largest, flags["devices"], noun=noun)
+                return with_number(batch_size=size, **flags)()
+
+            return job
+
+        signature = inspect.signature(with_number)
+        parameters = [_flag(p, config) if p.name == "batch_size" else p for p in signature.parameters.values()]
+        command.__doc__ = function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _flag(number: inspect.Parameter, config: type[Any]) -> inspect.Parameter:
+    said = f"{field_docs(config)['batch_size'].rstrip('.')}; auto finds the largest that fits."
+    flag = typer.Option(metavar="NUMBER|auto", help=said)
+    return number.replace(annotation=Annotated[str, flag], default=str(number.default))
+
+
+def _number(given: str) -> int:
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"batch_size={given!r} was given, expected a whole number or {AUTO}") from None
+
+
+def _search(settings: Any, largest: Largest, devices: str | None, *, noun: str) -> int:
+    strategy = MirroredStrategy(take_devices(devices), seed=settings.seed)
+    with closing(strategy), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run that follows says it all again
+        found = largest(settings, strategy)
+    print(_found(found, noun), flush=True)
+    return found.size
+
+
+def _found(found: LargestBatch, noun: str) -> str:
+    budget = "the memory of the GPUs" if found.memory_mb is None else f"{found.memory_mb:,.0f} MB for this process"
+    return (
+        f"batch size {AUTO}: {found.size:,} {noun}s fit; the limits are {budget} "
+        f"and the {found.examples:,} {noun}s of the training part"
+    )
