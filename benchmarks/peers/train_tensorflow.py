@@ -41,20 +41,18 @@ def _split_cpu(replicas: int) -> tf.distribute.Strategy:
 
 def _distributed(strategy: tf.distribute.Strategy, work: Work, replicas: int) -> list:
     """Each batch's shards on their devices beforehand, so that no step waits for its input."""
+    if replicas == 1:
+        return [tf.nest.map_structure(tf.constant, batch) for batch in work.batches]
 
     def shard(batch, context):
         rows = len(batch[1]) // replicas
         own = slice(context.replica_id_in_sync_group * rows, (context.replica_id_in_sync_group + 1) * rows)
         return tf.nest.map_structure(lambda array: tf.constant(array[own]), batch)
 
-    return (
-        [
-            strategy.experimental_distribute_values_from_function(lambda context, batch=batch: shard(batch, context))
-            for batch in work.batches
-        ]
-        if replicas > 1
-        else [tf.nest.map_structure(tf.constant, batch) for batch in work.batches]
-    )
+    return [
+        strategy.experimental_distribute_values_from_function(lambda context, batch=batch: shard(batch, context))
+        for batch in work.batches
+    ]
 
 
 def _make_step(job: Job, strategy: tf.distribute.Strategy, model: keras.Model, optimizer: keras.Optimizer):

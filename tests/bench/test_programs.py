@@ -68,10 +68,12 @@ def test_every_process_that_a_program_starts_is_measured(make_trial):
 
 @pytest.mark.workers
 def test_a_program_is_given_its_words_and_variables_and_the_package(make_trial):
-    said = "raise RuntimeError(sys.flags.dev_mode, os.environ['A'], os.environ['PYTHONPATH'])"
+    said = "import lockstep; raise RuntimeError(sys.flags.dev_mode, os.environ['A'], lockstep.__file__)"
     text = WHOLE.replace("job = take_job()", said)
 
-    with pytest.raises(ReplicaError, match=r"RuntimeError: \(True, 'b', '.*src'\)"):
+    with pytest.raises(
+        ReplicaError, match=r"RuntimeError: \(True, 'b', '.*/lockstep-bench-\w+/lockstep/__init__.py'\)"
+    ):
         run_trial(make_trial(text, words=("-X", "dev"), variables={"A": "b"}))
 
 

@@ -77,9 +77,8 @@ def _tensorflow(replicas: int) -> PeerSettings:
 def _jax(devices: int) -> PeerSettings:
     flags = f"--xla_force_host_platform_device_count={devices}"
     return PeerSettings(
-        text=f"Keras's DataParallel on JAX, one process, {flags}, a jitted step over stateless calls, state donated, "
-        "NHWC, the batches on their devices beforehand",
+        text=f"Keras's DataParallel on JAX, one process, {flags}, Model.train_on_batch, NHWC",
         shares=devices,
-        options={"loop": "stateless", "data_format": "channels_last"},
+        options={"loop": "train_on_batch", "data_format": "channels_last"},
         variables={"KERAS_BACKEND": "jax", "XLA_FLAGS": flags},
     )

@@ -30,7 +30,7 @@ from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_
 from lockstep.bench.trial import Trial
 from lockstep.errors import ReplicaError
 
-_SOURCE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 _CREDENTIALS = struct.Struct("3i")  # what Linux tells of a Unix socket's other end: process, user, group
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?[\w.]*(?:Error|Exception)\b")
 _STOP_LIMIT_S = 10.0
@@ -55,11 +55,12 @@ class Program(Launcher):
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def launch(self, trial: Trial, folder: Path) -> Team:
-        """Writes the batches and starts the program."""
+        """Writes the batches and starts the program, for which the folder holds this package and nothing beside it."""
         inputs = folder / "inputs.npz"
+        (folder / _PACKAGE.name).symlink_to(_PACKAGE)
         write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
         job = self._job(trial, folder, inputs)
-        variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(_SOURCE), **self.variables}.items()]
+        variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
         return _ProgramTeam(["env", *variables, *command], trial, folder)
 
@@ -75,7 +76,7 @@ class Program(Launcher):
             "count": trial.workload.count,
             "options": dict(self.options),
             "inputs": str(inputs),
-            "source": str(_SOURCE),
+            "source": str(folder),
             "socket": str(_socket(folder)),
             "started_s": time.monotonic(),
         }
