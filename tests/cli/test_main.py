@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli import main
 
-COMMANDS = [[], ["train"], ["train", "mlm"], ["devices"], ["data"], ["data", "mlm"]]
+COMMANDS = [[], ["train"], ["train", "mlm"], ["devices"], ["verify"], ["data"], ["data", "mlm"]]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
