@@ -25,8 +25,8 @@ _LEGEND = """\
   work, to tell what the hardware gives.
 - step ms, p10, p90: of the timed steps of all rounds together.
 - ratio: to the best rival, the one whose ratio is 1: the median step over the rival's of the same round, and of these
-  the median. Below 1 is faster than the best rival. Rivals are the hand-written loops on torch alone; ours, the peers and
-  the yardsticks are held against the best of them.
+  the median. Below 1 is faster than the best rival. Rivals are the hand-written loops on torch alone; ours, the peers
+  and the yardsticks are held against the best of them.
 - CPU ms: CPU time of a step, of all threads and processes together. With all cores busy it is the step times the cores;
   it counts waiting in a spinning barrier, and hardly feels what else the machine does.
 - exchange + update: from the moment when the last replica arrives at `optimizer.step` to the moment when all have left
