@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.bench.scaling.markdown import render_markdown
 from lockstep.bench.scaling.page import render_page
-from lockstep.bench.scaling.report import write_scaling_report
+from lockstep.bench.scaling.report import report_files, write_scaling_report
 
 
 def test_three_files_are_named_by_date_recipe_and_devices(make, tmp_path: Path):
@@ -20,6 +20,12 @@ def test_three_files_are_named_by_date_recipe_and_devices(make, tmp_path: Path):
     ]
     assert files.markdown.read_text() == render_markdown(result)
     assert files.page.read_text() == render_page(result)
+
+
+def test_a_list_of_devices_is_a_name_too(tmp_path: Path):
+    files = report_files(tmp_path, date="2026-01-31", recipe="mlm", devices="cpu:0, cpu:1")
+
+    assert files.page == tmp_path / "2026-01-31-scaling-mlm-cpu-0-cpu-1.html"
 
 
 def test_the_json_holds_every_sample_and_the_figures(make, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class ReportFiles:
 
 def report_files(folder: Path, *, date: str, recipe: str, devices: str) -> ReportFiles:
     """Where a report goes: ``DATE-scaling-RECIPE-DEVICES`` with three suffixes."""
-    base = f"{date}-scaling-{recipe}-{devices.replace(':', '-').replace(',', '-')}"
+    base = f"{date}-scaling-{recipe}-{re.sub(r'[^0-9A-Za-z]+', '-', devices)}"
     return ReportFiles(markdown=folder / f"{base}.md", json=folder / f"{base}.json", page=folder / f"{base}.html")
 
 
