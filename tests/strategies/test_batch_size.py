@@ -73,7 +73,7 @@ def test_rows_of_known_size_fill_the_budget_and_the_memory_comes_back(replicas: 
     found = strategy.find_batch_size(step, make_batch, 16, memory_mb=before + 120)
 
     assert found % replicas == 0
-    assert 120 * 0.85 <= found <= 120
+    assert 120 * 0.8 <= found <= 120
     assert resident_mb() - before < 15
 
 
@@ -128,6 +128,7 @@ def test_the_limit_is_the_largest_tried(make_strategy: MakeStrategy):
 
     assert make_strategy(2).find_batch_size(full_above(10**6, seen=seen), make_batch, 8, limit=51) == 50
     assert max(seen) == 25
+    assert seen.count(25) == 2 * 2  # two steps in each of two replicas: the second has the optimizer's state beside it
 
 
 @pytest.mark.parametrize(
@@ -316,6 +317,7 @@ def test_no_batch_activation_or_result_stays_referenced(make_strategy: MakeStrat
         return remembered(activation * 2)
 
     def batch(rows: int) -> tuple[Tensor, Tensor]:
+        assert [reference for reference in held if reference() is not None] == []  # nor from one size to the next
         x, y = make_batch(rows)
         return remembered(x), y
 
@@ -345,7 +347,7 @@ def test_a_first_step_that_makes_optimizer_state_counts_what_the_second_takes(ma
 
     give_back_freed_memory()
     # 16 of the copy of the weights, 16 of gradients, 32 of state, and 8 a row
-    assert (200 - 64) / 8 * 0.75 <= found <= (200 - 64) / 8 + 2
+    assert (200 - 64) / 8 * 0.75 <= found <= (200 - 64) / 8
     assert resident_mb() - before < 15
     assert optimizer.state_dict()["state"] == {}
 
