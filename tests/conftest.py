@@ -21,8 +21,15 @@ GRACE_S = 5.0
 # Started by libraries, once a process, and ended by the interpreter: no test's to join.
 SHARED_THREADS = ("pytest_timeout", "tqdm_monitor", "pymp-", "ThreadPoolExecutor-", "asyncio_")
 IGNORED_FILES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".coverage"}
-# torch sets the cache directory itself, at the first optimizer that is made.
-IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"}
+# torch sets the cache directory itself, at the first optimizer that is made; scikit-learn the last two, when imported.
+IGNORED_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "COLUMNS",
+    "LINES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
 
 
 @pytest.fixture(autouse=True)

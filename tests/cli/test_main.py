@@ -10,7 +10,18 @@ import pytest
 
 from lockstep.cli import main
 
-COMMANDS = [[], ["train"], ["train", "mlm"], ["devices"], ["verify"], ["data"], ["data", "mlm"]]
+COMMANDS = [
+    [],
+    ["train"],
+    ["train", "mlm"],
+    ["train", "images"],
+    ["data", "images"],
+    ["data", "digits"],
+    ["devices"],
+    ["verify"],
+    ["data"],
+    ["data", "mlm"],
+]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -1,0 +1,191 @@
+"""``lockstep train images`` in real processes: what it prints and leaves, what it refuses, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+SETTINGS = {
+    "--data": "pictures",
+    "--output": "out",
+    "--size": "8",
+    "--output-stride": "8",
+    "--width-multiplier": "0.1",
+    "--batch-size": "8",
+    "--workers": "1",
+}
+SMALL = [word for pair in SETTINGS.items() for word in pair]
+HEADER = ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "ms/step", "examples/s"]
+
+
+@pytest.fixture(autouse=True)
+def pictures(tmp_path: Path) -> Path:
+    """train/ and test/ of two classes: 40 and 4 pictures."""
+    folder = tmp_path / "pictures"
+    for part, number in {"train": 20, "test": 2}.items():
+        for shade, of_class in enumerate(("cat", "dog")):
+            (folder / part / of_class).mkdir(parents=True)
+            for n in range(number):
+                Image.new("RGB", (9, 7), (200 * shade, 10 * n, 0)).save(folder / part / of_class / f"{n}.png")
+    return folder
+
+
+def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockstep, tmp_path: Path):
+    (tmp_path / "pictures" / "train" / "cat" / "7.png").write_bytes(b"")
+
+    done = run_lockstep("train", "images", *SMALL, "--devices", "cpu:3", "--epochs", "2", "--check-exact")
+
+    assert done.returncode == 0
+    skipped = "1 of 44 pictures cannot be read: 'pictures/train/cat/7.png' (empty file); they are skipped"
+    assert done.stderr == f"lockstep: warning: {skipped}\n" * 2
+    printed = [line.split() for line in done.stdout.splitlines()]
+    assert printed[0][:5] == ["MobileNetV2", "on", "3", "logical", "devices:"]
+    assert ["cpu:2", "cpu:0", "1", "of", "3"] in printed
+    assert [row[0] for row in printed[printed.index(HEADER) + 2 :][:2]] == ["1", "2"]
+    assert [row[0] for row in printed[printed.index(HEADER) + 5 :] if row][:5] == [
+        "data",
+        "test",
+        "model",
+        "logs",
+        "curves",
+    ]
+    assert "train 35, valid 4, test 4 pictures; 1 broken picture skipped; 0.0 MB decoded in memory" in done.stdout
+    assert "3 replicas against one device in plain PyTorch" in done.stdout
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (tmp_path / "out" / "model").iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "preprocessor_config.json",
+    }
+    assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
+
+
+def test_the_published_head_the_disk_and_a_model_to_begin_with(run_lockstep, tmp_path: Path):
+    words = ["--hidden", "16", "--cache", "disk", "--cache-dir", "cache", "--epochs", "1", "--quiet"]
+    first = run_lockstep("train", "images", *SMALL, *words)
+    again = run_lockstep(
+        "train", "images", *SMALL, *words, "--pretrained", "out/model", "--width-multiplier", "1", "--output", "again"
+    )
+
+    assert (first.returncode, first.stderr, again.returncode, again.stderr) == (0, "", 0, "")
+    assert "epoch 1/1" not in first.stdout
+    assert "decoded in cache/pictures-" in again.stdout
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--epochs", "0"], "epochs=0 was given"),
+        (["--size", "many"], "Invalid value for '--size'"),
+        (["--size", "7"], "size=7 was given, expected from 8 to 4096 pixels"),
+        (["--devices", "cpu:0,cpu:9"], "cpu:9"),
+        (["--data", "nowhere"], "the picture folder 'nowhere' does not exist"),
+        (["--data", "pictures/test/cat/0.png"], "the picture folder 'pictures/test/cat/0.png' is no folder"),
+        (["--data", "pictures/test/cat"], "holds 2 pictures in no class folder"),
+        (["--output", "pictures/test/cat/0.png"], "is a file, expected a folder"),
+        (["--pretrained", "pictures"], "pretrained='pictures' could not be loaded"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, said, run_lockstep, tmp_path: Path):
+    done = run_lockstep("train", "images", *SMALL, "--width-multiplier", "1", *words)
+
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("lockstep: error: ")
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def empty_a_class(pictures: Path) -> None:
+    for path in (pictures / "train" / "dog").iterdir():
+        path.unlink()
+
+
+def leave_one_class(pictures: Path) -> None:
+    for part in ("train", "test"):
+        shutil.rmtree(pictures / part / "dog")
+
+
+def leave_nothing(pictures: Path) -> None:
+    for path in pictures.rglob("*.png"):
+        path.unlink()
+
+
+def break_all(pictures: Path) -> None:
+    for path in pictures.rglob("*.png"):
+        path.write_bytes(b"broken")
+
+
+def add_a_class_to_the_test(pictures: Path) -> None:
+    (pictures / "test" / "cat").rename(pictures / "test" / "cow")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (empty_a_class, "1 class folder without a picture: 'pictures/train/dog'"),
+        (leave_one_class, "holds one class folder, 'cat', expected at least two"),
+        (leave_nothing, "holds no picture, expected a folder of pictures"),
+        (break_all, "44 of 44 pictures cannot be read: 'pictures/train/cat/0.png'"),
+        (add_a_class_to_the_test, "lacks: 'cow'; expected some of 'cat', 'dog'"),
+    ],
+)
+def test_pictures_that_cannot_be_used_are_one_line(damage, said, pictures: Path, run_lockstep, tmp_path: Path):
+    damage(pictures)
+
+    done = run_lockstep("train", "images", *SMALL)
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_one_line(pictures: Path, run_lockstep):
+    (pictures / "train" / "dog").chmod(0)
+
+    done = run_lockstep("train", "images", *SMALL)
+
+    (pictures / "train" / "dog").chmod(0o755)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot be read (permission denied)" in done.stderr
+
+
+def test_a_batch_larger_than_the_data_is_one_step(run_lockstep):
+    done = run_lockstep("train", "images", *SMALL, "--batch-size", "5000", "--epochs", "1")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 step" in done.stdout
+
+
+def test_ctrl_c_ends_a_run_in_one_line(start_lockstep, tmp_path: Path):
+    process = start_lockstep("train", "images", *SMALL, "--devices", "cpu:2", "--epochs", "5000", "--patience", "0")
+    for line in process.stdout:
+        if line.startswith("epoch 2/5000"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+
+    assert (process.returncode, said) == (130, "lockstep: interrupted\n")
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_ctrl_c_while_decoding_ends_the_workers_too(pictures: Path, start_lockstep, tmp_path: Path):
+    os.mkfifo(pictures / "train" / "dog" / "waits.png")  # its decoder waits for a writer that never comes
+    process = start_lockstep("train", "images", *SMALL, "--devices", "cpu:2")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (workers := children.read_text().split()):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+
+    assert (process.returncode, said) == (130, "lockstep: interrupted\n")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from lockstep.recipes.images.build import build_images, build_metrics, build_optimizer, picture_loss
+
+if TYPE_CHECKING:
+    from tests.recipes.images.conftest import MakeConfig, MakeTree
+
+
+def test_the_parts_fit_together(make_tree: MakeTree, tiny: MakeConfig):
+    task = build_images(tiny(data=make_tree("data", {"a": 20, "b": 20, "c": 20})))
+
+    assert (task.train.pictures, task.valid.pictures, task.test.pictures) == (48, 6, 6)
+    assert (len(task.train), len(task.valid), len(task.test)) == (5, 1, 1)
+    x, y = next(iter(task.train))
+    assert task.module(x).shape == (11, 3)
+    assert picture_loss(task.module(x), y).shape == (11,)
+    assert task.module.mobilenet_v2.config.id2label == {0: "a", 1: "b", 2: "c"}
+
+
+def test_without_a_share_there_is_no_validation(make_tree: MakeTree, tiny: MakeConfig):
+    task = build_images(tiny(data=make_tree("data", {"a": 5, "b": 5}), valid_share=0.0))
+
+    assert task.valid == ()
+
+
+def test_only_the_training_part_is_shuffled_and_augmented(make_tree: MakeTree, tiny: MakeConfig):
+    root = make_tree("data", {"a": 30, "b": 30})
+    plain, changed = (
+        build_images(tiny(data=root, flip=flip, shift=shift)) for flip, shift in ((False, 0.0), (True, 0.4))
+    )
+
+    def pictures(batches: object) -> torch.Tensor:
+        return torch.cat([x for x, _ in batches])  # type: ignore[attr-defined]
+
+    assert torch.equal(pictures(plain.valid), pictures(changed.valid))
+    assert torch.equal(pictures(plain.test), pictures(changed.test))
+    first = pictures(changed.train)
+    changed.train.set_epoch(1)
+    assert not torch.equal(pictures(changed.train), first)
+
+
+def test_the_seed_decides_weights_and_order(make_tree: MakeTree, tiny: MakeConfig):
+    root = make_tree("data", {"a": 20, "b": 20})
+
+    def fingerprint(seed: int) -> list[torch.Tensor]:
+        task = build_images(tiny(data=root, seed=seed))
+        return [task.module.mobilenet_v2.conv_stem.first_conv.convolution.weight, next(iter(task.train))[0]]
+
+    first, same, other = fingerprint(1), fingerprint(1), fingerprint(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, same, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_the_callers_random_numbers_are_left_alone(make_tree: MakeTree, tiny: MakeConfig):
+    root = make_tree("data", {"a": 20, "b": 20})
+    state = torch.get_rng_state()
+
+    list(build_images(tiny(data=root, workers=1)).train)
+
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_width_has_no_effect_with_pretrained_weights(make_tree: MakeTree, tiny: MakeConfig):
+    config = tiny(data=make_tree("data", {"a": 5, "b": 5}), pretrained="./nowhere")
+
+    with (
+        pytest.warns(UserWarning, match="width_multiplier has no effect with pretrained='./nowhere'"),
+        pytest.raises(ValueError, match=r"pretrained='./nowhere' could not be loaded"),
+    ):
+        build_images(config)
+
+
+def test_the_loss_is_per_picture_and_not_in_half_precision():
+    logits, labels = torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1])
+
+    loss = picture_loss(logits.bfloat16(), labels)
+
+    assert loss.dtype == torch.float32
+    assert loss.tolist() == pytest.approx([0.6931, 2.1269], abs=1e-4)
+    assert picture_loss(logits.double(), labels).dtype == torch.float64
+
+
+def test_adam_has_the_rate_and_the_metric_is_the_accuracy(tiny: MakeConfig):
+    optimizer = build_optimizer(tiny(learning_rate=0.25), [torch.nn.Parameter(torch.zeros(1))])
+    metric = build_metrics()["accuracy"]
+
+    metric.update(torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([1, 1, 1]))
+
+    assert type(optimizer) is torch.optim.Adam
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert float(metric.compute()) == pytest.approx(2 / 3)
