@@ -24,7 +24,7 @@ ProgramArgument = Annotated[
     str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A Python file, or the name of a recipe: mlm or images.")
 ]
 ArgumentsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The program's own command line.")
+    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The program's own command line.")
 ]
 StepsFlag = Annotated[int, typer.Option(help="How many updates to compare.")]
 DevicesFlag = Annotated[
@@ -32,7 +32,8 @@ DevicesFlag = Annotated[
     typer.Option(
         "--devices",
         metavar="SPEC",
-        help=f"How to divide the devices before the program starts. {DEVICES_HELP}",
+        help=f"How to divide the devices before the program starts. {DEVICES_HELP.partition(' Without it')[0]} "
+        "Without it: as the program does itself.",
         show_default=False,
     ),
 ]
@@ -55,8 +56,7 @@ def verify(
 ) -> Callable[[], int]:
     """Run the first steps of a program on N replicas and on one, compare all numbers, and say why they differ.
 
-    The program is any script that uses ls.MirroredStrategy, unchanged; its own arguments come after its name. The exit
-    code is 0 where all is equal within rounding, 1 where something differs, and 2 for what was asked wrongly.
+    The program's own arguments come after its name. Exit code: 0 equal within rounding, 1 different, 2 asked wrongly.
     """
 
     def job() -> int:

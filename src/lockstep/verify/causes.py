@@ -134,14 +134,22 @@ def weighting_finding(step: StepComparison, is_rounding: Judge) -> Finding | Non
     )
 
 
-def additive_finding(comparison: Comparison, step: StepComparison) -> Finding:
-    """Outputs agree, and no weights make the gradients agree."""
+def additive_finding(comparison: Comparison, step: StepComparison, *, tried: Sequence[int]) -> Finding:
+    """Outputs agree, and no weights make the gradients agree.
+
+    Args:
+        comparison: of N replicas with one.
+        step: where the gradients differ.
+        tried: the replicas whose gradient is that of one device on their rows alone.
+    """
+    alone = " and ".join(f"replica {replica}" for replica in tried)
     best = min((_left(each.residuals) for each in step.weightings), default=1.0)
     return Finding(
         cause="loss not per example",
         said="the module's outputs agree row by row, yet the losses of the shards do not add up to that of the batch",
         tested=f"no factors for the {len(comparison.start.devices)} replicas' gradients give the one replica's: what "
-        f"is left is {best:.2g} of the largest gradient, at best",
+        f"is left is {best:.2g} of the largest gradient, at best"
+        + (f"; {alone} alone: the gradients are those of one device on the same rows" if tried else ""),
         advice="the loss compares examples with one another (contrastive, centred, ranked): gather what it needs with "
         "ls.get_replica_context().all_gather(outputs, 0), or average a loss of single examples",
     )

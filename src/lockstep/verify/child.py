@@ -23,10 +23,10 @@ import torch
 
 from lockstep.config import apply_device_request, parse_device_request
 from lockstep.verify.config import Program, Side
+from lockstep.verify.one_shard import one_shard
 from lockstep.verify.randomness import without_randomness
 from lockstep.verify.record import EndRecord, Message, ReadyRecord
 from lockstep.verify.recorder import EnoughSeenError, Recorder
-from lockstep.verify.switches import ModuleSwitches
 from lockstep.verify.watching import watching
 
 SEED = 0
@@ -64,9 +64,7 @@ def occupy(job: Job, connection: Connection) -> None:
         connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     send(ReadyRecord())
-    recorder = Recorder(
-        all_replicas=job.side.all_replicas, steps=job.steps, send=send, switches=ModuleSwitches(job.side.switches)
-    )
+    recorder = Recorder(job.side, steps=job.steps, send=send)
     send(_run(job, recorder))
     connection.close()
 
@@ -75,7 +73,12 @@ def _run(job: Job, recorder: Recorder) -> EndRecord:
     error: BaseException | None = None
     try:
         _prepare(job)
-        with watching(recorder), without_randomness(job.side.switches.randomness):
+        switches = job.side.switches
+        with (
+            watching(recorder),
+            without_randomness(switches.randomness),
+            one_shard(switches.shard, switches.shards),
+        ):
             _start(job.program, job.scratch)
     except EnoughSeenError:
         pass

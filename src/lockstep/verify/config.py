@@ -76,6 +76,7 @@ class Switches:
         batch_norm: "synced" takes batch-norm statistics from the whole batch; "frozen" uses the running ones.
         hold_weights: puts back what was changed in a parameter since its last update, before each run.
         shards: above 1, one replica calls its module once per shard, as that many replicas would.
+        shard: of that many, the one replica gets this one alone, as a whole batch; None gives it all.
         nudge: before the first step, each parameter is multiplied by 1 + or - this: a rounding error, to see how it
             grows.
         threads: intra-op threads of the process; None leaves torch's number.
@@ -85,6 +86,7 @@ class Switches:
     batch_norm: Statistics = "as written"
     hold_weights: bool = False
     shards: int = 1
+    shard: int | None = None
     nudge: float = 0.0
     threads: int | None = None
 
@@ -94,7 +96,14 @@ AS_WRITTEN = Switches()
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two runs of a comparison: all replicas that the program chose, or the first alone."""
+    """One of the two runs of a comparison.
+
+    Args:
+        all_replicas: on all that the program chose, or on the first alone.
+        switches: what is changed.
+        only: the number of the replica of which alone is told; None tells of all.
+    """
 
     all_replicas: bool
     switches: Switches = AS_WRITTEN
+    only: int | None = None

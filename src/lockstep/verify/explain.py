@@ -23,7 +23,7 @@ from lockstep.verify.causes import (
     unreproducible_finding,
     weighting_finding,
 )
-from lockstep.verify.compare import Comparison
+from lockstep.verify.compare import Comparison, StepComparison
 from lockstep.verify.config import AS_WRITTEN, Randomness, Statistics, Switches
 from lockstep.verify.difference import Difference
 from lockstep.verify.laboratory import Laboratory
@@ -155,11 +155,31 @@ def _explain_rest(
     if rest.kind == "output":
         return _mixed_rows(laboratory, comparison, rest, switches)
     if rest.kind in ("loss", "gradient"):
-        return [weighting_finding(step, laboratory.is_rounding) or additive_finding(comparison, step)]
+        found = weighting_finding(step, laboratory.is_rounding)
+        return [found] if found is not None else _not_additive(laboratory, comparison, step, switches)
     if rest.kind in ("moved weight", "settled weight"):
         return [outside_finding(rest, step)]
-    found = stride_finding(step, len(comparison.start.devices)) if rest.kind == "weight" else None
-    return [] if found is None else [found]
+    stride = stride_finding(step, len(comparison.start.devices)) if rest.kind == "weight" else None
+    return [] if stride is None else [stride]
+
+
+def _not_additive(
+    laboratory: Laboratory, comparison: Comparison, step: StepComparison, switches: Switches
+) -> list[Finding]:
+    """No factors help. Is each replica's gradient that of one device on its rows? Then the loss does not add up."""
+    if step.step > 1:  # an update lies before it, and one shard alone would have made another
+        return [additive_finding(comparison, step, tried=())]
+    replicas, tried = len(comparison.start.devices), []
+    for replica in sorted({0, replicas - 1}):
+        alone = laboratory.compare_shard(switches, replica, replicas).step(1)
+        if alone.batch.verdict != "same":  # the shard did not come through the arguments, so it could not be cut
+            continue
+        residuals = [each for each in alone.differences if each.kind == "gradient"]
+        factor = [each.residuals for each in alone.weightings if each.kind == "uniform"]
+        if not any(laboratory.is_rounding(left) for left in [residuals, *factor]):
+            return []
+        tried.append(replica)
+    return [additive_finding(comparison, step, tried=tried)]
 
 
 def _mixed_rows(laboratory: Laboratory, comparison: Comparison, rest: Difference, switches: Switches) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from lockstep.errors import ReplicaError
 from lockstep.verify.compare import Comparison
@@ -59,6 +60,12 @@ class Laboratory:
         except ReplicaError:
             return None
 
+    def compare_shard(self, switches: Switches, shard: int, shards: int) -> Comparison:
+        """One replica of several with one replica that gets that one's shard alone, for one update."""
+        left = Side(all_replicas=True, switches=switches, only=shard)
+        right = Side(all_replicas=False, switches=replace(switches, shards=shards, shard=shard))
+        return self._run(left, right, steps=1)
+
     def first(self, comparison: Comparison) -> Difference | None:
         """The first difference that is more than rounding, which is measured if that is in question."""
         first = comparison.first(self.allowance)
@@ -100,11 +107,13 @@ class Laboratory:
         early = difference.kind in ("moved weight", "output", "loss", "settled weight") and difference.step == 1
         return early and difference.relative > GROSS_UNITS * self.allowance.unit
 
-    def _run(self, left: Side, right: Side) -> Comparison:
+    def _run(self, left: Side, right: Side, *, steps: int | None = None) -> Comparison:
         if (left, right) not in self._known:
             self._progress(describe(left, right))
             self._known[left, right] = None
-            self._known[left, right] = compare_runs(self._config, left, right)
+            self._known[left, right] = compare_runs(
+                self._config if steps is None else replace(self._config, steps=steps), left, right
+            )
         comparison = self._known[left, right]
         if comparison is None:
             raise ReplicaError(f"{describe(left, right)}: this comparison failed before")
@@ -115,6 +124,8 @@ def describe(left: Side, right: Side) -> str:
     """A comparison in one line."""
     if left.switches.nudge:
         return "one replica with itself, weights moved by one rounding error"
+    if left.only is not None:
+        return f"replica {left.only} with one on the rows of that replica alone"
     switches = left.switches
     parts = {
         "without dropout": switches.randomness == "dropout",

@@ -20,6 +20,7 @@ from lockstep.mirroring.update import Totals
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.observer import Observer
 from lockstep.strategies.base import Strategy
+from lockstep.verify.config import Side
 from lockstep.verify.page import Page, UpdatePage, batch_record, output_records
 from lockstep.verify.record import EndRecord, Message, StartRecord, UpdateRecord
 from lockstep.verify.rows import fingerprints, tensors_with_rows
@@ -35,19 +36,16 @@ class Recorder(Observer):
     """Records the first strategy for which the program chose several devices.
 
     Args:
-        all_replicas: keep the devices that were chosen; else take the first of them.
+        side: on how many replicas, and what to change in the mirrored modules.
         steps: updates to record.
         send: gets the messages, in order.
-        switches: what to change in the mirrored modules.
     """
 
-    def __init__(
-        self, *, all_replicas: bool, steps: int, send: Callable[[Message], None], switches: ModuleSwitches
-    ) -> None:
-        self._all_replicas = all_replicas
+    def __init__(self, side: Side, *, steps: int, send: Callable[[Message], None]) -> None:
+        self._side = side
         self._steps = steps
         self._send = send
-        self._switches = switches
+        self._switches = ModuleSwitches(side.switches)
         self._chosen: list[tuple[LogicalDevice, ...]] = []
         self._devices: tuple[LogicalDevice, ...] | None = None
         self._single = 0
@@ -66,7 +64,7 @@ class Recorder(Observer):
             self._single += 1
             return devices
         self._chosen.append(devices)
-        taken = devices if self._all_replicas else devices[:1]
+        taken = devices if self._side.all_replicas else devices[:1]
         if self._devices is None:
             self._devices = taken
         return taken
@@ -188,7 +186,9 @@ class Recorder(Observer):
         complete = len(self._pages[0].updates)
         buffers = weights.buffers() if complete > self._sent else {}
         for step in range(self._sent, complete):
-            self._send(_update_record(step + 1, [page.take_update(step) for page in self._pages], buffers))
+            pages = [page.take_update(step) for page in self._pages]
+            told = pages if self._side.only is None else [pages[self._side.only]]
+            self._send(_update_record(step + 1, told, buffers))
         self._sent = complete
 
 

@@ -47,7 +47,7 @@ class ModuleSwitches:
                 _synchronise(module)
             if self._switches.nudge:
                 _nudge(module, self._switches.nudge)
-            if self._switches.shards > 1:
+            if self._switches.shards > 1 and self._switches.shard is None:
                 module.module.forward = _in_shards(module.module.forward, self._switches.shards)
 
     def before_run(self, modules: Sequence[MirroredModule]) -> None:
