@@ -133,7 +133,7 @@ def add_a_class_to_the_test(pictures: Path) -> None:
         (empty_a_class, "1 class folder without a picture: 'pictures/train/dog'"),
         (leave_one_class, "holds one class folder, 'cat', expected at least two"),
         (leave_nothing, "holds no picture, expected a folder of pictures"),
-        (break_all, "44 of 44 pictures cannot be read: 'pictures/train/cat/0.png'"),
+        (break_all, "44 of 44 pictures cannot be read: 'pictures/test/cat/0.png' (no picture)"),
         (add_a_class_to_the_test, "lacks: 'cow'; expected some of 'cat', 'dog'"),
     ],
 )

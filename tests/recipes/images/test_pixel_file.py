@@ -39,7 +39,7 @@ def test_the_file_holds_what_memory_would_and_is_read_again(root: Path):
     expected = memory_store(sorted(root.rglob("*.png")), size=6, workers=0)
     for one in (made, kept):
         assert np.array_equal(one.pixels, expected.pixels)
-        assert one.broken == expected.broken == {6: "cannot identify image file the file"}
+        assert one.broken == expected.broken == {6: "no picture"}
     assert (len(first), len(again)) == (9, 0)
     (file,) = (root.parent / "cache").iterdir()
     assert kept.file == file

@@ -1,8 +1,14 @@
 """The recipe ``images``: MobileNetV2 learns to tell classes of pictures apart.
 
 ``images()`` returns the whole configuration; ``build`` turns it into a module, data and an optimizer, and ``run``
-trains it. The defaults suit the embedded digits on a small machine; the published runs are 224x224, 64 pictures a
-replica and 5 epochs.
+trains it. The published runs are 224x224, 64 pictures a replica, 5 epochs, a shuffle buffer of 1024 and no early
+stopping; Adam at 1e-3, pixels from 0 to 1 and no augmentation are theirs here too.
+
+The other defaults are for the digits on a small machine. Measured there, test accuracy after each epoch on one core
+(seconds of that core an epoch): 32x32 with output stride 32 and a batch norm momentum of 0.2 reaches 0.83 in the
+second epoch and 0.91 to 0.95 from the fifth to the fifteenth (2.1); 0.1, torch's own, follows a net of 52 batch norms
+too slowly where an epoch has 20 steps (0.20 in the third epoch, 0.91 in the eighth); stride 16 is no better (0.87 to
+0.94, 3.7); shift=0.1 adds about 0.01 (0.92 to 0.96 from the tenth on); batches of 32 add nothing (3.2).
 """
 
 from __future__ import annotations
@@ -69,13 +75,13 @@ class ImagesConfig:
     width_multiplier: float = 1.0
     output_stride: int = 32
     dropout: float = 0.0
-    batch_norm_momentum: float = 0.1
+    batch_norm_momentum: float = 0.2
     sync_batchnorm: bool = False
     batch_size: int = 64
     shuffle_buffer: int = 0
-    epochs: int = 12
+    epochs: int = 15
     learning_rate: float = 1e-3
-    patience: int = 4
+    patience: int = 5
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: int = 1
     clip_norm: float | None = None

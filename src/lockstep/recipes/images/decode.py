@@ -101,5 +101,6 @@ def _reason(path: Path, error: BaseException) -> str:
         return error.strerror.lower()
     if isinstance(error, OSError) and path.stat().st_size == 0:
         return "empty file"
-    text = " ".join(str(error).split()).replace(f"{str(path)!r}", "the file")
-    return text[:120] or type(error).__name__
+    if isinstance(error, require("PIL", "images").UnidentifiedImageError):
+        return "no picture"
+    return " ".join(str(error).split())[:120] or type(error).__name__
