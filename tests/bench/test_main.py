@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,18 @@ def test_peers_without_environments_are_rows_with_a_reason(tmp_path: Path, caplo
     for name in ("accelerate-2", "fabric-2", "tensorflow-2", "jax-2"):
         assert f"| {name} | not run |" in table.read_text()
         assert f"- {name}: not run: {tmp_path / 'none'}" in table.read_text()
+
+
+@pytest.mark.workers
+def test_an_interrupt_is_one_line_and_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("lockstep.bench.__main__._say", interrupt)  # in the midst of a run
+    words = ["--workload", "linear", "--only", "single", "--rounds", "2", "--steps", "1", "--warm-up", "1"]
+
+    assert main([*words, "--output", str(tmp_path)]) == 130
+    assert caplog.messages == ["interrupted; nothing was written"]
+    assert list(tmp_path.iterdir()) == []

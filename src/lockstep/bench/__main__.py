@@ -36,6 +36,9 @@ def main(words: Sequence[str]) -> int:
     except LockstepError as error:
         _log.error("error: %s", error)
         return 1
+    except KeyboardInterrupt:
+        _log.error("interrupted; nothing was written")
+        return 130
     _log.info("\nwritten to %s", path)
     return 0
 
