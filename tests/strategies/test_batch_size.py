@@ -343,11 +343,11 @@ def test_a_first_step_that_makes_optimizer_state_counts_what_the_second_takes(ma
 
     strategy.find_batch_size(step, make_batch, 1, limit=1)
     before = resident_mb()
-    found = strategy.find_batch_size(step, make_batch, 1, memory_mb=before + 200)
+    found = strategy.find_batch_size(step, make_batch, 1, memory_mb=before + 400)
 
     give_back_freed_memory()
-    # 16 of the copy of the weights, 16 of gradients, 32 of state, and 8 a row
-    assert (200 - 64) / 8 * 0.75 <= found <= (200 - 64) / 8
+    # 16 of the copy of the weights, 16 of gradients, 32 of state, and 8 a row; a gap in the heap may hold 16 more
+    assert (400 - 64) / 8 * 0.75 <= found <= (400 - 64) / 8 + 2
     assert resident_mb() - before < 15
     assert optimizer.state_dict()["state"] == {}
 
