@@ -55,6 +55,14 @@ def test_a_model_on_devices_of_the_program_s_own_is_equal(verified: Verified):
     assert len(report.comparison.steps) == 3
 
 
+def test_half_precision_and_the_workers_of_a_data_loader_are_judged_by_its_rounding(verified: Verified):
+    report = verified("sound_fit", "bf16", "2", devices=None)
+
+    assert report.equal, report.first
+    assert report.allowance.granted == 4 * 2.0**-7
+    assert report.comparison.ends[0].unit == 2.0**-23
+
+
 def test_the_same_split_from_outside_is_accepted(verified: Verified):
     assert verified("sound_fit", devices="cpu:3").equal
 

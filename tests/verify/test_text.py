@@ -42,7 +42,7 @@ def test_without_a_cause_it_says_so_and_what_was_tried(verified: Verified):
 def test_measured_rounding_is_said_to_be(verified: Verified):
     report = replace(verified("learning_rate"), first=None, findings=())
 
-    assert render(report).endswith("of a tensor's size, or 32 times the measured one")
+    assert render(report).endswith("of a tensor's largest value, or 32 times the measured rounding")
 
 
 def test_numbers_that_json_does_not_know_are_null(verified: Verified):

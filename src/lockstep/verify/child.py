@@ -6,6 +6,7 @@ the program starts can be ended with it.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import random
@@ -59,6 +60,8 @@ def occupy(job: Job, connection: Connection) -> None:
     os.setsid()
     _end_with_parent()
     _redirect(job.output)
+    # A process begins with the start method that it was started by; the program's own workers get Python's default.
+    multiprocessing.set_start_method(None, force=True)
 
     def send(message: Message) -> None:
         connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))

@@ -75,8 +75,13 @@ class Comparison:
 
     @property
     def unit(self) -> float:
-        """The rounding error of the coarsest type in either run."""
+        """The relative rounding error of the parameters' type."""
         return max(end.unit for end in self.ends)
+
+    @property
+    def coarse(self) -> float:
+        """That of the coarsest type that was computed in, in either run."""
+        return max(end.coarse for end in self.ends)
 
     @property
     def differences(self) -> Iterator[Difference]:

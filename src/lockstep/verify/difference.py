@@ -28,6 +28,8 @@ KINDS: tuple[Kind, ...] = (
 
 ROUNDING_UNITS = 64
 """Rounding errors, relative to a tensor's largest value, that the order of additions is granted everywhere."""
+COARSE_UNITS = 4
+"""Likewise, rounding errors of a half-precision type: values are rounded to it, while sums are made in float32."""
 NOISE_FACTOR = 32
 """How much more than a measured rounding error, grown by the program itself, is granted."""
 
@@ -77,19 +79,26 @@ class Allowance:
     """What counts as rounding.
 
     Args:
-        unit: the relative rounding error of the coarsest type that was computed in.
+        unit: the relative rounding error of the parameters' type.
+        coarse: that of the coarsest type that was computed in; 0 for no other.
         noise: the measured differences of two runs on one replica that differ by rounding alone.
     """
 
     unit: float
+    coarse: float = 0.0
     noise: Mapping[Key, float] = field(default_factory=dict)
+
+    @property
+    def granted(self) -> float:
+        """What every tensor is granted, relative to its size."""
+        return max(ROUNDING_UNITS * self.unit, COARSE_UNITS * self.coarse)
 
     def allowed(self, difference: Difference) -> float:
         """The largest amount that rounding may explain."""
         if difference.kind == "rows":
             return 0.0
         measured = self.noise.get(difference.key, 0.0)
-        return max(ROUNDING_UNITS * self.unit * difference.size, NOISE_FACTOR * measured)
+        return max(self.granted * difference.size, NOISE_FACTOR * measured)
 
     def explains(self, difference: Difference) -> bool:
         """Whether it is no more than rounding."""

@@ -12,8 +12,8 @@ from lockstep.verify.difference import Allowance, Difference
 from lockstep.verify.trial import compare_runs
 
 Progress = Callable[[str], None]
-GROSS_UNITS = 10_000
-"""Rounding errors that no order of additions makes in one pass, before any update; beyond, nothing is measured."""
+GROSS = 150
+"""Times what is granted, that no order of additions makes in one pass, before any update: nothing is measured then."""
 
 
 class Laboratory:
@@ -30,7 +30,7 @@ class Laboratory:
         self._known: dict[tuple[Side, Side], Comparison | None] = {}
         self.allowance = Allowance(unit=0.0)
         self.base = self.compare(Switches())
-        self.allowance = Allowance(unit=self.base.unit)
+        self.allowance = Allowance(unit=self.base.unit, coarse=self.base.coarse)
 
     @property
     def done(self) -> Iterator[tuple[str, Comparison]]:
@@ -79,7 +79,7 @@ class Laboratory:
         if all(self.allowance.explains(each) for each in residuals):
             return True
         size = max((each.size for each in residuals), default=0.0)
-        if max(each.amount for each in residuals) > GROSS_UNITS * self.allowance.unit * size:
+        if max(each.amount for each in residuals) > GROSS * self.allowance.granted * size:
             return False
         self.repeat()
         return all(self.allowance.explains(each) for each in residuals)
@@ -93,10 +93,11 @@ class Laboratory:
         Returns:
             What shows that the program does not repeat itself, if anything does.
         """
-        nudged = Switches(nudge=self.allowance.unit, threads=1)
+        # A nudge of an eighth of a coarse rounding error turns an eighth of the weights over, when they are cast.
+        nudged = Switches(nudge=max(self.base.unit, self.base.coarse / 8), threads=1)
         twice = self._run(Side(all_replicas=False, switches=nudged), Side(all_replicas=False))
         noise = {each.key: each.amount for each in twice.differences if each.amount > 0}
-        self.allowance = Allowance(unit=self.allowance.unit, noise=noise)
+        self.allowance = replace(self.allowance, noise=noise)
         fixed = (each for each in twice.differences if each.kind in ("initial weight", "rows") and each.amount > 0)
         return next(fixed, next((each for each in twice.differences if self._is_gross(each)), None))
 
@@ -105,7 +106,7 @@ class Laboratory:
         if difference.kind in ("rows", "initial weight"):
             return difference.amount > 0
         early = difference.kind in ("moved weight", "output", "loss", "settled weight") and difference.step == 1
-        return early and difference.relative > GROSS_UNITS * self.allowance.unit
+        return early and difference.relative > GROSS * self.allowance.granted
 
     def _run(self, left: Side, right: Side, *, steps: int | None = None) -> Comparison:
         if (left, right) not in self._known:

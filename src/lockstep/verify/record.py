@@ -112,7 +112,8 @@ class EndRecord:
     Args:
         strategies: how many strategies of several devices the program made.
         single: how many of one device.
-        unit: the relative rounding error of the coarsest floating type that was computed in.
+        unit: the relative rounding error of the parameters' type.
+        coarse: that of the coarsest type that was computed in, as under autocast.
         problem: why there is nothing to compare; empty if there is.
         error: in one line, what the program raised; empty if it raised nothing.
         place: where it was raised, such as ``train.py:12``.
@@ -122,6 +123,7 @@ class EndRecord:
     strategies: int = 0
     single: int = 0
     unit: float = 2.0**-23
+    coarse: float = 2.0**-23
     problem: str = ""
     error: str = ""
     place: str = ""

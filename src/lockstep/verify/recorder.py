@@ -141,8 +141,8 @@ class Recorder(Observer):
         if self._weights is not None:
             self._note_changes(self._weights)
             self._send_complete(self._weights)
-        unit = max([self._unit, *(page.unit for page in self._pages)])
-        return EndRecord(strategies=len(self._chosen), single=self._single, unit=unit)
+        coarse = max([self._unit, *(page.unit for page in self._pages)])
+        return EndRecord(strategies=len(self._chosen), single=self._single, unit=self._unit, coarse=coarse)
 
     def _is_observed(self, strategy: Strategy) -> bool:
         return strategy.devices is self._devices

@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 from lockstep.report.table import text_table
-from lockstep.verify.difference import NOISE_FACTOR, ROUNDING_UNITS, Difference
+from lockstep.verify.difference import NOISE_FACTOR, Difference
 from lockstep.verify.verify import VerifyReport
 
 MOST_ROWS = 8
@@ -40,8 +40,7 @@ def to_json(report: VerifyReport) -> str:
         "causes": [vars(finding) for finding in report.findings],
         "experiments": [vars(each) for each in report.experiments],
         "rounding": {
-            "unit": report.allowance.unit,
-            "units_granted": ROUNDING_UNITS,
+            "granted": report.allowance.granted,
             "noise_factor": NOISE_FACTOR,
             "measured": bool(report.allowance.noise),
         },
@@ -95,8 +94,8 @@ def _table(report: VerifyReport, differences: list[Difference]) -> str:
 
 
 def _equal(report: VerifyReport) -> str:
-    granted = f"{ROUNDING_UNITS} rounding errors ({ROUNDING_UNITS * report.allowance.unit:.1e}) of a tensor's size"
-    measured = f", or {NOISE_FACTOR} times the measured one" if report.allowance.noise else ""
+    granted = f"{report.allowance.granted:.1e} of a tensor's largest value"
+    measured = f", or {NOISE_FACTOR} times the measured rounding" if report.allowance.noise else ""
     return f"equal within rounding: nothing differs by more than {granted}{measured}"
 
 
