@@ -110,6 +110,8 @@ class _Search:
         with self._undone():
             with ResidentPeak() as peak:
                 failure = self._failure(size)
+            # A replica's thread may still hold what it was given last; it lets go before it takes the next.
+            self._trials.strategy.run(_of_its_own(lambda _: None), (None,))
             gc.collect(1)  # what is young: a graph and an error's frames may hold each other
             _give_back()
             resting_mb = resident_mb()
@@ -156,9 +158,7 @@ def _run(trials: Trials, size: int) -> None:
             f"make_batch({size}) gave {rows} rows, expected {size}; give as many as asked for, "
             f"or limit=... if there are no more"
         )
-    # The issue policy knows a step by its code or type, and must not learn from trials of other sizes: each has a type
-    # of its own.
-    step = type("_Trial", (_Step,), {})(trials.step)
+    step = _of_its_own(trials.step)
     for shards in DistributedDataset([batch], strategy.devices, prefetch=0):
         for _ in range(RUNS_A_TRIAL):
             strategy.run(step, (shards,))
@@ -173,6 +173,15 @@ class _Step:
 
     def __call__(self, shard: Any) -> None:
         self._step(shard)
+
+
+def _of_its_own(step: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """The step under a type of its own.
+
+    By it, or by its code, the issue policy knows a step, and it must not learn from trials of other sizes.
+    """
+    own: _Step = type("_Trial", (_Step,), {})(step)
+    return own
 
 
 def _give_back() -> None:
