@@ -84,6 +84,7 @@ def test_formats_of_any_case_are_taken_and_other_and_hidden_files_are_not(make_t
     names = ["1.PNG", "2.jpg", "3.JPEG", "4.bmp", "5.WebP", "6.gif", ".7.png", "8.txt", "9"]
     for name in names:
         (root / "a" / name).write_bytes(b"")
+    os.mkfifo(root / "a" / "pipe.png")
     (root / ".hidden").mkdir()
     (root / "__MACOSX").mkdir()
 

@@ -191,7 +191,7 @@ def _pictures_below(folder: Path) -> tuple[Path, ...]:
     for path in _inside(folder):
         if path.is_dir():
             found.extend(_pictures_below(path))
-        elif _is_picture(path):
+        elif _is_picture(path) and not path.is_fifo():  # a pipe would keep its reader waiting for ever
             found.append(path)
     return tuple(found)
 
