@@ -79,3 +79,10 @@ def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
 
     assert report.allowance.noise
     assert "one replica with itself, weights moved by one rounding error" in [each.what for each in report.experiments]
+
+
+def test_what_the_difference_does_not_need_is_no_cause(verified: Verified):
+    report = verified("harmless_dropout")
+
+    assert "all replicas with one, without dropout" in [each.what for each in report.experiments]
+    assert [finding.cause for finding in report.findings] == ["weight penalty"]
