@@ -25,8 +25,10 @@ def test_the_peak_is_what_was_held_inside_although_it_is_gone(high_water_mark: b
     give_back_freed_memory()  # what earlier tests left, which would be taken anew
     before = resident_mb()
     with ResidentPeak() as first:
+        held = hold(100)
         for _ in range(4):  # long enough for the sampler to look
-            hold(100)
+            held.max()
+        del held
     give_back_freed_memory()
     with ResidentPeak() as second:
         hold(10)
