@@ -130,6 +130,10 @@ _DECODED_BEFORE = (
     "The pictures are decoded once, before the first step, so decoding is no part of the times; input is cutting, "
     "augmenting and dividing batches, ahead of the steps that use them."
 )
+_OWN_STATISTICS = (
+    "Batch norm takes its statistics over each replica's shard, so losses differ between layouts of the same batch; "
+    "--sync-batchnorm takes them over the global batch, and its exchange is then part of forward and backward."
+)
 _NOT_MEASURED = frozenset({"batch_size", "epochs", "patience", "precision", "accumulate", "clip_norm"})
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
@@ -142,7 +146,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 fixed=_NOT_MEASURED,
                 title=_images_title,
                 build=_images,
-                notes=(_DECODED_BEFORE,),
+                notes=(_DECODED_BEFORE, _OWN_STATISTICS),
             ),
             Recipe(
                 name="mlm",
