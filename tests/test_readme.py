@@ -44,6 +44,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
 
 @pytest.mark.parametrize("number", range(len(runnable_bash(README))))
 def test_the_bash_of_the_readme_runs(number: int, tmp_path: Path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout
     done = run(["bash", "-euo", "pipefail", "-c", runnable_bash(README)[number]], tmp_path)
 
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ def test_a_difference_is_named_with_its_cause_and_ends_in_1(capsys: pytest.Captu
 
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert "different: step 1, loss what is back-propagated is the first that differs by 1 of its size" in printed.out
+    assert "different: step 1, loss total is the first that differs by 1 of its size" in printed.out
     assert "cause: mean over a shard" in printed.out
     assert "ls.compute_average_loss(per_example, global_batch_size=...)" in printed.out
     assert max(map(len, printed.out.splitlines())) <= 120

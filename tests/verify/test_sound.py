@@ -30,7 +30,7 @@ def test_everything_is_compared_by_name_and_in_the_order_of_a_step(verified: Ver
     assert second == [
         ("rows", "args[0][0]"),
         ("output", "Sequential"),
-        ("loss", "what is back-propagated"),
+        ("loss", "total"),
         *(("gradient", name) for name in names),
         *(("weight", name) for name in names),
     ]

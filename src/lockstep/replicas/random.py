@@ -13,8 +13,9 @@ import hashlib
 import inspect
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Token
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -90,12 +91,19 @@ class ReplicaRandom(TorchFunctionMode):
     Args:
         generator: a CPU generator that no other thread draws from.
         applies: asked before each draw; where it says no, torch's default generator is used. None is always.
+        instead: other functions of torch -> what is called for them. Here, since every mode costs time at every call.
     """
 
-    def __init__(self, generator: torch.Generator, applies: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        generator: torch.Generator,
+        applies: Callable[[], bool] | None = None,
+        instead: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
         self.generator = generator
         self._applies = applies
+        self._instead = instead
         self._entered: list[Token[GeneratorHere | None]] = []
 
     def __enter__(self) -> ReplicaRandom:
@@ -112,7 +120,7 @@ class ReplicaRandom(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _DRAWING or _on_accelerator(args, kwargs) or self._generator_here() is None:
-            return func(*args, **kwargs)
+            return self._instead.get(func, func)(*args, **kwargs)
         if func in _TAKES_GENERATOR:
             return self._inject(func, args, kwargs)
         if func in drawing.DROPOUTS:

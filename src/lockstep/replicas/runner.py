@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from lockstep.collectives.rendezvous import Rendezvous, ReplicaStopped
 from lockstep.collectives.turns import Turn, Turns
@@ -27,6 +28,7 @@ from lockstep.replicas.cuda import CudaReplicaState, CudaTurn
 from lockstep.replicas.default_generator import know_replicas
 from lockstep.replicas.host_memory import keep_freed_memory
 from lockstep.replicas.issue import IssuePolicy
+from lockstep.replicas.linear import linear, onednn_is_faster
 from lockstep.replicas.random import ReplicaRandom, in_a_replica, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
@@ -49,6 +51,11 @@ def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]
     return tuple(max(1, cores // on_cpu) if device.kind == "CPU" else 1 for device in devices)
 
 
+def _instead(device: LogicalDevice) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What a replica's calls of torch's functions are exchanged for."""
+    return {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
+
+
 class ReplicaRunner:
     """Runs bodies in the replicas' threads.
 
@@ -65,7 +72,10 @@ class ReplicaRunner:
         self._names = [f"replica {replica} ({device.name})" for replica, device in enumerate(devices)]
         self._timeout_s = timeout_s
         generators = [replica_generator(seed, replica) for replica in range(len(devices))]
-        self._random = [ReplicaRandom(generator, applies=in_a_replica) for generator in generators]
+        self._random = [
+            ReplicaRandom(generator, applies=in_a_replica, instead=_instead(device))
+            for device, generator in zip(devices, generators, strict=True)
+        ]
         self._cuda = [
             CudaReplicaState(device.torch_device, generator.initial_seed()) if device.kind == "GPU" else None
             for device, generator in zip(devices, generators, strict=True)

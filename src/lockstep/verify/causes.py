@@ -109,7 +109,8 @@ def weighting_finding(step: StepComparison, is_rounding: Judge) -> Finding | Non
         return None
     tested = _weighting_test(best, step)
     if best.kind == "shares" or (best.kind == "uniform" and abs(best.factors[0] * len(best.factors) - 1) < 1e-4):
-        times = f"{1 / best.factors[0]:.4g} times" if len(set(best.factors)) == 1 else "too large for each shard"
+        even = len(set(best.factors)) == 1
+        times = f"{1 / best.factors[0]:.4g} times" if even else "each is too large by as much as its shard is short"
         return Finding(
             cause="mean over a shard",
             said=f"each replica's loss is the mean over its own shard, and the replicas' gradients are added: {times}"

@@ -190,7 +190,7 @@ def _loss_difference(ours: UpdateRecord, reference: UpdateRecord) -> Difference:
     return Difference(
         step=ours.step,
         kind="loss",
-        name="what is back-propagated",
+        name="total",
         amount=math.inf if math.isnan(amount) else amount,
         size=abs(other),
         note=f"{mine:.6g} and {other:.6g}",

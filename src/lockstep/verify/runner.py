@@ -9,9 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -138,7 +140,10 @@ class Pair:
 def running(config: VerifyConfig, left: Side, right: Side) -> Iterator[Pair]:
     """Starts both runs; after the block, whatever happens in it, processes and files are gone."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-verify-")))
+        folder = Path(tempfile.gettempdir(), f"lockstep-verify-{uuid.uuid4().hex}")
+        # Before there is one: a Ctrl-C may come between any two lines.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
         children = []
         for name, side in (("left", left), ("right", right)):
             own = Path(tempfile.mkdtemp(prefix=name, dir=folder))
