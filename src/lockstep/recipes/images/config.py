@@ -13,14 +13,13 @@ too slowly where an epoch has 20 steps (0.20 in the third epoch, 0.91 in the eig
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.errors import ConfigError
 from lockstep.recipes.images.model import MobileNetShape
+from lockstep.recipes.settings import at_least, between, one_of, positive, share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +88,21 @@ class ImagesConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "accumulate"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("patience", "shuffle_buffer"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         if self.workers is not None:
-            _between("workers", self.workers, 0, 256)
-        _between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
-        _one_of("pixel_range", self.pixel_range, ("unit", "centred"))
-        _one_of("cache", self.cache, ("memory", "disk"))
-        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+            between("workers", self.workers, 0, 256)
+        between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
+        one_of("pixel_range", self.pixel_range, ("unit", "centred"))
+        one_of("cache", self.cache, ("memory", "disk"))
+        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         for name in ("learning_rate", "clip_norm"):
-            _positive(name, getattr(self, name))
-        _share("test_share", self.test_share, most=0.9, open_below=True)
-        _share("valid_share", self.valid_share, most=0.9)
-        _share("max_broken", self.max_broken, most=1.0)
-        _share("shift", self.shift, most=0.5)
+            positive(name, getattr(self, name))
+        share("test_share", self.test_share, most=0.9, open_below=True)
+        share("valid_share", self.valid_share, most=0.9)
+        share("max_broken", self.max_broken, most=1.0)
+        share("shift", self.shift, most=0.5)
         _ = self.shape  # holds the rest of the rules; making it here makes a bad value fail now rather than at its use
 
     @property
@@ -137,29 +136,3 @@ def images(*, data: Path | None = None) -> ImagesConfig:
         (64, 0.001)
     """
     return ImagesConfig(data=data)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name}={value} was given, expected at least {least}")
-
-
-def _between(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"{name}={value} was given, expected a whole number from {least} to {most}")
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"{name}={value} was given, expected a finite number above 0")
-
-
-def _share(name: str, value: float, *, most: float, open_below: bool = False) -> None:
-    if not 0 <= value <= most or (open_below and value == 0):
-        least = "a share above 0 and" if open_below else "a share from 0"
-        raise ConfigError(f"{name}={value} was given, expected {least} up to {most}; 0.1 is one in ten")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")

@@ -7,14 +7,13 @@ trains it. The defaults are the published ones, but for what is said at each fie
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.errors import ConfigError
 from lockstep.recipes.mlm.masking import MaskingRule
 from lockstep.recipes.mlm.model import BertShape
+from lockstep.recipes.settings import at_least, between, one_of, positive
 from lockstep.recipes.text.splits import MINIMUM_CHARACTERS
 from lockstep.recipes.text.wordpiece import WordPieceSettings
 
@@ -84,16 +83,16 @@ class MlmConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "accumulate", "length_window"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("sequence_length", self.sequence_length, 3)  # [CLS], one token, [SEP]
+            at_least(name, getattr(self, name), 1)
+        at_least("sequence_length", self.sequence_length, 3)  # [CLS], one token, [SEP]
         for name in ("patience", "min_characters", "shuffle_buffer"):
-            _at_least(name, getattr(self, name), 0)
-        _between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
-        _one_of("padding", self.padding, ("longest", "full"))
-        _one_of("attention", self.attention, ("sdpa", "eager"))
-        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+            at_least(name, getattr(self, name), 0)
+        between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
+        one_of("padding", self.padding, ("longest", "full"))
+        one_of("attention", self.attention, ("sdpa", "eager"))
+        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         for name in ("learning_rate", "clip_norm"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         # These hold the rest of the rules; making them here makes a bad value fail now rather than at its use.
         _ = self.shape, self.masking, self.tokenizer
 
@@ -152,23 +151,3 @@ def mlm(*, text: Path | None = None, pretrained: str | None = None) -> MlmConfig
     """
     config = MlmConfig(text=text, pretrained=pretrained)
     return dataclasses.replace(config, learning_rate=config.first_rate)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name}={value} was given, expected at least {least}")
-
-
-def _between(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"{name}={value} was given, expected a whole number from {least} to {most}")
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"{name}={value} was given, expected a finite number above 0")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
