@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduction import ReduceOp, gather_values, reduce_values
+from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
 from lockstep.data.input_context import InputContext
@@ -46,6 +47,11 @@ class Strategy(ABC):
     @abstractmethod
     def devices(self) -> tuple[LogicalDevice, ...]:
         """The logical devices of the local replicas, in replica order."""
+
+    @property
+    @abstractmethod
+    def workers(self) -> Workers:
+        """The workers that run this strategy's replicas, as this one sees them."""
 
     @abstractmethod
     def _execute(

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.collectives.rendezvous import Rendezvous
 from lockstep.collectives.turns import Turns
+from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.strategies.base import Strategy
@@ -22,6 +23,11 @@ class DefaultStrategy(Strategy):
     def devices(self) -> tuple[LogicalDevice, ...]:
         """The one device; chosen, and taken into use, when it is first asked for."""
         return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
+
+    @cached_property
+    def workers(self) -> Workers:
+        """This process alone."""
+        return OneWorker(1)
 
     def trial(self) -> AbstractContextManager[None]:
         """There is nothing of its own to keep: the random numbers are torch's."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.cluster.declared import declared_job
+from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.observer import current_observer
@@ -63,6 +64,7 @@ class MirroredStrategy(Strategy):
         self._devices = resolve_devices(devices)
         if observer is not None:
             self._devices = observer.devices_chosen(self._devices)
+        self._workers = OneWorker(len(self._devices))
         self._runner = ReplicaRunner(
             self._devices, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s
         )
@@ -71,6 +73,11 @@ class MirroredStrategy(Strategy):
     def devices(self) -> tuple[LogicalDevice, ...]:
         """The logical devices of the replicas, in replica order."""
         return self._devices
+
+    @property
+    def workers(self) -> Workers:
+        """This process alone."""
+        return self._workers
 
     def trial(self) -> AbstractContextManager[None]:
         """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""

@@ -1,0 +1,169 @@
+"""The workers of a job as one of them sees it: who they are, and the few exchanges between them that all else needs.
+
+    worker 0                    worker 1
+    its replicas: local sum     its replicas: local sum
+             `--- exchange, sum, gather, broadcast ---'      every worker must make the same call, in the same order
+
+Abstract. ``OneWorker`` is a process by itself, for which nothing has to be exchanged; ``collectives.remote`` is the one
+over ``torch.distributed``. Calls are made outside replicas, or by the one replica that runs a meeting's ``combine``.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class Wish(enum.IntFlag):
+    """What a worker would have all workers do together; one that wishes is enough."""
+
+    LOGS = 1
+    """Merge the metrics of this batch: some callback shows them."""
+    STOP = 2
+    """End the training after this batch."""
+    SAVE = 4
+    """Write a checkpoint after this batch."""
+
+
+class Workers(ABC):
+    """A worker's view of all workers.
+
+    Args:
+        index: this worker's number, from 0.
+        replicas: how many local replicas each worker runs, in worker order.
+    """
+
+    def __init__(self, index: int, replicas: Sequence[int]) -> None:
+        self._index = index
+        self._replicas = tuple(replicas)
+
+    @property
+    def index(self) -> int:
+        """This worker's number, from 0."""
+        return self._index
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return len(self._replicas)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0: the one that prints, logs and publishes checkpoints."""
+        return self._index == 0
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many local replicas each worker runs, in worker order."""
+        return self._replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas of all workers."""
+        return sum(self._replicas)
+
+    @property
+    def first_replica(self) -> int:
+        """The number, among the replicas of all workers, of this worker's first."""
+        return sum(self._replicas[: self._index])
+
+    @abstractmethod
+    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+        """Gives every worker the numbers of all, in worker order. Every worker must call it.
+
+        Args:
+            name: what this call is for; equal on all workers.
+            numbers: at most 16, as many on every worker; kept in double precision.
+
+        Raises:
+            CollectiveError: the workers did not meet at the same call; it says which worker is where.
+            ClusterError: a worker was lost, or ended with an error.
+        """
+
+    @abstractmethod
+    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+        """Gives every worker the payloads of all, in worker order; lengths may differ. Every worker must call it."""
+
+    @abstractmethod
+    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The elementwise sums over all workers, the same bits on all of them. Every worker must call it.
+
+        Args:
+            name: what this call is for.
+            tensors: dense, on any device, of the same shapes and dtypes on every worker. They are not written to.
+        """
+
+    @abstractmethod
+    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        """Every worker's tensor, in worker order, on this one's device. Every worker must call it.
+
+        Args:
+            name: what this call is for.
+            tensor: of the same dtype on every worker, of shapes that differ in dimension ``axis`` only.
+            axis: that dimension.
+        """
+
+    @abstractmethod
+    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Writes the chief's values into ``tensors``, in place. Every worker must call it with the same shapes."""
+
+    @abstractmethod
+    def wish(self, what: Wish) -> None:
+        """Notes a wish, which the next exchange of any kind makes known to all workers."""
+
+    @property
+    @abstractmethod
+    def granted(self) -> Wish:
+        """All workers' wishes together, as of the last exchange: the same on every worker."""
+
+    @abstractmethod
+    def doing(self, text: str) -> None:
+        """Notes what this worker does, for the messages of the others should it be lost."""
+
+
+class OneWorker(Workers):
+    """A process by itself: everything is here already.
+
+    Args:
+        replicas: how many local replicas it runs.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(0, (replicas,))
+        self._wishes = Wish(0)
+        self._granted = Wish(0)
+
+    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+        """The numbers alone."""
+        self._granted, self._wishes = self._wishes, Wish(0)
+        return [tuple(numbers)]
+
+    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+        """The payload alone."""
+        return [payload]
+
+    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors as they are."""
+        return list(tensors)
+
+    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        """The tensor alone."""
+        return [tensor]
+
+    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing has to be done."""
+
+    def wish(self, what: Wish) -> None:
+        """Notes it for the next exchange."""
+        self._wishes |= what
+
+    @property
+    def granted(self) -> Wish:
+        """This worker's own wishes, as of the last exchange."""
+        return self._granted
+
+    def doing(self, text: str) -> None:
+        """Nobody asks."""
