@@ -120,6 +120,14 @@ class Workers(ABC):
         """All workers' wishes together, as of the last exchange: the same on every worker."""
 
     @abstractmethod
+    def attach(self, digest: int) -> None:
+        """Lets a digest of something that must be equal on all workers ride on the next exchange, and be compared.
+
+        Args:
+            digest: at most 64 bits. Several are joined, in the order of the calls.
+        """
+
+    @abstractmethod
     def doing(self, text: str) -> None:
         """Notes what this worker does, for the messages of the others should it be lost."""
 
@@ -164,6 +172,9 @@ class OneWorker(Workers):
     def granted(self) -> Wish:
         """This worker's own wishes, as of the last exchange."""
         return self._granted
+
+    def attach(self, digest: int) -> None:
+        """There is nothing to compare it with."""
 
     def doing(self, text: str) -> None:
         """Nobody asks."""
