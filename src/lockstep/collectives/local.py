@@ -1,4 +1,4 @@
-"""Differentiable all_reduce and all_gather between the replica threads of one process.
+"""Differentiable all_reduce and all_gather between replicas: the threads of this process, then all workers.
 
 The gradient of a sum over replicas is the sum of all replicas' gradients, as in TensorFlow; so the backward pass of a
 collective is a collective too, and every replica must run it.
@@ -7,21 +7,30 @@ collective is a collective too, and every replica must run it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from lockstep.collectives.reduction import ReduceOp, gather_values, reduce_values, sum_tensors
+from lockstep.collectives.across import gather_across, reduce_across, sum_across
+from lockstep.collectives.reduction import ReduceOp
+from lockstep.collectives.workers import Workers
 
 
 class Member(Protocol):
-    """A replica taking part: its number, and ``meet``, which all replicas must call with the same name."""
+    """A replica taking part: its numbers, and ``meet``, which all local replicas must call with the same name."""
 
     @property
     def replica_id_in_sync_group(self) -> int: ...
 
     @property
+    def local_replica(self) -> int: ...
+
+    @property
     def num_replicas_in_sync(self) -> int: ...
+
+    @property
+    def workers(self) -> Workers: ...
 
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any: ...
 
@@ -39,7 +48,7 @@ def all_reduce(member: Member, op: ReduceOp, value: Any) -> Any:
     """
     name = f"all_reduce({op.value})"
     if not isinstance(value, torch.Tensor):
-        return member.meet(name, value, lambda values: reduce_values(op, values))
+        return member.meet(name, value, lambda values: reduce_across(member.workers, op, values))
     total = _AllReduceSum.apply(value, member, name)  # type: ignore[no-untyped-call]
     return total if op is ReduceOp.SUM else total / member.num_replicas_in_sync
 
@@ -58,12 +67,13 @@ class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, member: Member, name: str) -> torch.Tensor:
         ctx.member, ctx.name = member, name
-        return _own_copy(member.meet(name, value, sum_tensors), value)
+        return _own_copy(member.meet(name, value, partial(sum_across, member.workers, name)), value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        total = ctx.member.meet(f"{ctx.name} backward", gradient, sum_tensors)
+        name = f"{ctx.name} backward"
+        total = ctx.member.meet(name, gradient, partial(sum_across, ctx.member.workers, name))
         return _own_copy(total, gradient), None, None
 
 
@@ -72,18 +82,25 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, member: Member, axis: int) -> torch.Tensor:
         ctx.member, ctx.axis = member, axis
 
-        def combine(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-            return gather_values(values, axis), [tensor.shape[axis] for tensor in values]
+        name = f"all_gather(axis={axis})"
 
-        gathered, lengths = member.meet(f"all_gather(axis={axis})", value, combine)
-        ctx.start = sum(lengths[: member.replica_id_in_sync_group])
+        def combine(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+            gathered = gather_across(member.workers, name, values, axis)
+            local = [tensor.shape[axis] for tensor in values]
+            met = member.workers.exchange(f"{name} lengths", [sum(local)])
+            first = int(sum(rows for (rows,) in met[: member.workers.index]))
+            return gathered, [first + sum(local[:replica]) for replica in range(len(local))]
+
+        gathered, begins = member.meet(name, value, combine)
+        ctx.start = begins[member.local_replica]
         ctx.length = value.shape[axis]
         return _own_copy(gathered, value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        total = ctx.member.meet(f"all_gather(axis={ctx.axis}) backward", gradient, sum_tensors)
+        name = f"all_gather(axis={ctx.axis}) backward"
+        total = ctx.member.meet(name, gradient, partial(sum_across, ctx.member.workers, name))
         return _own_copy(total.narrow(ctx.axis, ctx.start, ctx.length), gradient), None, None
 
 

@@ -56,11 +56,11 @@ def reduce_values(op: ReduceOp | str, values: Sequence[Any], axis: int | None = 
     if axis is None and all(isinstance(value, (int, float)) for value in values):
         total = sum(values)
         return total if op is ReduceOp.SUM else total / len(values)
-    tensors = [_as_tensor(value) for value in values]
+    tensors = [as_tensor(value) for value in values]
     if axis is None:
         total = sum_tensors(tensors)
         return total if op is ReduceOp.SUM else total / len(tensors)
-    counts = [_length(tensor, axis) for tensor in tensors]
+    counts = [length(tensor, axis) for tensor in tensors]
     total = sum_tensors([tensor.sum(dim=axis) for tensor in tensors])
     return total if op is ReduceOp.SUM else total / sum(counts)
 
@@ -90,9 +90,9 @@ def gather_values(values: Sequence[Any], axis: int) -> torch.Tensor:
     Raises:
         ConfigError: a value without that dimension, or shapes that differ in another one.
     """
-    tensors = [_as_tensor(value) for value in values]
+    tensors = [as_tensor(value) for value in values]
     for tensor in tensors:
-        _length(tensor, axis)
+        length(tensor, axis)
     rests = {_without(tuple(tensor.shape), axis) for tensor in tensors}
     if len(rests) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -100,14 +100,24 @@ def gather_values(values: Sequence[Any], axis: int) -> torch.Tensor:
     return torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: Any) -> torch.Tensor:
+    """A replica's value as a tensor.
+
+    Raises:
+        ConfigError: it is none, and cannot become one.
+    """
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot reduce a {type(value).__name__}; give tensors or numbers ({error})") from error
 
 
-def _length(tensor: torch.Tensor, axis: int) -> int:
+def length(tensor: torch.Tensor, axis: int) -> int:
+    """The length of dimension ``axis``.
+
+    Raises:
+        ConfigError: there is no such dimension.
+    """
     if not -tensor.ndim <= axis < tensor.ndim:
         raise ConfigError(
             f"axis {axis} does not exist in a value of shape {tuple(tensor.shape)}; "

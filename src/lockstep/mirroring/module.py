@@ -176,7 +176,7 @@ class MirroredModule(nn.Module):
         if context is None:
             return self._copies[0]
         self._check_owner(context)
-        return self._copies[context.replica_id_in_sync_group]
+        return self._copies[context.local_replica]
 
     def _check_owner(self, context: ReplicaContext) -> None:
         if context.strategy is not self._owner:

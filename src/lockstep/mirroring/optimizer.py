@@ -121,7 +121,7 @@ class MirroredOptimizer(Optimizer):
         # The replica's function mode would be asked at every access to a ".grad".
         with torch._C.DisableTorchFunction():
             for copies in self._parameters:
-                for parameter in copies if context is None else [copies[context.replica_id_in_sync_group]]:
+                for parameter in copies if context is None else [copies[context.local_replica]]:
                     if set_to_none or parameter.grad is None:
                         parameter.grad = None
                     else:

@@ -25,7 +25,7 @@ def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
 
     def check(part: nn.Module, _: Any) -> None:
         context = get_replica_context()
-        if context is not None and context.replica_id_in_sync_group > 0 and id(part) in owners:
+        if context is not None and context.local_replica > 0 and id(part) in owners:
             name = type(owners[id(part)].module).__name__
             raise UsageError(
                 f"the step calls the plain {name}, which is replica 0's copy, in "

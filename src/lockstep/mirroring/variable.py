@@ -63,7 +63,7 @@ class MirroredVariable:
         """Inside a replica its own value; outside replica 0's, or for "on_read" the aggregate. A new tensor."""
         context = self._context()
         if context is not None:
-            return self._values[context.replica_id_in_sync_group].clone()
+            return self._values[context.local_replica].clone()
         if self.synchronization == "on_read" and self.aggregation in ("sum", "mean"):
             total: torch.Tensor = reduce_values(self.aggregation, self._values)
             return total
@@ -113,7 +113,7 @@ class MirroredVariable:
             mine.add_(torch.as_tensor(new).to(mine.device), alpha=sign)
 
     def _write(self, context: ReplicaContext, value: Any, change: Any) -> None:
-        mine = self._values[context.replica_id_in_sync_group]
+        mine = self._values[context.local_replica]
         if self.synchronization == "on_write" and self.aggregation != "none":
             value = self._aggregate(context, value)
         with torch.no_grad():

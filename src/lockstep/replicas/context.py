@@ -5,30 +5,26 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils._pytree import tree_map
 
+from lockstep.collectives.caller import caller
 from lockstep.collectives.local import all_gather, all_reduce
 from lockstep.collectives.per_replica import merge, select
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.collectives.rendezvous import Call, Rendezvous
 from lockstep.collectives.turns import Turn
+from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
 _current: ContextVar[ReplicaContext | None] = ContextVar("lockstep_replica", default=None)
-# Frames of this package and of torch are not where the user called from.
-_PACKAGES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -63,12 +59,22 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This replica's number, from 0."""
+        """This replica's number among those of all workers, from 0."""
+        return self.workers.first_replica + self._replica
+
+    @property
+    def local_replica(self) -> int:
+        """This replica's number among those of its worker, from 0."""
         return self._replica
 
     @property
+    def workers(self) -> Workers:
+        """The workers that run this step together, as this one sees them."""
+        return self._strategy.workers
+
+    @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run this step together."""
+        """How many replicas, of all workers, run this step together."""
         return self._strategy.num_replicas_in_sync
 
     @property
@@ -102,7 +108,7 @@ class ReplicaContext:
         return tree_map(lambda leaf: all_gather(self, leaf, axis), value)
 
     def merge_call(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
-        """Runs ``fn`` once for all replicas, in cross-replica context. Every replica must call it.
+        """Runs ``fn`` once for all local replicas, in cross-replica context. Every replica must call it.
 
         Args:
             fn: gets ``args`` with a PerReplica wherever the replicas' arguments are not the same object.
@@ -113,10 +119,10 @@ class ReplicaContext:
         """
 
         result = self.meet("merge_call", tuple(args), lambda all_args: fn(*merge(all_args)))
-        return select(result, self._replica, self.num_replicas_in_sync)
+        return select(result, self._replica, len(self._strategy.devices))
 
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """The primitive under all collectives: the last replica to arrive combines all values, in replica order.
+        """The primitive under all collectives: the last local replica to arrive combines all values, in order.
 
         Every replica must call it with the same ``name``. All get the same result object. ``combine`` runs in
         cross-replica context, so that nothing in it depends on who was last.
@@ -126,10 +132,11 @@ class ReplicaContext:
             with in_context(None):
                 return combine(values)
 
-        return self._rendezvous.meet(self._replica, Call(name, _caller()), value, once, self._turn)
+        return self._rendezvous.meet(self._replica, Call(name, caller()), value, once, self._turn)
 
     def __repr__(self) -> str:
-        return f"ReplicaContext(replica {self._replica} of {self.num_replicas_in_sync} on {self._device.name})"
+        place = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"
+        return f"ReplicaContext({place} on {self._device.name})"
 
 
 @contextmanager
@@ -140,11 +147,3 @@ def in_context(context: ReplicaContext | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-def _caller() -> str:
-    """The nearest line outside this package and torch: where the user called the collective."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

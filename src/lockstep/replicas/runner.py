@@ -63,15 +63,19 @@ class ReplicaRunner:
         devices: one logical device per replica.
         seed: of all replicas' random numbers.
         timeout_s: how many seconds a replica waits in one collective.
+        first_replica: the number of the first of them among the replicas of all workers.
     """
 
-    def __init__(self, devices: Sequence[LogicalDevice], *, seed: int, timeout_s: float) -> None:
+    def __init__(
+        self, devices: Sequence[LogicalDevice], *, seed: int, timeout_s: float, first_replica: int = 0
+    ) -> None:
         cores = torch.get_num_threads()
         shares = core_shares(devices, cores)
         self._devices = tuple(devices)
-        self._names = [f"replica {replica} ({device.name})" for replica, device in enumerate(devices)]
+        numbers = range(first_replica, first_replica + len(devices))
+        self._names = [f"replica {number} ({device.name})" for number, device in zip(numbers, devices, strict=True)]
         self._timeout_s = timeout_s
-        generators = [replica_generator(seed, replica) for replica in range(len(devices))]
+        generators = [replica_generator(seed, number) for number in numbers]
         self._random = [
             ReplicaRandom(generator, applies=in_a_replica, instead=_instead(device))
             for device, generator in zip(devices, generators, strict=True)
@@ -91,6 +95,7 @@ class ReplicaRunner:
             keep_freed_memory()
         know_replicas()
         self._stopped: Rendezvous | None = None
+        self._current: Rendezvous | None = None
         self._one_run = threading.Lock()
         self._threads = ReplicaThreads(shares)
 
@@ -122,6 +127,7 @@ class ReplicaRunner:
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             began = time.perf_counter()
             run = _Run(strategy, self._names, self._timeout_s)
+            self._current = run.rendezvous
             turns = self._turns(fn, rows)
             try:
                 for replica, body in enumerate(bodies):
@@ -156,6 +162,11 @@ class ReplicaRunner:
             for state, before in zip(self._cuda, on_gpu, strict=True):
                 if state is not None and before is not None:
                     state.random, state.held = before
+
+    def abort(self, cause: BaseException) -> None:
+        """Ends the run under way, if there is one, with ``cause``. From any thread."""
+        if self._current is not None:
+            self._current.abort(cause)
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
@@ -198,7 +209,7 @@ class _Run:
         self, context: ReplicaContext, turn: Turn, random: ReplicaRandom, body: Callable[[], Any]
     ) -> Callable[[], None]:
         """What the replica's thread is given to do. It never raises; ``leave`` takes the error."""
-        replica = context.replica_id_in_sync_group
+        replica = context.local_replica
         caller = self._caller[replica]
 
         def in_turn() -> Any:

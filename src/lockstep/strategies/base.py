@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.collectives.across import gather_across, reduce_across
 from lockstep.collectives.per_replica import PerReplica, merge, select
-from lockstep.collectives.reduction import ReduceOp, gather_values, reduce_values
+from lockstep.collectives.reduction import ReduceOp
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
@@ -69,8 +70,8 @@ class Strategy(ABC):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas share each global batch."""
-        return len(self.devices)
+        """How many replicas, of all workers, share each global batch."""
+        return self.workers.num_replicas
 
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:
@@ -116,7 +117,7 @@ class Strategy(ABC):
             raise TypeError(
                 f"args must be a tuple or list of fn's arguments, got {type(args).__name__}; write args=(x,)"
             )
-        views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(self.num_replicas_in_sync)]
+        views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
         observer = current_observer()
         if observer is not None:
@@ -145,16 +146,16 @@ class Strategy(ABC):
             and not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
         ):
             return value  # every replica has it; adding and dividing would only round it
-        return self._map_values(partial(reduce_values, op, axis=axis), value)
+        return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
         self._outside("gather")
-        return self._map_values(partial(gather_values, axis=axis), value)
+        return self._map_values(partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of the local replicas, one item each; a plain value is every replica's."""
-        return tuple(self._view(value, replica) for replica in range(self.num_replicas_in_sync))
+        return tuple(self._view(value, replica) for replica in range(len(self.devices)))
 
     @overload
     def mirror(
@@ -267,7 +268,7 @@ class Strategy(ABC):
         return tree_map(lambda leaf: reduction(list(self.local_results(leaf))), value)
 
     def _view(self, structure: Any, replica: int) -> Any:
-        return select(structure, replica, self.num_replicas_in_sync)
+        return select(structure, replica, len(self.devices))
 
     def _outside(self, method: str) -> None:
         if get_replica_context() is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.cluster.declared import declared_job
+from lockstep.cluster.resolve import declared_job
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
@@ -34,6 +34,7 @@ class MirroredStrategy(Strategy):
     Raises:
         ConfigError: an unknown device, or one named twice.
         UsageError: the environment declares a job of several workers.
+        ClusterError: the environment declares a job in a form that cannot be followed.
 
     Example:
         >>> import torch, lockstep as ls
@@ -58,7 +59,7 @@ class MirroredStrategy(Strategy):
         if job is not None:
             raise UsageError(
                 f"{job.source} declares a job of {job.workers} workers, and MirroredStrategy would train one model in "
-                "each of them; use MultiWorkerMirroredStrategy, or start one process without that variable"
+                "each of them; use MultiWorkerMirroredStrategy, or start one process without those variables"
             )
         observer = current_observer()
         self._devices = resolve_devices(devices)

@@ -1,0 +1,123 @@
+"""Process groups of ``torch.distributed`` between workers, with waits that are watched.
+
+A group of our own for every purpose: the messages of one cannot be taken for those of another, and the user's own
+process groups, if any, are left alone. A wait looks four times a second whether another worker has been lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.cluster.membership import Membership
+from lockstep.errors import CollectiveError
+
+LOOK_EVERY = timedelta(milliseconds=250)
+NCCL_LOOK_EVERY_S = 0.0005
+_GLOO_THREADS = 2
+
+
+class Group:
+    """All workers, joined for one purpose. Operations start at once, and are completed by ``wait``.
+
+    Args:
+        membership: the job.
+        name: equal on all workers, and no other group's.
+        nccl: move tensors with NCCL, from and to this worker's GPU; else with gloo, in host memory.
+        timeout_s: how many seconds a worker waits for one that is alive and does not come.
+    """
+
+    def __init__(self, membership: Membership, name: str, *, nccl: bool, timeout_s: float) -> None:
+        self._membership = membership
+        self._timeout_s = timeout_s
+        store = membership.store(f"group/{name}")
+        rank, size = membership.spec.index, membership.spec.num_workers
+        self.nccl = nccl
+        self._under_way = 0
+        self._backend: Any = (
+            _nccl(store, rank, size, timeout_s) if nccl else _gloo(store, rank, size, timeout_s, membership)
+        )
+        # The destructor of a group with an operation under way waits for that, for hours if its partner has died. So
+        # nothing may delete this one before ``close``, the end of the interpreter included.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work:
+        """Begins to add up ``tensor``, dense and contiguous, in place, over all workers."""
+        return self._started(self._backend.allreduce([tensor]))
+
+    def start_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> dist.Work:
+        """Begins to write every worker's tensor into ``into``, all of one shape."""
+        return self._started(self._backend.allgather([list(into)], [tensor]))
+
+    def start_broadcast(self, tensor: torch.Tensor) -> dist.Work:
+        """Begins to write the chief's ``tensor`` into those of all, in place."""
+        return self._started(self._backend.broadcast([tensor], dist.BroadcastOptions()))
+
+    def wait(self, work: dist.Work, waiting_in: str) -> None:
+        """Waits until ``work`` is done. Each is waited for once.
+
+        Raises:
+            ClusterError: another worker was lost or has failed.
+            CollectiveError: it took longer than ``timeout_s``.
+        """
+        limit = time.monotonic() + self._timeout_s
+        while not self._done(work, waiting_in):
+            self._membership.check()
+            if time.monotonic() > limit:
+                raise CollectiveError(
+                    f"nothing came for {self._timeout_s:g} s in {waiting_in}, though all workers are alive; one of "
+                    "them does not come to this call, or the network between them is cut"
+                )
+        self._under_way -= 1
+
+    def close(self) -> None:
+        """Ends the group's connections, unless an operation is still under way: then only the process ends them."""
+        if self._backend is not None and not self._under_way:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._backend))
+            self._backend = None
+
+    def _started(self, work: dist.Work) -> dist.Work:
+        self._under_way += 1
+        return work
+
+    def _done(self, work: dist.Work, waiting_in: str) -> bool:
+        if self.nccl:
+            return _nccl_done(work)
+        try:
+            work.wait(LOOK_EVERY)
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            raise self._membership.explain_broken(error, waiting_in) from error
+        return True
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float, membership: Membership) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    # By default gloo listens on the address of the machine's host name, whatever that is.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
+    options._threads = _GLOO_THREADS
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _nccl_done(work: dist.Work) -> bool:
+    until = time.monotonic() + LOOK_EVERY.total_seconds()
+    while not work.is_completed():
+        if time.monotonic() > until:
+            return False
+        time.sleep(NCCL_LOOK_EVERY_S)
+    work.wait()
+    return True

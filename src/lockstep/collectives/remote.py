@@ -1,0 +1,203 @@
+"""The workers of a job joined by ``torch.distributed``: gloo in host memory, NCCL between GPUs.
+
+    exchange            a record of every worker to all: same call? same data? -> numbers, wishes
+    sum, gather, ...    an exchange first, then the tensors
+    start_sum           tensors alone, while the program goes on: the gradient buckets
+
+One exchange costs a message to every worker and back. What is summed comes out with the same bits on all workers, and
+in every run of the same layout: the ring in which gloo adds does not depend on who comes first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.cluster.membership import Membership
+from lockstep.collectives.caller import caller
+from lockstep.collectives.link import Group
+from lockstep.collectives.record import Record, check_met
+from lockstep.collectives.workers import Wish, Workers
+
+_CHUNK_BYTES = 25 * 2**20
+_DIGEST_BITS = 2**64 - 1
+_DIGEST_FACTOR = 0x100000001B3
+
+
+class RemoteWorkers(Workers):
+    """This worker among the others. Calls are serialised by the caller: one at a time, in program order.
+
+    Args:
+        membership: the job, which all workers have joined.
+        replicas: how many local replicas each worker runs, in worker order.
+        nccl: whether sums of tensors on GPUs go through NCCL.
+        timeout_s: how many seconds a worker waits in a call for one that is alive and does not come.
+    """
+
+    def __init__(
+        self, membership: Membership, replicas: Sequence[int], *, nccl: bool = False, timeout_s: float = 1800.0
+    ) -> None:
+        super().__init__(membership.spec.index, replicas)
+        self.membership = membership
+        self._nccl = nccl
+        self._timeout_s = timeout_s
+        self._groups: dict[str, Group] = {}
+        self._control = self._group("control", nccl=False)
+        self._sequence = 0
+        self._digest = 0
+        self._wishes = self._granted = Wish(0)
+        self._one_call = threading.Lock()
+
+    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+        with self._one_call:
+            return [record.numbers for record in self._exchange(name, numbers)]
+
+    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+        with self._one_call:
+            lengths = [record.length for record in self._exchange(name, length=len(payload))]
+            room = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+            if payload:
+                room[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            gathered = self._gather(room, name)
+        return [bytes(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
+
+    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with self._one_call:
+            self._exchange(f"{name} of {described(tensors)}")
+            return [self._sum(tensor, name) for tensor in tensors]
+
+    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        axis %= tensor.ndim
+        rest = [str(length) for dim, length in enumerate(tensor.shape) if dim != axis]
+        with self._one_call:
+            met = self._exchange(f"{name} of {tensor.dtype} ({', '.join(rest)}) and axis {axis}", (tensor.shape[axis],))
+            lengths = [int(record.numbers[0]) for record in met]
+            flat = as_bytes(tensor)
+            longest = flat.numel() // max(1, tensor.shape[axis]) * max(lengths) if flat.numel() else None
+            room = torch.zeros(self._longest(flat, longest, name), dtype=torch.uint8)
+            room[: flat.numel()] = flat
+            gathered = self._gather(room, name)
+        shapes = [(*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]) for length in lengths]
+        return [
+            from_bytes(each, tensor.dtype, shape).to(tensor.device)
+            for each, shape in zip(gathered, shapes, strict=True)
+        ]
+
+    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        with self._one_call, torch.no_grad():
+            self._exchange(f"{name} of {described(tensors)}")
+            for chunk in chunks(tensors, _CHUNK_BYTES):
+                flat = torch.cat([as_bytes(tensor) for tensor in chunk])
+                self._control.wait(self._control.start_broadcast(flat), name)
+                sizes = [tensor.numel() * tensor.element_size() for tensor in chunk]
+                for tensor, part in zip(chunk, flat.split(sizes), strict=True):
+                    tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
+
+    def stream(self, name: str, device: torch.device) -> Group:
+        """A group of its own, for sums that run beside everything else. Every worker must ask for it."""
+        self.exchange(f"stream {name}")
+        return self._group(name, nccl=self._nccl and device.type == "cuda")
+
+    def wish(self, what: Wish) -> None:
+        self._wishes |= what
+
+    @property
+    def granted(self) -> Wish:
+        return self._granted
+
+    def attach(self, digest: int) -> None:
+        self._digest = ((self._digest ^ (digest & _DIGEST_BITS)) * _DIGEST_FACTOR + 1) & _DIGEST_BITS
+
+    def doing(self, text: str) -> None:
+        self.membership.doing(text)
+
+    def close(self) -> None:
+        """Ends the connections, and tells the others that this worker has ended. Idempotent."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        self.membership.close()
+
+    def _exchange(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[Record]:
+        self.membership.check()
+        mine = Record(
+            name=name,
+            where=caller(),
+            sequence=self._sequence,
+            numbers=tuple(map(float, numbers)),
+            length=length,
+            wishes=int(self._wishes),
+            digest=self._digest,
+        )
+        self.membership.doing(f"{name} ({mine.where})" if mine.where else name)
+        packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
+        gathered = self._gather(packed, name)
+        records = [Record.unpack(each.numpy().tobytes()) for each in gathered]
+        check_met(records, self.membership.names)
+        self._sequence += 1
+        self._digest, self._wishes, self._granted = 0, Wish(0), Wish(0)
+        for record in records:
+            self._granted |= Wish(record.wishes)
+        return records
+
+    def _gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
+        into = [torch.empty_like(tensor) for _ in self.replicas]
+        self._control.wait(self._control.start_gather(tensor, into), name)
+        return into
+
+    def _longest(self, flat: torch.Tensor, longest: int | None, name: str) -> int:
+        """The bytes of the longest part; a worker whose part is empty cannot tell from its own, and asks."""
+        asked = torch.tensor([flat.numel() if longest is None else longest])
+        return max(1, *(int(each) for each in self._gather(asked, name)))
+
+    def _sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        nccl = self._nccl and tensor.device.type == "cuda"
+        group = self._group("nccl", nccl=True) if nccl else self._control
+        whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        flat = whole.detach().contiguous()
+        flat = flat.clone() if nccl else flat.to("cpu", copy=True)
+        summed = flat.int() if flat.dtype in (torch.int16, torch.bool) else flat
+        group.wait(group.start_sum(summed), name)
+        back = summed.to(tensor.device, whole.dtype if whole.dtype != torch.bool else None)
+        return torch.view_as_complex(back) if tensor.is_complex() else back
+
+    def _group(self, name: str, *, nccl: bool) -> Group:
+        if name not in self._groups:
+            self._groups[name] = Group(self.membership, name, nccl=nccl, timeout_s=self._timeout_s)
+        return self._groups[name]
+
+
+def described(tensors: Sequence[torch.Tensor]) -> str:
+    """What must be equal on all workers, for the name of a call: dtypes and shapes, in short."""
+    if len(tensors) == 1:
+        return f"{tensors[0].dtype} {tuple(tensors[0].shape)}".replace("torch.", "")
+    numbers = sum(tensor.numel() for tensor in tensors)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    return f"{len(tensors)} tensors of {numbers} numbers, {', '.join(dtypes)}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in row-major order as bytes in host memory, [bytes], uint8."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of ``shape`` of the first bytes of ``flat``."""
+    numbers = torch.Size(shape).numel()
+    return flat[: numbers * dtype.itemsize].clone().view(dtype).reshape(*shape)
+
+
+def chunks(tensors: Sequence[torch.Tensor], most_bytes: int) -> list[list[torch.Tensor]]:
+    """The tensors in order, cut into runs of at most ``most_bytes`` bytes, or of one tensor."""
+    runs: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if not runs or size > room:
+            runs.append([])
+            room = most_bytes
+        runs[-1].append(tensor)
+        room -= size
+    return runs
