@@ -4,6 +4,7 @@ The names are those of ``tf.distribute`` where it has one, and PyTorch's otherwi
 """
 
 from lockstep import config, errors
+from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.input_context import InputContext
@@ -29,6 +30,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CSVLogger",
     "Callback",
+    "ClusterSpec",
     "EarlyStopping",
     "History",
     "InputContext",

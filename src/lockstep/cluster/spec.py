@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from lockstep.cluster.address import canonical, parse_address, shown
+from lockstep.cluster.job_id import check_job_id, derive_job_id
 from lockstep.errors import ClusterError
 
 Task = Literal["worker", "evaluator"]
+
+_EXAMPLE = "for example ClusterSpec(workers=['hosta:20000', 'hostb:20000'], index=0)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """The workers of a job, and which of them this process is.
 
+    Worker 0 is the chief. A cluster is equal on all its workers but for ``index``; so is ``job_id``, which is derived
+    from the addresses where none is given.
+
     Args:
-        workers: one address "host:port" per worker, the chief's first; its store listens there. Launchers that name
-            only the chief leave the others' empty.
+        workers: one address "host:port" per worker, the chief's first; its store listens there. A list is kept as a
+            tuple. Launchers that name only the chief leave the others' empty, and a cluster of one needs none.
         index: this process's place among them, from 0; for an evaluator, among the evaluators.
         task: "worker", or "evaluator" for a process beside the training.
         job_id: what tells this job's processes from others that find the same address.
         source: who said so, for messages: "TF_CONFIG", "torchrun", "SLURM" or "ClusterSpec".
         attempt: how often the job was started again after a failure.
         store_is_served: a launcher serves the store at the chief's address; no worker does.
+
+    Raises:
+        ClusterError: no workers, an address that is none or stands twice, an index out of range, an unknown task.
+
+    Example:
+        >>> import lockstep as ls
+        >>> cluster = ls.ClusterSpec(workers=["hosta:20000", "hostb:20000"], index=1)
+        >>> cluster.name(0), cluster.is_chief
+        ('worker 0 (hosta:20000)', False)
     """
 
     workers: tuple[str, ...]
@@ -34,5 +51,78 @@ class ClusterSpec:
     store_is_served: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "workers", _as_tuple(self.workers))
+        self._check_workers()
+        self._check_place()
+        if not _is_count(self.attempt):
+            raise ClusterError(f"attempt={shown(self.attempt)} is no number of earlier attempts; give 0, 1, ...")
+        check_job_id(self.job_id)
+        if not self.job_id:
+            object.__setattr__(self, "job_id", derive_job_id(self.workers))
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes train."""
+        return len(self.workers)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is worker 0: the one that prints, logs and publishes checkpoints."""
+        return self.task == "worker" and self.index == 0
+
+    @property
+    def chief_address(self) -> tuple[str, int]:
+        """The host and the port where the job's store listens.
+
+        Raises:
+            ClusterError: a cluster of one that named no address.
+        """
+        if not self.workers[0]:
+            raise ClusterError(f"this cluster of one worker names no address; give one, {_EXAMPLE}")
+        return parse_address(self.workers[0])
+
+    def host(self, index: int) -> str:
+        """The host in a worker's address; empty where a launcher named none."""
+        return parse_address(self.workers[index])[0] if self.workers[index] else ""
+
+    def name(self, index: int) -> str:
+        """A worker's name for messages: "worker 1 (hostb:20001)", or "worker 1" where its address is not known."""
+        return f"worker {index} ({self.workers[index]})" if self.workers[index] else f"worker {index}"
+
+    def _check_workers(self) -> None:
         if not self.workers:
-            raise ClusterError("a cluster without workers")
+            raise ClusterError(f"{self.source}: the cluster has no workers; name every worker's address, {_EXAMPLE}")
+        if not self.workers[0] and len(self.workers) > 1:
+            raise ClusterError(f"{self.source}: workers[0] is empty, but the others must find the chief; {_EXAMPLE}")
+        seen: dict[str, int] = {}
+        for index, address in enumerate(self.workers):
+            if address == "":
+                continue
+            try:
+                spelling = canonical(address)
+            except ClusterError as error:
+                raise ClusterError(f"{self.source}: workers[{index}]: {error}") from None
+            if spelling in seen:
+                raise ClusterError(
+                    f"{self.source}: workers[{seen[spelling]}] and workers[{index}] are both {shown(address)}; "
+                    f"give every worker an address of its own, {_EXAMPLE}"
+                )
+            seen[spelling] = index
+
+    def _check_place(self) -> None:
+        if self.task not in get_args(Task):
+            raise ClusterError(f"{self.source}: task={shown(self.task)} is unknown; choose 'worker' or 'evaluator'")
+        last = len(self.workers) - 1
+        if not _is_count(self.index) or (self.task == "worker" and self.index > last):
+            places = f"from 0 to {last}, one per worker" if self.task == "worker" else "from 0, one per evaluator"
+            raise ClusterError(f"{self.source}: index={shown(self.index)} is no place in the cluster; give {places}")
+
+
+def _as_tuple(workers: object) -> tuple[str, ...]:
+    if isinstance(workers, str) or not isinstance(workers, Iterable):
+        raise ClusterError(f"workers={shown(workers)} is no list of addresses; give one per worker, {_EXAMPLE}")
+    return tuple(workers)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,84 @@
+"""SLURM's variables inside a job step: one task of ``srun`` is one worker. Pure.
+
+    SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1 SLURM_STEP_NODELIST=node[01-02] SLURM_JOB_ID=4711 SLURM_STEP_ID=0
+
+A batch script is no worker: what ``SLURM_NTASKS`` says there may be started later. The chief's store listens on the
+step's first host, or at MASTER_ADDR; at a port that follows from the job's id, or at MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.cluster.host_list import first_host
+from lockstep.cluster.job_id import given_job_id
+from lockstep.cluster.launched import LAST_PORT, chief_at, require_variables, whole_number
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.errors import ClusterError
+
+_SOURCE = "SLURM"
+_HOST_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_REMEDY = "srun sets them for every task: start the workers with `srun python train.py` inside the job"
+
+# Ids from here up are SLURM's own steps (slurm.h: interactive 0xfffffffa, batch 0xfffffffb ...): a shell, no worker.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+# Above the ports of common services, below Linux's ephemeral ones (from 32768). Steps of a job, which may share a host,
+# lie far apart, and so do jobs that follow each other.
+_FIRST_PORT, _PORTS, _STRIDE = 15000, 15000, 7919
+
+
+def is_job_step(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a task that ``srun`` started, and not a batch script or an interactive shell."""
+    step = environment.get("SLURM_STEP_ID", "")
+    special = step.isascii() and step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
+    return bool(environment.get("SLURM_STEP_NUM_TASKS")) and not special
+
+
+def parse_slurm(environment: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster that a job step's variables declare; None outside one.
+
+    Raises:
+        ClusterError: some are missing, no numbers, out of range, or a list of hosts that cannot be read.
+    """
+    if not is_job_step(environment):
+        return None
+    require_variables(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID"), _SOURCE, _REMEDY)
+    size = whole_number(environment, "SLURM_STEP_NUM_TASKS", _SOURCE, least=1)
+    job = whole_number(environment, "SLURM_JOB_ID", _SOURCE, least=0)
+    step = whole_number(environment, "SLURM_STEP_ID", _SOURCE, least=0) if environment.get("SLURM_STEP_ID") else 0
+    return ClusterSpec(
+        workers=(_chief(environment, job, step), *[""] * (size - 1)),
+        index=whole_number(environment, "SLURM_PROCID", _SOURCE, least=0, most=size - 1),
+        job_id=given_job_id(environment) or f"slurm-{job}.{step}",
+        source=_SOURCE,
+        attempt=_restarts(environment),
+    )
+
+
+def step_port(job: int, step: int) -> int:
+    """The port of a job step's store, from 15000 to 29999: equal on all its tasks without a word between them."""
+    return _FIRST_PORT + (job + _STRIDE * step) % _PORTS
+
+
+def _chief(environment: Mapping[str, str], job: int, step: int) -> str:
+    port = step_port(job, step)
+    if environment.get("MASTER_PORT"):
+        port = whole_number(environment, "MASTER_PORT", _SOURCE, least=1, most=LAST_PORT)
+    if environment.get("MASTER_ADDR"):
+        return chief_at(environment["MASTER_ADDR"], port, "MASTER_ADDR", _SOURCE)
+    for name in _HOST_LISTS:
+        if environment.get(name):
+            try:
+                host = first_host(environment[name])
+            except ClusterError as error:
+                raise ClusterError(f"{_SOURCE}: {name}: {error}") from None
+            return chief_at(host, port, name, _SOURCE)
+    raise ClusterError(f"{_SOURCE}: none of {', '.join(_HOST_LISTS)} and MASTER_ADDR is set; {_REMEDY}")
+
+
+def _restarts(environment: Mapping[str, str]) -> int:
+    """How often SLURM put the job in the queue again: its id stays the same."""
+    if not environment.get("SLURM_RESTART_COUNT"):
+        return 0
+    return whole_number(environment, "SLURM_RESTART_COUNT", _SOURCE, least=0)
