@@ -79,7 +79,10 @@ def test_it_is_frozen():
         ({"index": -1, "task": "evaluator"}, r"index=-1 is no place in the cluster; give from 0, one per evaluator"),
         ({"task": "chief"}, r"task='chief' is unknown; choose 'worker' or 'evaluator'"),
         ({"attempt": -1}, r"attempt=-1 is no number of earlier attempts; give 0, 1"),
-        ({"job_id": "two words"}, r"job_id='two words' is no job id; give 1 to 200 printable characters without spaces"),
+        (
+            {"job_id": "two\nwords"},
+            r"job_id='two\\nwords' is no job id; give 1 to 200 printable characters, such as",
+        ),
         ({"job_id": "x" * 201}, r"is no job id"),
         ({"job_id": 7}, r"job_id=7 is no job id"),
     ],

@@ -47,8 +47,13 @@ def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
 def _load(text: str) -> dict[str, Any]:
     try:
         declared = json.loads(text)
-    except ValueError as error:
-        raise _malformed(f"{shown(text)} is not JSON ({error}){_quotes(text)}") from None
+    except json.JSONDecodeError as error:
+        near = text[max(error.pos - 20, 0) : error.pos + 40]
+        raise _malformed(
+            f"not JSON ({error.msg}) at character {error.pos}, near {shown(near)}{_quotes(text)}"
+        ) from None
+    except RecursionError:
+        raise _malformed(f"{shown(text)} is nested too deep") from None
     if not isinstance(declared, dict):
         raise _malformed(f"{shown(declared)} is no JSON object")
     return declared

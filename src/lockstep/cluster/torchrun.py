@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.cluster.job_id import given_job_id
+from lockstep.cluster.job_id import check_job_id, given_job_id
 from lockstep.cluster.launched import LAST_PORT, chief_at, require_variables, whole_number
 from lockstep.cluster.spec import ClusterSpec
 
@@ -57,6 +57,7 @@ def _chief(environment: Mapping[str, str], size: int) -> str:
 
 def _run_id(environment: Mapping[str, str]) -> str:
     run_id = environment.get("TORCHELASTIC_RUN_ID", "")
+    check_job_id(run_id, f"{_SOURCE}: TORCHELASTIC_RUN_ID")
     return "" if run_id == _NO_ID else run_id
 
 
