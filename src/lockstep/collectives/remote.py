@@ -39,7 +39,7 @@ class RemoteWorkers(Workers):
     def __init__(
         self, membership: Membership, replicas: Sequence[int], *, nccl: bool = False, timeout_s: float = 1800.0
     ) -> None:
-        super().__init__(membership.spec.index, replicas)
+        super().__init__(membership.spec.index, replicas, membership.names)
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s
@@ -135,7 +135,7 @@ class RemoteWorkers(Workers):
         packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
         gathered = self._gather(packed, name)
         records = [Record.unpack(each.numpy().tobytes()) for each in gathered]
-        check_met(records, self.membership.names)
+        check_met(records, self.names)
         self._sequence += 1
         self._digest, self._wishes, self._granted = 0, Wish(0), Wish(0)
         for record in records:

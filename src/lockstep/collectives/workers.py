@@ -34,11 +34,13 @@ class Workers(ABC):
     Args:
         index: this worker's number, from 0.
         replicas: how many local replicas each worker runs, in worker order.
+        names: how the workers are called in messages, such as "worker 1 (hostb:20001)".
     """
 
-    def __init__(self, index: int, replicas: Sequence[int]) -> None:
+    def __init__(self, index: int, replicas: Sequence[int], names: Sequence[str]) -> None:
         self._index = index
         self._replicas = tuple(replicas)
+        self._names = tuple(names)
 
     @property
     def index(self) -> int:
@@ -59,6 +61,11 @@ class Workers(ABC):
     def replicas(self) -> tuple[int, ...]:
         """How many local replicas each worker runs, in worker order."""
         return self._replicas
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """How the workers are called in messages."""
+        return self._names
 
     @property
     def num_replicas(self) -> int:
@@ -140,7 +147,7 @@ class OneWorker(Workers):
     """
 
     def __init__(self, replicas: int) -> None:
-        super().__init__(0, (replicas,))
+        super().__init__(0, (replicas,), ("worker 0",))
         self._wishes = Wish(0)
         self._granted = Wish(0)
 

@@ -1,4 +1,4 @@
-"""The exchange: gradients of all replicas are summed, in place and always in replica order.
+"""The exchange: gradients of all replicas are summed, always in replica order. Here: those of one process, in place.
 
     within a storage group, slice by slice      between groups, once           back to the groups
     replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's   leader 1 .grad = leader 0's
@@ -9,13 +9,67 @@ leader's ``.grad``; the other members' gradients become None. A parameter withou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from lockstep.replicas.context import ReplicaContext
+
 Copies = Sequence[nn.Parameter]
-"""One parameter's copies, one per replica."""
+"""One parameter's copies, one per local replica."""
+
+
+class GradientExchange(ABC):
+    """How the gradients of one optimizer's parameters are summed over all replicas."""
+
+    @abstractmethod
+    def open(self, total: float, count: float) -> tuple[float, float]:
+        """The total and the count over all replicas, given the local replicas' sums. Called once, while these wait."""
+
+    @abstractmethod
+    def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
+        """Leaves the sums in the leaders' ".grad" and no gradient in the others'. Every replica must call it.
+
+        Args:
+            context: the calling replica's.
+            mine: the numbers of the parameters that this replica looks after.
+        """
+
+    @property
+    @abstractmethod
+    def keeps_sums(self) -> bool:
+        """Whether replica 0, whose gradients are the sums after an update, is one of the local replicas."""
+
+
+class LocalExchange(GradientExchange):
+    """Between the replicas of one process.
+
+    Args:
+        parameters: per parameter its copies.
+        groups: the replicas by storage of the weights; the first of each leads it.
+    """
+
+    def __init__(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> None:
+        self._parameters = parameters
+        self._groups = {member: tuple(group) for group in groups for member in group}
+        self._leaders = tuple(group[0] for group in groups)
+
+    def open(self, total: float, count: float) -> tuple[float, float]:
+        """There are no others."""
+        return total, count
+
+    def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
+        """Sums a slice within the replica's storage group, then all slices between groups."""
+        sum_within_group([self._parameters[index] for index in mine], self._groups[context.local_replica])
+        if len(self._leaders) > 1:
+            context.meet("gradient exchange", None, lambda _: sum_between_groups(self._parameters, self._leaders))
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Replica 0 is here."""
+        return True
 
 
 def sum_within_group(parameters: Sequence[Copies], members: Sequence[int]) -> None:

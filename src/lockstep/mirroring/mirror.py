@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.collectives.agreement import agree
+from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.batch_norm import convert_sync_batch_norm
@@ -23,6 +25,7 @@ def mirror_module(
     owner: object,
     module: nn.Module,
     devices: Sequence[LogicalDevice],
+    workers: Workers,
     *,
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
@@ -32,13 +35,15 @@ def mirror_module(
     Args:
         owner: the strategy.
         module: the user's module.
-        devices: one per replica.
+        devices: one per local replica.
+        workers: all workers, who get the chief's weights.
         sync_batchnorm: replace batch norms (in place) by ones over the global batch.
         memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
         ConfigError: no such memory format.
+        ClusterError: another worker has another module.
     """
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
@@ -48,6 +53,10 @@ def mirror_module(
     layout = _layout(module, memory_format)
     if layout is not None:
         module.to(memory_format=layout)  # type: ignore[call-overload]
+    if workers.size > 1:
+        agree(workers, "the model", _signature(module))
+        with torch.no_grad():
+            workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
     watch_plain_steps()
     groups = storage_groups(devices)
     source = {member: group[0] for group in groups for member in group}
@@ -56,7 +65,13 @@ def mirror_module(
         leader = source[replica]
         alias = leader != replica
         copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
-    return MirroredModule(owner, copies, groups)
+    return MirroredModule(owner, copies, groups, workers)
+
+
+def _signature(module: nn.Module) -> list[str]:
+    """A line per parameter and buffer: what must be equal on all workers."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in named]
 
 
 def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:

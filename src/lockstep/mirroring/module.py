@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lockstep.collectives.reduction import sum_tensors
+from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
+from lockstep.mirroring.averages import averages
 from lockstep.mirroring.batch_norm import has_sync_batch_norm
 from lockstep.mirroring.copies import align
 from lockstep.mirroring.single_row import guard_single_row
@@ -31,14 +32,18 @@ class MirroredModule(nn.Module):
         owner: the strategy.
         copies: one per replica; the first is the user's module.
         groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
+        workers: over whose replicas buffers are averaged.
     """
 
-    def __init__(self, owner: object, copies: Sequence[nn.Module], groups: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, owner: object, copies: Sequence[nn.Module], groups: Sequence[Sequence[int]], workers: Workers
+    ) -> None:
         super().__init__()
         # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
         self._owner = owner
         self._copies = tuple(copies)
         self._groups = tuple(tuple(group) for group in groups)
+        self._workers = workers
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
 
     @property
@@ -48,13 +53,13 @@ class MirroredModule(nn.Module):
 
     @property
     def copies(self) -> tuple[nn.Module, ...]:
-        """One copy per replica."""
+        """One copy per local replica."""
         return self._copies
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside a replica, replica 0's."""
         here = self._here()
-        if get_replica_context() is None or len(self._copies) == 1:  # a batch of one row is the user's own
+        if get_replica_context() is None or self._workers.num_replicas == 1:  # a batch of one row is the user's own
             return here(*args, **kwargs)
         with guard_single_row(here, args, kwargs):
             return here(*args, **kwargs)
@@ -67,13 +72,14 @@ class MirroredModule(nn.Module):
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.
 
+        With several workers every one must call it, as everything that reads buffers outside replicas.
+
         Raises:
             UsageError: called inside a replica.
         """
         self._outside("sync_buffers")
         with torch.no_grad():
-            for buffers in self._buffer_copies():
-                mean = _average(buffers)
+            for buffers, mean in zip(self._buffer_copies(), self._means(), strict=True):
                 for buffer in buffers:
                     buffer.copy_(mean)
 
@@ -191,6 +197,7 @@ class MirroredModule(nn.Module):
 
     def _spread(self) -> None:
         with torch.no_grad():
+            self._workers.broadcast("loaded weights", [*self.module.parameters(), *self.module.buffers()])
             for leader in (group[0] for group in self._groups[1:]):
                 for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
                     other.copy_(mine)
@@ -203,16 +210,11 @@ class MirroredModule(nn.Module):
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.no_grad():
-            return [(buffers[0], _average(buffers)) for buffers in self._buffer_copies()]
+            means = self._means()
+            return [(buffers[0], mean) for buffers, mean in zip(self._buffer_copies(), means, strict=True)]
+
+    def _means(self) -> list[torch.Tensor]:
+        return averages(list(self._buffer_copies()), self._workers)
 
     def _averages(self) -> dict[int, torch.Tensor]:
         return {id(buffer): mean for buffer, mean in self._averaged_pairs()}
-
-
-def _average(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of floating buffers; replica 0's of integers, and where all are equal already (a mean would round)."""
-    first = buffers[0]
-    others = [buffer.to(first.device) for buffer in buffers[1:]]
-    if not first.is_floating_point() or all(torch.equal(first, other) for other in others):
-        return first.detach()
-    return sum_tensors([first, *others]) / len(buffers)

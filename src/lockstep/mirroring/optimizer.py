@@ -14,11 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.exchange import Copies, GradientExchange
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
+MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
+"""Given the parameters' copies and the replicas by storage: how the gradients are summed."""
 
 
 class MirroredOptimizer(Optimizer):
@@ -29,10 +32,16 @@ class MirroredOptimizer(Optimizer):
         optimizer: the plain optimizer over the parameters of mirrored modules.
         groups: the replicas by storage of the weights.
         find_copies: gives the id of each parameter of a mirrored module -> its copies, one per replica.
+        make_exchange: how the gradients are summed.
     """
 
     def __init__(
-        self, owner: object, optimizer: Optimizer, groups: Sequence[Sequence[int]], find_copies: FindCopies
+        self,
+        owner: object,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[int]],
+        find_copies: FindCopies,
+        make_exchange: MakeExchange,
     ) -> None:
         # Optimizer.__init__ is not called: all that it would set up is the plain optimizer's.
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -41,6 +50,7 @@ class MirroredOptimizer(Optimizer):
         self._plain = optimizer
         self._groups = groups
         self._find_copies = find_copies
+        self._make_exchange = make_exchange
         self._prepare()
 
     @property
@@ -178,7 +188,9 @@ class MirroredOptimizer(Optimizer):
                         "that module's parameters"
                     )
                 self._parameters.append(copies)
-        self._update = LockstepUpdate(self._plain, self._parameters, self._groups)
+        self._update = LockstepUpdate(
+            self._plain, self._parameters, self._groups, self._make_exchange(self._parameters, self._groups)
+        )
 
     def _context(self) -> ReplicaContext:
         context = get_replica_context()
@@ -194,3 +206,14 @@ class MirroredOptimizer(Optimizer):
             raise UsageError(
                 "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
             )
+
+
+def settings(optimizer: Optimizer) -> list[str]:
+    """What is alike in equal optimizers: a line for the kind, and one per group of parameters."""
+    plain = (int, float, str, bool, tuple, type(None))
+    groups = [
+        ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if isinstance(value, plain))
+        + f", {len(group['params'])} parameters"
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]

@@ -11,12 +11,14 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import nn
 
+from lockstep.collectives.agreement import agree
+from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, settings
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.issue import code_of
@@ -26,9 +28,13 @@ class MirroredObjects:
     """The mirrored modules, optimizers and variables of one strategy.
 
     All are held weakly: a mirrored module keeps its strategy alive, and not the other way round.
+
+    Args:
+        make_exchange: how an optimizer's gradients are summed, given its parameters' copies and the storage groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_exchange: MakeExchange) -> None:
+        self._make_exchange = make_exchange
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._checked: WeakSet[type | CodeType] = WeakSet()
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
@@ -44,6 +50,7 @@ class MirroredObjects:
         owner: object,
         module: nn.Module,
         devices: Sequence[LogicalDevice],
+        workers: Workers,
         *,
         sync_batchnorm: bool,
         memory_format: MemoryFormat,
@@ -59,7 +66,9 @@ class MirroredObjects:
             return module
         mirrored = self._modules.get(id(module))
         if mirrored is None:
-            mirrored = mirror_module(owner, module, devices, sync_batchnorm=sync_batchnorm, memory_format=memory_format)
+            mirrored = mirror_module(
+                owner, module, devices, workers, sync_batchnorm=sync_batchnorm, memory_format=memory_format
+            )
             self._modules[id(mirrored.module)] = mirrored
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
             raise UsageError(
@@ -69,14 +78,17 @@ class MirroredObjects:
         return mirrored
 
     def mirror_optimizer(
-        self, owner: object, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice]
+        self, owner: object, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
     ) -> MirroredOptimizer:
         """An optimizer whose step is a step of all replicas.
 
         Raises:
             UsageError: it holds parameters of modules that are not mirrored here.
         """
-        mirrored = MirroredOptimizer(owner, optimizer, storage_groups(devices), self._copies_by_parameter)
+        agree(workers, "the optimizer", settings(optimizer))
+        mirrored = MirroredOptimizer(
+            owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
+        )
         self.optimizers.add(mirrored)
         return mirrored
 

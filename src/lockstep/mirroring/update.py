@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import NonFiniteLossError
-from lockstep.mirroring.exchange import Copies, divide, gradients_of, sum_between_groups, sum_within_group
+from lockstep.mirroring.exchange import Copies, GradientExchange, divide, gradients_of
 from lockstep.mirroring.slices import balance
 from lockstep.mirroring.update_times import UpdateClock, UpdateTimes
 from lockstep.mirroring.updaters import Updaters
@@ -64,9 +64,17 @@ class LockstepUpdate:
         optimizer: the user's optimizer, over replica 0's parameters.
         parameters: per parameter its copies, one per replica.
         groups: the replicas by storage of the weights, replica 0's group first; the first of each leads it.
+        exchange: how the gradients are summed.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Copies],
+        groups: Sequence[Sequence[int]],
+        exchange: GradientExchange,
+    ) -> None:
+        self._exchange = exchange
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
@@ -120,9 +128,7 @@ class LockstepUpdate:
         clock.mark(time.perf_counter())
         if result.skipped:
             return result
-        sum_within_group([self._parameters[index] for index in mine], self._groups[replica])
-        if len(self._leaders) > 1:
-            context.meet("gradient exchange", None, lambda _: sum_between_groups(self._parameters, self._leaders))
+        self._exchange.run(context, mine)
         clock.mark(time.perf_counter())
         if scaler is not None:
             return self._run_scaled(context, result, clip_norm, scaler)
@@ -140,7 +146,9 @@ class LockstepUpdate:
         return StepResult(result.total, result.count, None if norm is None else float(norm))
 
     def _open(self, totals: list[Totals]) -> StepResult:
-        total, count = sum(float(each.total) for each in totals), sum(float(each.count) for each in totals)
+        total, count = self._exchange.open(
+            sum(float(each.total) for each in totals), sum(float(each.count) for each in totals)
+        )
         if not math.isfinite(total):
             raise NonFiniteLossError(
                 f"the loss is {total}; the weights are those before this update. "
@@ -156,8 +164,9 @@ class LockstepUpdate:
         self._leave_sums_with_first()
 
     def _leave_sums_with_first(self) -> None:
+        cleared = self._leaders[1:] if self._exchange.keeps_sums else self._leaders
         for copies in self._parameters:
-            for leader in self._leaders[1:]:
+            for leader in cleared:
                 copies[leader].grad = None
 
     def _norms(self, indices: Sequence[int], leader: int) -> dict[int, torch.Tensor]:

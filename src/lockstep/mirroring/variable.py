@@ -11,8 +11,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lockstep.collectives.across import reduce_across
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.collectives.reduction import reduce_values
+from lockstep.collectives.reduction import ReduceOp
+from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -27,7 +29,8 @@ class MirroredVariable:
     Args:
         owner: the strategy.
         value: the initial value: a tensor, a number, or a PerReplica of them.
-        devices: one per replica.
+        devices: one per local replica.
+        workers: all workers, who begin with the chief's value.
         aggregation: what is made of the replicas' values: "none", "sum", "mean" or "only_first".
         synchronization: when: "on_write" or "on_read".
 
@@ -40,6 +43,7 @@ class MirroredVariable:
         owner: object,
         value: Any,
         devices: Sequence[LogicalDevice],
+        workers: Workers,
         *,
         aggregation: Aggregation,
         synchronization: Synchronization,
@@ -47,25 +51,31 @@ class MirroredVariable:
         _check_choice("aggregation", aggregation, get_args(Aggregation))
         _check_choice("synchronization", synchronization, get_args(Synchronization))
         self._owner = owner
+        self._workers = workers
         self.aggregation = aggregation
         self.synchronization = synchronization
         self._values = tuple(
             torch.as_tensor(each).detach().to(device.torch_device, copy=True)
             for each, device in zip(_one_each(value, len(devices)), devices, strict=True)
         )
+        if workers.size > 1 and not isinstance(value, PerReplica):
+            workers.broadcast("the chief's value of a variable", self._values)
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """One tensor per replica, in replica order."""
+        """One tensor per local replica, in replica order."""
         return self._values
 
     def read_value(self) -> torch.Tensor:
-        """Inside a replica its own value; outside replica 0's, or for "on_read" the aggregate. A new tensor."""
+        """Inside a replica its own value; outside the first local replica's, or for "on_read" the aggregate.
+
+        A new tensor. The aggregate is over the replicas of all workers, and every worker must ask for it.
+        """
         context = self._context()
         if context is not None:
             return self._values[context.local_replica].clone()
         if self.synchronization == "on_read" and self.aggregation in ("sum", "mean"):
-            total: torch.Tensor = reduce_values(self.aggregation, self._values)
+            total: torch.Tensor = reduce_across(self._workers, ReduceOp.of(self.aggregation), self._values)
             return total
         return self._values[0].clone()
 
@@ -83,7 +93,7 @@ class MirroredVariable:
             self._write(context, value, lambda mine, new: new)
             return
         if self.synchronization == "on_read" and self.aggregation == "sum" and not isinstance(value, PerReplica):
-            value = torch.as_tensor(value) / len(self._values)
+            value = torch.as_tensor(value) / self._workers.num_replicas
         for mine, new in zip(self._values, self._outside(value), strict=True):
             mine.copy_(torch.as_tensor(new))
 
@@ -121,7 +131,7 @@ class MirroredVariable:
 
     def _aggregate(self, context: ReplicaContext, value: Any) -> Any:
         if self.aggregation == "only_first":
-            return context.meet("variable write (only_first)", value, lambda values: torch.as_tensor(values[0]).clone())
+            return context.meet("variable write (only_first)", value, self._first)
         if self.aggregation == "sum" and not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"the plain value {value!r} cannot be summed over replicas, since every replica has the same; "
@@ -133,6 +143,11 @@ class MirroredVariable:
             )
         with torch.no_grad():
             return context.all_reduce(self.aggregation, value)
+
+    def _first(self, values: list[Any]) -> torch.Tensor:
+        first = torch.as_tensor(values[0]).clone()
+        self._workers.broadcast("variable write (only_first)", [first])
+        return first
 
     def _outside(self, value: Any) -> Sequence[Any]:
         return _one_each(value, len(self._values))

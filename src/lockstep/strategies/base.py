@@ -24,9 +24,10 @@ from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
 from lockstep.data.input_context import InputContext
 from lockstep.errors import UsageError
+from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import get_replica_context
@@ -41,8 +42,8 @@ R = TypeVar("R")
 class Strategy(ABC):
     """How one program runs on many replicas. Subclasses give ``devices`` and ``_execute``."""
 
-    def __init__(self) -> None:
-        self._mirrored = MirroredObjects()
+    def __init__(self, make_exchange: MakeExchange = LocalExchange) -> None:
+        self._mirrored = MirroredObjects(make_exchange)
 
     @property
     @abstractmethod
@@ -187,12 +188,12 @@ class Strategy(ABC):
         self._outside("mirror")
         if isinstance(target, nn.Module):
             return self._mirrored.mirror_module(
-                self, target, self.devices, sync_batchnorm=sync_batchnorm, memory_format=memory_format
+                self, target, self.devices, self.workers, sync_batchnorm=sync_batchnorm, memory_format=memory_format
             )
         if isinstance(target, MirroredOptimizer):
             return target
         if isinstance(target, torch.optim.Optimizer):
-            return self._mirrored.mirror_optimizer(self, target, self.devices)
+            return self._mirrored.mirror_optimizer(self, target, self.devices, self.workers)
         raise TypeError(f"mirror takes a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
 
     def variable(
@@ -200,7 +201,9 @@ class Strategy(ABC):
     ) -> MirroredVariable:
         """A variable with one value per replica; see ``MirroredVariable``."""
         self._outside("variable")
-        made = MirroredVariable(self, value, self.devices, aggregation=aggregation, synchronization=synchronization)
+        made = MirroredVariable(
+            self, value, self.devices, self.workers, aggregation=aggregation, synchronization=synchronization
+        )
         self._mirrored.variables.add(made)
         return made
 

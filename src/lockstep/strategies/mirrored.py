@@ -53,8 +53,7 @@ class MirroredStrategy(Strategy):
         super().__init__()
         if isinstance(devices, str):
             raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r} is no waiting time; give a number of seconds above 0")
+        check_timeout("timeout_s", timeout_s)
         job = declared_job()
         if job is not None:
             raise UsageError(
@@ -95,3 +94,13 @@ class MirroredStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"MirroredStrategy([{', '.join(device.name for device in self._devices)}])"
+
+
+def check_timeout(name: str, seconds: float) -> None:
+    """Refuses what is no waiting time.
+
+    Raises:
+        ConfigError: not above 0.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"{name}={seconds!r} is no waiting time; give a number of seconds above 0")

@@ -1,0 +1,53 @@
+"""Which gradients travel together between workers: pure, on sizes in bytes.
+
+Buckets as in DistributedDataParallel (Li et al. 2020, "PyTorch Distributed"): parameters in reverse order, about the
+order in which the backward pass is done with them, so that the first buckets travel while the rest is computed. The
+plan follows from the parameters alone and never from timing, so all workers have the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that something is under way soon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """The buckets of one optimizer's parameters.
+
+    Args:
+        buckets: the parameters' numbers in each bucket, in the order in which they are added up.
+    """
+
+    buckets: tuple[tuple[int, ...], ...]
+
+    def of_parameter(self) -> dict[int, int]:
+        """The bucket of each parameter."""
+        return {parameter: bucket for bucket, members in enumerate(self.buckets) for parameter in members}
+
+
+def plan_buckets(sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int) -> BucketPlan:
+    """Divides parameters into buckets.
+
+    Args:
+        sizes: bytes of each parameter's gradient.
+        kinds: what must be equal inside a bucket: its dtype.
+        bucket_bytes: the most in a bucket; a larger parameter is alone.
+
+    Example:
+        >>> plan_buckets([4, 4, 4], ["float32"] * 3, 8).buckets
+        ((2, 1), (0,))
+    """
+    buckets: list[list[int]] = []
+    room, kind = 0, ""
+    for parameter in reversed(range(len(sizes))):
+        if not buckets or sizes[parameter] > room or kinds[parameter] != kind:
+            room = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
+            kind = kinds[parameter]
+            buckets.append([])
+        buckets[-1].append(parameter)
+        room -= sizes[parameter]
+    return BucketPlan(buckets=tuple(map(tuple, buckets)))

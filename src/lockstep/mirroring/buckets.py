@@ -1,0 +1,250 @@
+"""The exchange of gradients between workers: in buckets, while the backward pass goes on.
+
+    hook of each parameter, in each local replica:  gradient is there
+    bucket k full, and k is next:  local sum in replica order -> a flat tensor -> start_sum, in the background
+    update:  the buckets that are not full yet -> wait for all -> the leaders' ".grad"
+
+Workers may be in different buckets at a time, but all begin them in the order of the plan. A gradient that changes
+after its bucket has gone (a second backward pass before the update) is noticed, and all buckets go again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+
+from lockstep.collectives.link import Group
+from lockstep.collectives.workers import Workers
+from lockstep.errors import UsageError
+from lockstep.mirroring.bucket_plan import BucketPlan
+from lockstep.mirroring.exchange import Copies, GradientExchange
+from lockstep.replicas.context import ReplicaContext
+
+
+class BucketExchange(GradientExchange):
+    """Sums the gradients of one optimizer's parameters over all replicas of all workers.
+
+    Args:
+        parameters: per parameter its local copies, one per local replica.
+        leaders: the local replicas that lead a storage group.
+        workers: the workers whose gradients are summed.
+        plan: which parameters travel together.
+        stream: the connection to the other workers, for this optimizer alone.
+        travel_as: the dtype in which floating gradients travel; None is their own.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Copies],
+        leaders: Sequence[int],
+        *,
+        workers: Workers,
+        plan: BucketPlan,
+        stream: Group,
+        travel_as: torch.dtype | None,
+    ) -> None:
+        self._parameters = parameters
+        self._leaders = tuple(leaders)
+        self._workers = workers
+        self._plan = plan
+        self._bucket_of = plan.of_parameter()
+        self._stream = stream
+        self._travel_as = travel_as
+        self._overlaps = True
+        self._lock = threading.Lock()
+        self._hooked = self._hook()
+        self._begin_cycle()
+
+    def open(self, total: float, count: float) -> tuple[float, float]:
+        """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
+        met = self._workers.exchange("optimizer update", [total, count, self._changed])
+        self._finish(again=any(changed for *_, changed in met))
+        return sum(each for each, _, _ in met), sum(each for _, each, _ in met)
+
+    def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
+        """The gradients are there since ``open``."""
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Replica 0 is the chief's."""
+        return self._workers.is_chief
+
+    def _finish(self, *, again: bool) -> None:
+        """Starts what has not gone yet, waits for everything, and writes the sums to the leaders' ".grad".
+
+        Args:
+            again: a gradient changed on some worker after its bucket went: add up anew, and from now on only here.
+        """
+        arrived = self._all_arrived()
+        if again:
+            self._overlaps = False
+            self._begin_cycle()
+            arrived = self._all_arrived()
+        self._begin_cycle()
+        for bucket in arrived:
+            self._hand_out(bucket)
+
+    def _all_arrived(self) -> list[_Bucket]:
+        while len(self._under_way) < len(self._plan.buckets):
+            self._start(len(self._under_way))
+        for bucket in self._under_way:
+            bucket.wait(self._stream)
+        return self._under_way
+
+    def _begin_cycle(self) -> None:
+        self._missing = [
+            sum(parameter in self._hooked for parameter in members) * len(self._parameters[0])
+            for members in self._plan.buckets
+        ]
+        self._seen: set[tuple[int, int]] = set()
+        self._under_way: list[_Bucket] = []
+        self._starting = False
+        self._changed = False
+
+    def _hook(self) -> frozenset[int]:
+        """Has the gradients of all trained parameters reported as the backward pass completes them."""
+        own = WeakMethod(self._is_there)
+        hooked = [index for index, copies in enumerate(self._parameters) if copies[0].requires_grad]
+        for index in hooked:
+            for replica, copy in enumerate(self._parameters[index]):
+                copy.register_post_accumulate_grad_hook(partial(_report, own, replica, index))
+        return frozenset(hooked)
+
+    def _is_there(self, replica: int, index: int) -> None:
+        bucket = self._bucket_of[index]
+        with self._lock:
+            if (replica, index) in self._seen:
+                self._changed = True
+                return
+            self._seen.add((replica, index))
+            self._missing[bucket] -= 1
+            if not self._overlaps or self._starting or not self._next_is_full():
+                return
+            self._starting = True
+        self._start_full()
+
+    def _next_is_full(self) -> bool:
+        position = len(self._under_way)
+        return position < len(self._missing) and not self._missing[position]
+
+    def _start_full(self) -> None:
+        """Starts the buckets that are full, in order. One thread at a time is here."""
+        while True:
+            self._start(len(self._under_way))
+            with self._lock:
+                if not self._next_is_full():
+                    self._starting = False
+                    return
+
+    def _start(self, position: int) -> None:
+        members = self._plan.buckets[position]
+        with torch.no_grad():
+            bucket = _Bucket(members, [self._parameters[index] for index in members], self._travel_as)
+            bucket.work = self._stream.start_sum(bucket.flat)
+        self._under_way.append(bucket)
+
+    def _hand_out(self, bucket: _Bucket) -> None:
+        first, *others = self._leaders
+        for index, total in bucket.sums():
+            copies = self._parameters[index]
+            for copy in copies:
+                copy.grad = None
+            if total is None:
+                continue
+            copies[first].grad = total
+            for leader in others:
+                copies[leader].grad = total.to(copies[leader].device, copy=True)
+
+
+class _Bucket:
+    """One bucket on its way: the local sums one after another, then one flag per parameter: has anyone a gradient?"""
+
+    def __init__(self, members: Sequence[int], parameters: Sequence[Copies], travel_as: torch.dtype | None) -> None:
+        self._members = members
+        self._parameters = [copies[0] for copies in parameters]
+        self._numbers = [parameter.numel() for parameter in self._parameters]
+        home = self._parameters[0]
+        size = sum(self._numbers) + len(members)
+        # Made anew each time: the last one's memory is the gradients that the user may still hold.
+        own = torch.empty(size, dtype=home.dtype, device=home.device)
+        own[-len(members) :] = torch.tensor([_count(copies) for copies in parameters], dtype=home.dtype)
+        self._fill(_views(own, self._parameters, self._numbers), parameters)
+        self._own = own
+        travels = travel_as is not None and own.is_floating_point()
+        self.flat = own.to(travel_as) if travels else own
+        self.work: Any = None
+
+    def wait(self, stream: Group) -> None:
+        """Waits until the sums have arrived."""
+        if self.work is not None:
+            stream.wait(self.work, "the exchange of gradients")
+            self.work = None
+            if self.flat is not self._own:
+                self._own.copy_(self.flat)
+
+    def sums(self) -> list[tuple[int, torch.Tensor | None]]:
+        """Each parameter's number and summed gradient; None where no replica of any worker had one."""
+        flags = self._own[-len(self._members) :].tolist()
+        views = _views(self._own, self._parameters, self._numbers)
+        return [(index, view if flag else None) for index, view, flag in zip(self._members, views, flags, strict=True)]
+
+    def _fill(self, views: Sequence[torch.Tensor], parameters: Sequence[Copies]) -> None:
+        started = [False] * len(views)
+        for replica in range(len(parameters[0])):
+            copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            for position, copies in enumerate(parameters):
+                gradient = copies[replica].grad
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:
+                    raise UsageError(
+                        f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, and gradients travel "
+                        "dense between workers; make its layer with sparse=False"
+                    )
+                into, values = added if started[position] else copied
+                into.append(views[position])
+                values.append(gradient.to(views[position].device))
+                started[position] = True
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+            if added[0]:
+                torch._foreach_add_(*added)
+        for view, any_gradient in zip(views, started, strict=True):
+            if not any_gradient:
+                view.zero_()
+
+
+def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter], numbers: Sequence[int]) -> list[torch.Tensor]:
+    """Each parameter's part of ``flat``, in the parameter's own memory format."""
+    parts = flat[: sum(numbers)].split(list(numbers))
+    return [
+        part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+        if _is_permuted(parameter)
+        else part.view(parameter.shape)
+        for part, parameter in zip(parts, parameters, strict=True)
+    ]
+
+
+def _is_permuted(parameter: torch.Tensor) -> bool:
+    """Whether it is in channels_last, so that its gradients are too."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = formats.get(parameter.ndim)
+    return layout is not None and parameter.is_contiguous(memory_format=layout)
+
+
+def _count(copies: Copies) -> int:
+    return sum(copy.grad is not None for copy in copies)
+
+
+def _report(exchange: WeakMethod[Any], replica: int, index: int, _: torch.Tensor) -> None:
+    """The hook of a parameter; it must not keep the exchange, and with it the strategy, alive."""
+    is_there = exchange()
+    if is_there is not None:
+        is_there(replica, index)

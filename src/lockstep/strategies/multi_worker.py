@@ -1,0 +1,197 @@
+"""MultiWorkerMirroredStrategy: many processes, on one host or many, each with its local replicas."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+
+from lockstep.cluster.membership import Membership, join
+from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.collectives.agreement import agree
+from lockstep.collectives.remote import RemoteWorkers
+from lockstep.collectives.workers import OneWorker, Workers
+from lockstep.config import LogicalDevice, resolve_devices
+from lockstep.errors import ConfigError, NonFiniteLossError
+from lockstep.mirroring.bucket_plan import plan_buckets
+from lockstep.mirroring.buckets import BucketExchange
+from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
+from lockstep.replicas.runner import ReplicaRunner
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import DEFAULT_TIMEOUT_S, check_timeout
+
+START_TIMEOUT_S = 600.0
+LOST_AFTER_S = 15.0
+BUCKET_MB = 25.0
+
+Compression = Literal["bf16"]
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Trains one model on the devices of many workers as if on one.
+
+    Every worker is a process that runs the same program; this constructor waits until all are there. The numbers are
+    those of one device on the whole global batch, for any number of workers and replicas. A worker that fails, stops or
+    cannot be reached ends the job on all others with an error that names it.
+
+    Args:
+        devices: this worker's devices; None is every logical GPU, else every logical CPU device. Each worker's own
+            number of them may differ.
+        cluster: who takes part; None is what the environment says: TF_CONFIG, torchrun's variables or SLURM's. Without
+            any, this process is the only worker.
+        seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
+        timeout_s: how many seconds to wait for all workers at the start.
+        lost_after_s: after how many seconds without a sign of life a worker counts as lost.
+        collective_timeout_s: how many seconds a worker or replica waits in a collective for one that is alive.
+        bucket_mb: the size in MB (2**20 bytes) of the buckets in which gradients travel between workers.
+        compression: "bf16" sends gradients in bfloat16, half the bytes, with its rounding; None sends them as they are.
+
+    Raises:
+        ConfigError: an unknown device, or one named twice; a number that cannot be.
+        ClusterError: a malformed cluster; workers that did not come; workers that disagree.
+
+    Example:
+        >>> import lockstep as ls
+        >>> strategy = ls.MultiWorkerMirroredStrategy()
+        >>> strategy.workers.size
+        1
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device | LogicalDevice] | None = None,
+        *,
+        cluster: ClusterSpec | None = None,
+        seed: int | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        lost_after_s: float = LOST_AFTER_S,
+        collective_timeout_s: float = DEFAULT_TIMEOUT_S,
+        bucket_mb: float = BUCKET_MB,
+        compression: Compression | None = None,
+    ) -> None:
+        if isinstance(devices, str):
+            raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
+        for name, seconds in (
+            ("timeout_s", timeout_s),
+            ("lost_after_s", lost_after_s),
+            ("collective_timeout_s", collective_timeout_s),
+        ):
+            check_timeout(name, seconds)
+        if not bucket_mb > 0:
+            raise ConfigError(f"bucket_mb={bucket_mb!r} is no size; give a number of MB above 0, such as 25")
+        if compression not in (None, "bf16"):
+            raise ConfigError(f"compression={compression!r} is unknown; choose 'bf16' or None")
+        super().__init__(self._make_exchange)
+        self._bucket_bytes = int(bucket_mb * 2**20)
+        self._travel_as = torch.bfloat16 if compression == "bf16" else None
+        self._optimizers = 0
+        self._devices = resolve_devices(devices)
+        self.cluster = cluster if cluster is not None else cluster_from_environment()
+        self._membership: Membership | None = None
+        self._workers: Workers = OneWorker(len(self._devices))
+        if self.cluster is not None and self.cluster.task == "worker" and self.cluster.num_workers > 1:
+            self._workers = self._join(self.cluster, timeout_s, lost_after_s, collective_timeout_s)
+        try:
+            seed = self._agree(seed)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._runner = ReplicaRunner(
+            self._devices, seed=seed, timeout_s=collective_timeout_s, first_replica=self._workers.first_replica
+        )
+        if self._membership is not None:
+            self._membership.subscribe(self._runner.abort)
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """The logical devices of this worker's replicas, in replica order."""
+        return self._devices
+
+    @property
+    def workers(self) -> Workers:
+        """All workers, as this one sees them."""
+        return self._workers
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""
+        return self._runner.trial()
+
+    def close(self) -> None:
+        """Ends the replica threads and leaves the job. The others may go on with what they do alone."""
+        self._runner.close()
+        if isinstance(self._workers, RemoteWorkers):
+            self._workers.close()
+
+    def _join(self, cluster: ClusterSpec, timeout_s: float, lost_after_s: float, wait_s: float) -> Workers:
+        home = self._devices[0].torch_device
+        self._membership = join(
+            cluster,
+            timeout_s=timeout_s,
+            lost_after_s=lost_after_s,
+            info={"replicas": len(self._devices), "gpu": _gpu_id(home)},
+        )
+        infos = self._membership.infos
+        gpus = [info["gpu"] for info in infos]
+        nccl = all(gpus) and len(set(gpus)) == len(gpus) and torch.distributed.is_nccl_available()
+        return RemoteWorkers(self._membership, [info["replicas"] for info in infos], nccl=nccl, timeout_s=wait_s)
+
+    def _agree(self, seed: int | None) -> int:
+        """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike."""
+        agree(self._workers, "the seed", [f"seed={seed}"])
+        agree(self._workers, "the settings of the strategy", [f"{self._bucket_bytes} {self._travel_as}"])
+        drawn = self._workers.exchange_bytes("the chief's seed", str(torch.initial_seed()).encode())
+        state = torch.default_generator.get_state()
+        self._workers.broadcast("the chief's random numbers", [state])
+        if self._workers.size > 1:
+            torch.default_generator.set_state(state)
+        return int(drawn[0]) if seed is None else seed
+
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        try:
+            return self._runner.run(self, fn, bodies, rows)
+        except NonFiniteLossError:  # all workers raise it together, and may go on together
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._membership is not None:
+            self._membership.failed(error)
+
+    def _make_exchange(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
+        if not isinstance(self._workers, RemoteWorkers):
+            return LocalExchange(parameters, groups)
+        firsts = [copies[0] for copies in parameters]
+        self._optimizers += 1
+        return BucketExchange(
+            parameters,
+            [group[0] for group in groups],
+            workers=self._workers,
+            plan=plan_buckets(
+                [parameter.numel() * parameter.element_size() for parameter in firsts],
+                [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
+                self._bucket_bytes,
+            ),
+            stream=self._workers.stream(f"gradients of optimizer {self._optimizers}", firsts[0].device),
+            travel_as=self._travel_as,
+        )
+
+    def __repr__(self) -> str:
+        names = ", ".join(device.name for device in self._devices)
+        return f"MultiWorkerMirroredStrategy([{names}], worker {self._workers.index} of {self._workers.size})"
+
+
+def _gpu_id(device: torch.device) -> int:
+    """A number for the GPU in this host; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    name = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) or 1
