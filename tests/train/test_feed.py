@@ -1,15 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
-from lockstep.train.feed import Feed, distribute
+from lockstep.train.feed import Distributed, Feed, distribute
 
 if TYPE_CHECKING:
     from tests.train.conftest import MakeStrategy
@@ -95,3 +98,83 @@ def test_a_generator_that_ends_within_the_steps_is_named(strategy: Strategy):
 def test_a_number_of_steps_that_is_none_is_refused(strategy: Strategy, steps: int):
     with pytest.raises(ConfigError, match=r"steps_per_epoch=.*; give a number of global batches, or None"):
         Feed(distribute(strategy, []), name="the data", steps_per_epoch=steps)
+
+
+def drawing(strategy: Strategy) -> Distributed:
+    """Seven batches in a drawn order; the consumer below draws too."""
+    generator = torch.Generator().manual_seed(3)
+    return distribute(strategy, DataLoader(range(14), batch_size=2, shuffle=True, generator=generator))  # type: ignore[arg-type]
+
+
+def taken(batches: Iterable[Any], most: int = 99) -> list[Any]:
+    return [[torch.cat(tuple(batch)).tolist(), torch.rand(()).item()] for batch in islice(batches, most)]
+
+
+@pytest.mark.parametrize("steps", [None, 3, 9])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_saved_place_is_gone_on_from(strategy: Strategy, steps: int | None, stop: int):
+    torch.manual_seed(1)
+    feed = Feed(drawing(strategy), name="the data", steps_per_epoch=steps)
+    taken(feed.epoch(0))
+    with closing(feed.epoch(1)) as epoch:
+        taken(epoch, stop)
+        saved, caller = feed.state_dict(), torch.get_rng_state()
+        expected = [*taken(epoch), *taken(feed.epoch(2))]
+    feed.close()
+
+    again = Feed(drawing(strategy), name="the data", steps_per_epoch=steps)
+    again.load_state_dict(saved)
+    torch.set_rng_state(caller)
+    with closing(again.epoch(1, skip=stop)) as epoch:
+        once = taken(epoch, 1)
+        if once:
+            twice = again.state_dict()
+            assert {**twice, "random": 0} == {**saved, "random": 0, "passed": saved["passed"] + 1}
+        found = [*once, *taken(epoch), *taken(again.epoch(2))]
+    again.close()
+
+    assert found == expected
+
+
+@pytest.mark.parametrize("steps", [None, 7])
+def test_a_place_between_epochs_leaves_the_callers_generator_alone(strategy: Strategy, steps: int | None):
+    feed = Feed(drawing(strategy), name="the data", steps_per_epoch=steps)
+    taken(feed.epoch(0))
+    if steps:
+        feed.close()
+    saved, caller = feed.state_dict(), torch.get_rng_state()
+    expected = taken(feed.epoch(1))
+    feed.close()
+
+    again = Feed(drawing(strategy), name="the data", steps_per_epoch=steps)
+    again.load_state_dict(saved)
+    torch.set_rng_state(caller)
+    assert (saved["passed"], saved["epoch"]) == (0, -1)
+    assert taken(again.epoch(1)) == expected
+    again.close()
+
+
+def test_a_skip_without_a_saved_place_passes_over(strategy: Strategy):
+    for steps, expected in ((None, [2]), (2, []), (5, [2, 0, 1])):
+        feed = Feed(distribute(strategy, Numbers()), name="the data", steps_per_epoch=steps)
+        assert [int(batch[0][0]) for batch in feed.epoch(0, skip=2)] == expected
+        feed.close()
+
+
+def test_the_epoch_of_a_place_is_told_to_the_data(strategy: Strategy):
+    numbers = Numbers()
+    feed = Feed(distribute(strategy, numbers), name="the data", steps_per_epoch=2)
+    feed.load_state_dict({"passed": 1, "epoch": 4, "random": feed.state_dict()["random"]})
+
+    assert [int(batch[0][0]) for batch in feed.epoch(5, skip=1)] == [1]
+    assert numbers.epochs == [4]
+    feed.close()
+
+
+def test_another_place_than_the_saved_one_is_refused(strategy: Strategy):
+    feed = Feed(distribute(strategy, Numbers()), name="the training data")
+    feed.load_state_dict({"passed": 1, "epoch": 4, "random": {}})
+
+    message = "position of the training data is epoch 5, batch 1, and epoch 5 was to go on at batch 2; go on in the"
+    with pytest.raises(CheckpointError, match=message):
+        next(feed.epoch(4, skip=2))

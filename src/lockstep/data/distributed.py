@@ -12,11 +12,13 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.config import LogicalDevice
 from lockstep.data.input_context import InputContext
-from lockstep.data.prefetch import ClosableIterator, read_ahead
+from lockstep.data.position import RandomState, begin_again, passing_over, random_state
+from lockstep.data.prefetch import PASSED_OVER, ClosableIterator, read_ahead
 from lockstep.data.shards import join_batches, per_replica_batch
 from lockstep.data.transfer import Transfer
 from lockstep.errors import DataError
@@ -44,11 +46,32 @@ class DistributedDataset:
         self._prefetch = prefetch
 
     def __iter__(self) -> ClosableIterator[Any]:
+        return self.iterate()
+
+    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
+        """An iteration that goes on where another one stopped.
+
+        The global batches before that place are read once more, unless the data can go there without, so that all
+        that the data draws comes out as if they had been taken.
+
+        Args:
+            skip: how many global batches to pass over.
+            random: what ``random_state()`` gave when that iteration began, or None to begin with the generators as
+                they are. torch's default generator is put back when the iteration has begun: it is the caller's.
+
+        Raises:
+            DataError: the data holds other generators than ``random`` is about.
+        """
         transfer, replicas = Transfer(self._devices), len(self._devices)
+        begun = begin_again(self._dataset, random)
         # iter() here and now, in the caller's thread: what it draws from torch's generator comes in program order.
-        source = iter(self._dataset)
-        placed = (transfer(per_replica_batch(batch, replicas)) for batch in source)
-        return read_ahead(placed, self._prefetch)
+        source = passing_over(skip, iter(self._dataset))
+        placed = (batch if batch is PASSED_OVER else transfer(per_replica_batch(batch, replicas)) for batch in source)
+        return read_ahead(placed, self._prefetch, begun=begun)
+
+    def random_state(self) -> RandomState:
+        """The states of all generators that the data may draw from, now; for ``iterate``."""
+        return random_state(self._dataset)
 
     def __len__(self) -> int:
         return _length(self._dataset)
@@ -77,10 +100,26 @@ class PerReplicaDataset:
         self._prefetch = prefetch
 
     def __iter__(self) -> ClosableIterator[Any]:
+        return self.iterate()
+
+    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
+        """An iteration that goes on where another one stopped; see ``DistributedDataset.iterate``.
+
+        Args:
+            skip: how many rounds to pass over.
+            random: what ``random_state()`` gave when that iteration began, or None.
+        """
         transfer, replicas = Transfer(self._devices), len(self._devices)
-        rounds = _rounds(iter(self._dataset), replicas)
-        placed = (transfer(join_batches(batches, replicas)) for batches in rounds)
-        return read_ahead(placed, self._prefetch)
+        begun = begin_again(self._dataset, random)
+        rounds = passing_over(skip, _rounds(iter(self._dataset), replicas))
+        placed = (
+            batches if batches is PASSED_OVER else transfer(join_batches(batches, replicas)) for batches in rounds
+        )
+        return read_ahead(placed, self._prefetch, begun=begun)
+
+    def random_state(self) -> RandomState:
+        """The states of all generators that the data may draw from, now; for ``iterate``."""
+        return random_state(self._dataset)
 
     def __len__(self) -> int:
         return math.ceil(_length(self._dataset) / len(self._devices))

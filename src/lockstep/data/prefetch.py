@@ -14,8 +14,8 @@ import contextvars
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.collectives.rendezvous import SIGNALS_SEEN_EVERY_S
 from lockstep.data.source_random import SourceRandom
@@ -28,6 +28,9 @@ T_co = TypeVar("T_co", covariant=True)
 # anyway; waiting keeps it from running beside the source's next user.
 _END_LIMIT_S = 5.0
 
+PASSED_OVER: Any = object()
+"""Stands for an item that the source has given and nobody wants."""
+
 
 class ClosableIterator(Protocol[T_co]):
     """An iterator that ``close()`` ends early."""
@@ -39,21 +42,41 @@ class ClosableIterator(Protocol[T_co]):
     def close(self) -> None: ...
 
 
-def read_ahead(source: Iterator[T], depth: int) -> ClosableIterator[T]:
+def read_ahead(source: Iterator[T], depth: int, *, begun: Callable[[], object] | None = None) -> ClosableIterator[T]:
     """The items of ``source`` in order, at most ``depth`` of them read before they are asked for.
 
     Args:
-        source: read by one thread at a time; its errors are raised to the consumer, with their traceback.
+        source: read by one thread at a time; its errors are raised to the consumer, with their traceback. Items that
+            are ``PASSED_OVER`` are left out.
         depth: 0 reads nothing ahead and starts no thread.
+        begun: called once in the consumer's thread, when the source draws no more from torch's default generator:
+            after its first item, or at depth 0 after those passed over.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ConfigError(f"prefetch={depth!r} is no number of batches; give 0 to read none ahead, or 1 and more")
-    return _PrefetchIterator(source, depth) if depth else (item for item in source)
+    begun = begun or _nothing
+    return _PrefetchIterator(source, depth, begun) if depth else _in_turn(source, begun)
+
+
+def _nothing() -> None:
+    """For an iteration whose beginning nobody waits for."""
+
+
+def _in_turn(source: Iterator[T], begun: Callable[[], object]) -> Generator[T, None, None]:
+    wanted = (item for item in source if item is not PASSED_OVER)
+    for item in wanted:
+        begun()
+        yield item
+        break
+    else:
+        begun()
+    yield from wanted
 
 
 class _PrefetchIterator(Generic[T]):
-    def __init__(self, source: Iterator[T], depth: int) -> None:
+    def __init__(self, source: Iterator[T], depth: int, begun: Callable[[], object]) -> None:
         self._source: Iterator[T] | None = source
+        self._begun = begun
         self._queue: _Queue[T] = _Queue(depth)
         self._random: SourceRandom | None = None
         self._end: Callable[[], object] = self._queue.close
@@ -85,6 +108,7 @@ class _PrefetchIterator(Generic[T]):
     def _start(self, source: Iterator[T]) -> T:
         first = next(source)
         self._source, self._random = None, SourceRandom()
+        self._begun()
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
         thread = threading.Thread(
@@ -95,7 +119,7 @@ class _PrefetchIterator(Generic[T]):
         )
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
-        return first
+        return self._queue.take() if first is PASSED_OVER else first
 
 
 class _Queue(Generic[T]):
@@ -118,6 +142,11 @@ class _Queue(Generic[T]):
             # Waiting for room after adding: the source is asked for an item only when there is a place for it.
             self._changed.wait_for(lambda: self._ended or len(self._items) < self._depth)
             return not self._ended
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody still wants items."""
+        return not self._ended
 
     def finish(self, error: BaseException | None) -> None:
         """No more items come; those added are still handed out, then the error is raised."""
@@ -150,7 +179,7 @@ def _read(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
     try:
         with random.mode():
             for item in source:
-                wanted = queue.put(item)
+                wanted = queue.wanted if item is PASSED_OVER else queue.put(item)
                 del item  # while the next one is made, this one is the consumer's alone
                 if not wanted:
                     return

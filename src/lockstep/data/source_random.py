@@ -21,7 +21,7 @@ class SourceRandom:
     """
 
     def __init__(self) -> None:
-        self._begin = _default_state()
+        self._begin = default_state()
         self._generator = torch.Generator().set_state(self._begin)
 
     def mode(self) -> ReplicaRandom:
@@ -35,6 +35,13 @@ class SourceRandom:
                 torch.default_generator.set_state(self._generator.get_state())
 
 
-def _default_state() -> torch.Tensor:
+def default_state() -> torch.Tensor:
+    """The state of torch's default generator: uint8 on the CPU."""
     with DEFAULT_GENERATOR_LOCK:
         return torch.default_generator.get_state()
+
+
+def set_default_state(state: torch.Tensor) -> None:
+    """Sets torch's default generator to what ``default_state`` gave."""
+    with DEFAULT_GENERATOR_LOCK:
+        torch.default_generator.set_state(state)
