@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.host_list import expand_hosts, first_host
+from lockstep.cluster.host_list import expand_hosts
 from lockstep.errors import ClusterError
 
 
@@ -29,7 +29,6 @@ from lockstep.errors import ClusterError
 )
 def test_what_a_list_stands_for(text: str, hosts: list[str]):
     assert list(expand_hosts(text)) == hosts
-    assert first_host(text) == hosts[0]
 
 
 @pytest.mark.parametrize(

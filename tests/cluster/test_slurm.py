@@ -75,6 +75,18 @@ def test_where_the_store_of_the_chief_listens(changes: dict[str, str], chief: st
     assert cluster.workers[0] == chief
 
 
+def test_hosts_in_an_arbitrary_order_do_not_say_where_task_0_is():
+    """As SLURM 22.05 sets them for ``srun -m arbitrary`` with node10 first in its file: the list is sorted."""
+    anywhere = {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_STEP_NODELIST": "node[08,10]"}
+
+    with pytest.raises(
+        ClusterError, match=r"arbitrary does not say which of 'node\[08,10\]' has task 0; set MASTER_AD"
+    ):
+        parse_slurm(anywhere)
+    told, one_host = ({**anywhere, name: "node10"} for name in ("MASTER_ADDR", "SLURM_STEP_NODELIST"))
+    assert parse_slurm(told) == parse_slurm(one_host)
+
+
 def test_a_port_is_never_one_of_linux_own_and_steps_of_a_job_have_their_own():
     ports = [step_port(job, step) for job in (0, 1, 4711, 99_999_999) for step in range(100)]
 

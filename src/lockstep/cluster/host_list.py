@@ -33,15 +33,6 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     return hosts
 
 
-def first_host(text: str) -> str:
-    """The first host of a list.
-
-    Raises:
-        ClusterError: as ``expand_hosts``.
-    """
-    return expand_hosts(text)[0]
-
-
 def _hosts(text: str) -> Iterator[str]:
     position, text = 0, text.strip()
     while True:

@@ -3,14 +3,16 @@
     SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1 SLURM_STEP_NODELIST=node[01-02] SLURM_JOB_ID=4711 SLURM_STEP_ID=0
 
 A batch script is no worker: what ``SLURM_NTASKS`` says there may be started later. The chief's store listens on the
-step's first host, or at MASTER_ADDR; at a port that follows from the job's id, or at MASTER_PORT.
+step's first host, where SLURM puts task 0, or at MASTER_ADDR; at a port that follows from the job's id, or at
+MASTER_PORT.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.cluster.host_list import first_host
+from lockstep.cluster.address import shown
+from lockstep.cluster.host_list import expand_hosts
 from lockstep.cluster.job_id import given_job_id
 from lockstep.cluster.launched import LAST_PORT, chief_at, require_variables, whole_number
 from lockstep.cluster.spec import ClusterSpec
@@ -67,14 +69,24 @@ def _chief(environment: Mapping[str, str], job: int, step: int) -> str:
         port = whole_number(environment, "MASTER_PORT", _SOURCE, least=1, most=LAST_PORT)
     if environment.get("MASTER_ADDR"):
         return chief_at(environment["MASTER_ADDR"], port, "MASTER_ADDR", _SOURCE)
-    for name in _HOST_LISTS:
-        if environment.get(name):
-            try:
-                host = first_host(environment[name])
-            except ClusterError as error:
-                raise ClusterError(f"{_SOURCE}: {name}: {error}") from None
-            return chief_at(host, port, name, _SOURCE)
-    raise ClusterError(f"{_SOURCE}: none of {', '.join(_HOST_LISTS)} and MASTER_ADDR is set; {_REMEDY}")
+    name = next((name for name in _HOST_LISTS if environment.get(name)), None)
+    if name is None:
+        raise ClusterError(f"{_SOURCE}: none of {', '.join(_HOST_LISTS)} and MASTER_ADDR is set; {_REMEDY}")
+    return chief_at(_host_of_task_0(environment, name), port, name, _SOURCE)
+
+
+def _host_of_task_0(environment: Mapping[str, str], name: str) -> str:
+    """The first host of a list, but under ``srun --distribution=arbitrary``, whose order the list does not have."""
+    try:
+        hosts = expand_hosts(environment[name])
+    except ClusterError as error:
+        raise ClusterError(f"{_SOURCE}: {name}: {error}") from None
+    if len(hosts) > 1 and environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        raise ClusterError(
+            f"{_SOURCE}: SLURM_DISTRIBUTION=arbitrary does not say which of {shown(environment[name])} has task 0; set "
+            "MASTER_ADDR to the first host of the file in SLURM_HOSTFILE, or leave out --distribution=arbitrary"
+        )
+    return hosts[0]
 
 
 def _restarts(environment: Mapping[str, str]) -> int:
