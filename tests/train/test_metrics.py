@@ -15,8 +15,9 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper
 
+from lockstep.collectives.workers import OneWorker
 from lockstep.errors import ConfigError
-from lockstep.train.metrics import ReplicaMetrics, check_metrics, merge_metrics, merge_states
+from lockstep.train.metrics import ReplicaMetrics, check_metrics, merge_metrics, merge_states, states_of
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,10 @@ def replicas_of(metric: Metric, shards: list[tuple[Any, ...]]) -> list[Metric]:
         if len(shard[0]):
             own.update(*shard)
     return copies
+
+
+def merged_of(replicas: list[Metric]) -> Any:
+    return merge_metrics(replicas, [states_of(metric) for metric in replicas])
 
 
 def whole(metric: Metric, shards: list[tuple[Any, ...]]) -> Tensor:
@@ -65,7 +70,7 @@ PAIRS = [(torch.randn(6), torch.randn(6)), (torch.randn(3), torch.randn(3)), (to
     ids=lambda value: type(value).__name__ if isinstance(value, Metric) else "",
 )
 def test_merged_replicas_give_the_value_over_all_rows(metric: Metric, shards: list[tuple[Any, ...]]):
-    merged = merge_metrics(replicas_of(metric, shards))
+    merged = merged_of(replicas_of(metric, shards))
 
     torch.testing.assert_close(merged.compute(), whole(metric, shards))
 
@@ -74,17 +79,17 @@ def test_the_average_of_the_replicas_would_be_another_number():
     replicas = replicas_of(MulticlassAccuracy(4, average="micro"), CLASSES[:3])
     average = torch.stack([metric.compute() for metric in replicas]).mean()
 
-    assert not torch.isclose(average, merge_metrics(replicas).compute())
+    assert not torch.isclose(average, merged_of(replicas).compute())
 
 
 def test_merging_leaves_the_replicas_as_they_are():
     replicas = replicas_of(CatMetric(), NUMBERS)
 
     replicas[0].compute()  # a metric remembers what it computed; the merged one must not
-    merge_metrics(replicas).compute()
+    merged_of(replicas).compute()
     replicas[1].update(torch.tensor([5.0]))
 
-    assert merge_metrics(replicas).compute().tolist() == [1.0, 9.0, 4.0, 5.0]
+    assert merged_of(replicas).compute().tolist() == [1.0, 9.0, 4.0, 5.0]
     assert replicas[0].compute().tolist() == [1.0, 9.0]
 
 
@@ -105,13 +110,13 @@ class _MeanState(Metric):
 def test_a_replica_without_rows_does_not_pull_a_mean():
     replicas = replicas_of(_MeanState(), [(torch.tensor([4.0]),), (torch.tensor([]),), (torch.tensor([2.0]),)])
 
-    assert float(merge_metrics(replicas).compute()) == 3.0
+    assert float(merged_of(replicas).compute()) == 3.0
 
 
 def test_the_first_replica_may_be_the_one_without_rows():
     replicas = replicas_of(MulticlassF1Score(4), [CLASSES[3], CLASSES[0], CLASSES[1]])
 
-    torch.testing.assert_close(merge_metrics(replicas).compute(), whole(MulticlassF1Score(4), CLASSES[:2]))
+    torch.testing.assert_close(merged_of(replicas).compute(), whole(MulticlassF1Score(4), CLASSES[:2]))
 
 
 def test_states_are_reduced_by_their_own_functions():
@@ -126,7 +131,7 @@ def test_states_are_reduced_by_their_own_functions():
 
 def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
     given = SumMetric()
-    metrics = ReplicaMetrics({"sum": given}, [CPU, CPU])
+    metrics = ReplicaMetrics({"sum": given}, [CPU, CPU], OneWorker(2))
 
     for number, own in enumerate(metrics.per_replica, start=1):
         own["sum"].update(torch.tensor(float(number)))
@@ -136,7 +141,7 @@ def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
 
 
 def test_reset_forgets_all_updates():
-    metrics = ReplicaMetrics({"sum": SumMetric()}, [CPU, CPU])
+    metrics = ReplicaMetrics({"sum": SumMetric()}, [CPU, CPU], OneWorker(2))
     metrics.per_replica[0]["sum"].update(torch.tensor(1.0))
 
     metrics.reset()
@@ -147,7 +152,9 @@ def test_reset_forgets_all_updates():
 
 def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
     metrics = ReplicaMetrics(
-        {"accuracy": ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["cat", "dog"])}, [CPU, CPU]
+        {"accuracy": ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["cat", "dog"])},
+        [CPU, CPU],
+        OneWorker(2),
     )
     for own in metrics.per_replica:
         own["accuracy"].update(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
@@ -159,7 +166,7 @@ def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
 
 
 def test_a_metric_that_computes_a_vector_is_named():
-    metrics = ReplicaMetrics({"accuracy": MulticlassAccuracy(4, average=None)}, [CPU])
+    metrics = ReplicaMetrics({"accuracy": MulticlassAccuracy(4, average=None)}, [CPU], OneWorker(1))
     metrics.per_replica[0]["accuracy"].update(*CLASSES[0])
 
     with pytest.raises(ConfigError, match=r"metric 'accuracy' computed a tensor of shape \(4,\); .* choose an average"):

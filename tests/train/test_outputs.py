@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.collectives.workers import OneWorker
 from lockstep.errors import ConfigError
 from lockstep.train.outputs import CollectedOutputs
 
@@ -17,9 +18,10 @@ class Pair(NamedTuple):
 
 def collect(*shards: tuple[int, Any]) -> Any:
     collected = CollectedOutputs()
+    collected.begin_batch()
     for rows, outputs in shards:
         collected.add(rows, outputs)
-    return collected.joined()
+    return collected.joined(OneWorker(1))
 
 
 def test_rows_are_joined_in_order():

@@ -10,6 +10,8 @@ import torch
 from lockstep.collectives.reduction import sum_tensors
 from lockstep.collectives.workers import Workers
 
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
 
 def averages(buffers: Sequence[Sequence[torch.Tensor]], workers: Workers) -> list[torch.Tensor]:
     """The mean of each floating buffer; replica 0's of the others, and where all are equal (a mean would round).
@@ -28,6 +30,17 @@ def averages(buffers: Sequence[Sequence[torch.Tensor]], workers: Workers) -> lis
     sums = workers.sum_tensors("averages of buffers", [sum_tensors(_at_home(copies)) for copies in floating])
     means = iter([total / workers.num_replicas for total in sums])
     return [next(means) if copies[0].is_floating_point() else copies[0].detach() for copies in buffers]
+
+
+def weights_digest(module: torch.nn.Module) -> int:
+    """A number that tells different weights apart, and costs one pass over them, on their device."""
+    digest = 0
+    with torch.no_grad():
+        for parameter in module.parameters():
+            words = _WORDS[parameter.element_size()]
+            bits = parameter.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
+            digest = (digest * 31 + int(bits)) % 2**64
+    return digest
 
 
 def _mean(copies: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,7 @@ fit -> TrainLoop.run_epoch -> strategy.run -> train_step (in each replica): forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.errors import DataError, NonFiniteLossError
+from lockstep.collectives.workers import Wish
+from lockstep.errors import NonFiniteLossError
+from lockstep.mirroring.averages import weights_digest
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult
 from lockstep.strategies.base import Strategy
@@ -22,6 +24,7 @@ from lockstep.train.feed import Feed
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.outputs import CollectedOutputs
 from lockstep.train.precision import Precision
+from lockstep.train.running_loss import RunningLoss
 from lockstep.train.step import (
     Job,
     ReplicaState,
@@ -33,38 +36,6 @@ from lockstep.train.step import (
     train_step,
 )
 from lockstep.train.timing import StepClock
-
-
-class RunningLoss:
-    """The summed losses and counts of a pass so far."""
-
-    def __init__(self) -> None:
-        self._total = 0.0
-        self._count = 0.0
-
-    def add(self, outputs: Iterable[StepOutput]) -> None:
-        """Adds one step's sums of all replicas."""
-        for output in outputs:
-            self._total += float(output.total)
-            self._count += float(output.count)
-
-    @property
-    def value(self) -> float:
-        """Summed total / summed count: the mean over all that was counted; NaN while nothing was."""
-        return self._total / self._count if self._count else float("nan")
-
-    def final(self) -> float:
-        """The value at the end of the pass.
-
-        Raises:
-            DataError: nothing was counted, so there is no loss.
-        """
-        if not self._count:
-            raise DataError(
-                "the loss counted nothing over the whole data: all batches have 0 rows, or the loss's counts are 0; "
-                "give data with examples to count"
-            )
-        return self.value
 
 
 class TrainLoop:
@@ -92,7 +63,8 @@ class TrainLoop:
         self._scheduler = scheduler
         self._callbacks = callbacks
         self._should_stop = should_stop
-        self._metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy))
+        self._workers = strategy.workers
+        self._metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy), strategy.workers)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self._metrics.per_replica])
         strategy.run(clear_gradients, (job, self._states))
 
@@ -113,23 +85,59 @@ class TrainLoop:
                 clock.pause()
                 self._callbacks.call("on_train_batch_begin", step - 1)
                 clock.start()
+                if self._callbacks.wants_batch_logs():
+                    self._workers.wish(Wish.LOGS)
                 with _located(epoch, step):
                     due = step % self._job.config.accumulate == 0
                     results = self._strategy.run(train_step, (self._job, self._states, batch, due))
                 outputs = self._strategy.local_results(results)
                 self._after_update(outputs[0].update)
-                loss.add(outputs)
+                self._count(loss, outputs)
                 clock.stop(rows=sum(output.rows for output in outputs))
-                metrics = self._metrics.compute() if self._callbacks.wants_batch_logs() else {}
+                wishes = self._wishes(exchanged=due)
+                metrics = self._metrics.compute() if Wish.LOGS in wishes else {}
                 self._callbacks.call("on_train_batch_end", step - 1, logs={"loss": loss.value, **metrics})
-                if self._should_stop():
+                if self._stops(wishes):
                     break
                 clock.start()
         if step % self._job.config.accumulate:
             with _located(epoch, step):
                 results = self._strategy.run(finish_cycle, (self._job, self._states))
-            self._after_update(self._strategy.local_results(results)[0])
+            update = self._strategy.local_results(results)[0]
+            self._after_update(update)
+            if self._workers.size > 1:
+                loss.add(update.total, update.count)
+        clock.examples = self._end_of_epoch(clock.examples)
         return {"loss": loss.final(), **self._metrics.compute()}
+
+    def _count(self, loss: RunningLoss, outputs: Sequence[StepOutput]) -> None:
+        """Adds a step to the loss. With several workers it is the update that knows the sums of all replicas."""
+        if self._workers.size == 1:
+            for output in outputs:
+                loss.add(output.total, output.count)
+        elif outputs[0].update is not None:
+            loss.add(outputs[0].update.total, outputs[0].update.count)
+
+    def _wishes(self, *, exchanged: bool) -> Wish:
+        """What some worker would have all do after this batch. An update of several workers has told it already."""
+        if self._workers.size == 1 or not exchanged:
+            self._workers.exchange("end of a batch")
+        return self._workers.granted
+
+    def _stops(self, wishes: Wish) -> bool:
+        """Whether all end after this batch. One worker among several can only wish it, for the batch after."""
+        if self._should_stop():
+            if self._workers.size == 1:
+                return True
+            self._workers.wish(Wish.STOP)
+        return Wish.STOP in wishes
+
+    def _end_of_epoch(self, rows: int) -> int:
+        """The rows of all workers; and a check that all have the same weights still."""
+        if self._workers.size == 1:
+            return rows
+        self._workers.attach(weights_digest(self._job.module.module))
+        return int(sum(each for (each,) in self._workers.exchange("end of an epoch", [rows])))
 
     def _after_update(self, update: StepResult | None) -> None:
         if self._scheduler is not None and update is not None and not update.skipped:
@@ -140,7 +148,7 @@ def run_evaluation(
     strategy: Strategy, job: Job, feed: Feed, *, callbacks: CallbackList, clock: StepClock
 ) -> dict[str, float]:
     """The loss and metrics over the data; nothing is trained."""
-    metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy))
+    metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy), strategy.workers)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
     loss = RunningLoss()
     callbacks.call("on_test_begin")
@@ -151,11 +159,15 @@ def run_evaluation(
             callbacks.call("on_test_batch_begin", step)
             clock.start()
             outputs = strategy.local_results(strategy.run(evaluate_step, (job, states, batch)))
-            loss.add(outputs)
+            for output in outputs:
+                loss.add(output.total, output.count)
             clock.stop(rows=sum(output.rows for output in outputs))
             callbacks.call("on_test_batch_end", step, logs={"loss": loss.value})
             clock.start()
-    logs = {"loss": loss.final(), **metrics.compute()}
+    totals = strategy.workers.exchange("end of an evaluation", [loss.total, loss.count, clock.examples])
+    total, count, rows = (sum(column) for column in zip(*totals, strict=True))
+    clock.examples = int(rows)
+    logs = {"loss": RunningLoss(total, count).final(), **metrics.compute()}
     callbacks.call("on_test_end", logs=logs)
     return logs
 
@@ -179,6 +191,7 @@ def run_prediction(
             callbacks.call("on_predict_batch_begin", step)
             clock.start()
             shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
+            collected.begin_batch()
             for shard in shards:
                 if shard.rows:
                     collected.add(shard.rows, shard.outputs)
@@ -186,7 +199,7 @@ def run_prediction(
             callbacks.call("on_predict_batch_end", step)
             clock.start()
     callbacks.call("on_predict_end")
-    return collected.joined()
+    return collected.joined(strategy.workers)
 
 
 @contextmanager

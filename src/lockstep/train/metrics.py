@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.collectives.values import exchange_values
+from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 
@@ -53,10 +55,12 @@ class ReplicaMetrics:
 
     Args:
         metrics: name to torchmetrics Metric, as the user gave them; they are copied and never updated.
-        devices: the torch device of each replica, in replica order.
+        devices: the torch device of each local replica, in replica order.
+        workers: over whose replicas the values are.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
+    def __init__(self, metrics: Mapping[str, Any], devices: Sequence[torch.device], workers: Workers) -> None:
+        self._workers = workers
         self._copies = [{name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
 
     @property
@@ -71,27 +75,34 @@ class ReplicaMetrics:
                 metric.reset()
 
     def compute(self) -> dict[str, float]:
-        """The values over the rows of all replicas, by name. Call between steps, outside the replicas."""
+        """The values over the rows of all replicas, by name. Between steps, outside replicas, on every worker."""
         values: dict[str, float] = {}
         for name in self._copies[0]:
-            merged = merge_metrics([copies[name] for copies in self._copies])
+            local = [copies[name] for copies in self._copies]
+            everyones = exchange_values(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
+            merged = merge_metrics(local, [states for worker in everyones for states in worker])
             values.update(_as_floats(name, merged.compute()))
         return values
 
 
-def merge_metrics(replicas: Sequence[Any]) -> Any:
+def states_of(metric: Any) -> list[dict[str, Any]]:
+    """The states of a metric, and of all metrics inside it, with how often each was updated."""
+    return [{"states": part.metric_state, "updates": part.update_count} for part in _nested_metrics(metric)]
+
+
+def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
     """One metric with the states of all replicas; the replicas' own metrics stay as they are.
 
     Args:
-        replicas: the same metric on each replica, in replica order.
+        local: the same metric on each local replica, in replica order.
+        states: ``states_of`` it on each replica of all workers, in replica order.
     """
-    if len(replicas) == 1:
-        return replicas[0]
-    nested = [_nested_metrics(metric) for metric in replicas]
-    base = next((i for i, parts in enumerate(nested) if any(part.update_called for part in parts)), 0)
-    merged = _copy_sharing_states(replicas[base])
-    for part, sources in zip(_nested_metrics(merged), zip(*nested, strict=True), strict=True):
-        _merge_into(part, [source for source in sources if source.update_called])
+    if len(states) == 1:
+        return local[0]
+    base = next((metric for metric in local if any(part["updates"] for part in states_of(metric))), local[0])
+    merged = _copy_sharing_states(base)
+    for part, sources in zip(_nested_metrics(merged), zip(*states, strict=True), strict=True):
+        _merge_into(part, [source for source in sources if source["updates"]])
     return merged
 
 
@@ -109,10 +120,10 @@ def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
 
 def _merge_into(part: Any, sources: Sequence[Any]) -> None:
     for name, reduction in part._reductions.items():
-        states = [_to_device(source.metric_state[name], part.device) for source in sources]
+        states = [_to_device(source["states"][name], part.device) for source in sources]
         if states:
             setattr(part, name, states[0] if len(states) == 1 else merge_states(states, reduction))
-    part._update_count = sum(source.update_count for source in sources)
+    part._update_count = sum(source["updates"] for source in sources)
     part._computed = None
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
+from lockstep.collectives.agreement import agree
+from lockstep.collectives.values import on_chief
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
@@ -178,6 +180,7 @@ class Model:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
         feed = Feed(distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch)
         validation = None if validation_data is None else self._feed(validation_data, "the validation data")
+        self._agree_on_fit(feed, validation, epochs=epochs, initial_epoch=initial_epoch, freq=validation_freq)
         params = {"epochs": epochs, "steps": feed.steps, "verbose": verbose, "validated": validation is not None}
         self.stop_training, self.history = False, History()
         with (
@@ -261,20 +264,44 @@ class Model:
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Writes the module's state_dict to a safetensors file, which appears whole or not at all.
 
+        With several workers every one must call it; the chief writes.
+
         Raises:
             CheckpointError: the file cannot be written.
         """
-        write_weights(self.state_dict(), path)
+        state = self.state_dict()
+        on_chief(self.strategy.workers, "save the weights", lambda: write_weights(state, path))
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Loads a safetensors file into every replica's copy; nothing is loaded unless everything fits.
 
+        With several workers every one must call it; the chief reads.
+
         Raises:
             CheckpointError: no such file, or keys or shapes that are not the module's.
         """
-        weights: dict[str, Tensor] = read_weights(path)
-        check_fit(weights, self._module.state_dict(), path)
-        self._module.load_state_dict(weights)
+        state: dict[str, Tensor] = self._module.state_dict()
+
+        def read() -> dict[str, Tensor]:
+            weights = read_weights(path)
+            check_fit(weights, state, path)
+            return weights
+
+        # The others go on from the chief's, which loading gives them.
+        self._module.load_state_dict(on_chief(self.strategy.workers, "load the weights", read) or state)
+
+    def _agree_on_fit(self, feed: Feed, validation: Feed | None, **numbers: int) -> None:
+        """Finds workers that were told to train in another way, before they begin.
+
+        Raises:
+            ClusterError: a worker differs from the chief.
+        """
+        lines = [f"{name}={value}" for name, value in numbers.items()]
+        lines += [f"steps={feed.steps}", f"validation steps={None if validation is None else validation.steps}"]
+        if self._config is not None:
+            lines += [f"accumulate={self._config.accumulate}", f"clip_norm={self._config.clip_norm}"]
+            lines += [f"precision={self._config.precision}", f"metrics={list(self._config.metrics)}"]
+        agree(self.strategy.workers, "how to train", lines)
 
     def _evaluate(
         self, job: Job, feed: Feed, callbacks: CallbackList, clock: StepClock | None = None

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lockstep.collectives.values import exchange_values
+from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError
 
 
@@ -21,6 +23,11 @@ class CollectedOutputs:
     def __init__(self) -> None:
         self._spec: Any = None
         self._columns: list[list[Tensor]] = []
+        self._rows: list[int] = []
+
+    def begin_batch(self) -> None:
+        """Shards that are added from now on are of another global batch."""
+        self._rows.append(0)
 
     def add(self, rows: int, outputs: Any) -> None:
         """Adds one shard's outputs.
@@ -34,6 +41,7 @@ class CollectedOutputs:
         """
         leaves, spec = tree_flatten(outputs)
         _check_rows(leaves, rows)
+        self._rows[-1] += rows
         if self._spec is None:
             self._spec, self._columns = spec, [[] for _ in leaves]
         elif spec != self._spec:
@@ -48,9 +56,37 @@ class CollectedOutputs:
         """Whether nothing was added."""
         return self._spec is None
 
-    def joined(self) -> Any:
-        """All rows: the structure of the outputs with one tensor per leaf, on the CPU."""
-        return tree_unflatten([torch.cat(column) for column in self._columns], self._spec)
+    def joined(self, workers: Workers) -> Any:
+        """All rows of all workers: the structure of the outputs with one tensor per leaf, on the CPU.
+
+        Every worker must call it.
+
+        Raises:
+            ConfigError: no worker has a row; or this one has none, and the structure is none of plain containers.
+        """
+        columns = [torch.cat(column) for column in self._columns]
+        if workers.size == 1:
+            return tree_unflatten(columns, self._spec)
+        columns, spec = self._like_others(workers, columns)
+        rows = exchange_values(workers, "rows of the predictions", self._rows)
+        gathered = [workers.gather_tensors("predictions", column, 0) for column in columns]
+        return tree_unflatten([_interleaved(parts, rows) for parts in gathered], spec)
+
+    def _like_others(self, workers: Workers, columns: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """This worker's columns; where it never had a row, empty ones such as another worker has."""
+        empty = None if self._spec is None else tree_unflatten([column[:0] for column in columns], self._spec)
+        known = [each for each in exchange_values(workers, "structure of the predictions", empty) if each is not None]
+        if self._spec is not None:
+            return columns, self._spec
+        if not known:
+            raise ConfigError("predict got no rows on any worker; give data with at least one row")
+        return tree_flatten(known[0])
+
+
+def _interleaved(parts: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
+    """The workers' rows in the order of the data: batch by batch, and in each batch worker by worker."""
+    batches = zip(*(part.split(list(counts)) for part, counts in zip(parts, rows, strict=True)), strict=True)
+    return torch.cat([shard for batch in batches for shard in batch])
 
 
 def _check_rows(leaves: Sequence[Any], rows: int) -> None:

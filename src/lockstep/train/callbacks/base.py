@@ -26,6 +26,10 @@ class Callback:
         ...         print(epoch, logs["loss"])
     """
 
+    #: Whether it has something to do on the chief alone, as what writes files or prints. Its hooks are not called on
+    #: other workers, so it must not call anything that all workers have to call, such as ``model.state_dict()``.
+    chief_only = False
+
     def __init__(self) -> None:
         self.params: dict[str, Any] = {}
         self._model: Model | None = None

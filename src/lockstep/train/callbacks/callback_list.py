@@ -30,7 +30,8 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback], *, model: Model, params: Mapping[str, Any]) -> None:
         for callback in callbacks:
             _check(callback)
-        self._callbacks = tuple(callbacks)
+        is_chief = model.strategy.workers.is_chief
+        self._callbacks = tuple(callback for callback in callbacks if is_chief or not callback.chief_only)
         for callback in self._callbacks:
             _guarded(callback, "set_params", dict(params))
             _guarded(callback, "set_model", model)

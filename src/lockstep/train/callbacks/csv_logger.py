@@ -25,6 +25,8 @@ class CSVLogger(Callback):
         >>> callback = CSVLogger("log.csv")
     """
 
+    chief_only = True
+
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         super().__init__()
         self.filename = Path(filename)

@@ -84,10 +84,11 @@ class EarlyStopping(Callback):
 
     def on_train_end(self, logs: Logs) -> None:
         """Says that training stopped early, and loads the best weights if asked to."""
-        if self.stopped_epoch and self.verbose:
+        says = self.verbose and self.model.strategy.workers.is_chief
+        if self.stopped_epoch and says:
             write_line(f"epoch {self.stopped_epoch + 1}: early stopping")
         if self.restore_best_weights and self._best_weights is not None:
-            if self.verbose:
+            if says:
                 write_line(f"restoring the weights of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
             self.model.load_state_dict(self._best_weights)
 

@@ -40,6 +40,8 @@ class ProgressBar(Callback):
         >>> callback = ProgressBar(verbose=2)
     """
 
+    chief_only = True
+
     def __init__(self, verbose: Literal[1, 2] = 1) -> None:
         super().__init__()
         self.verbose = verbose

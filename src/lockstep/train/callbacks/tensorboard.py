@@ -31,6 +31,8 @@ class TensorBoard(Callback):
         >>> callback = TensorBoard("logs")
     """
 
+    chief_only = True
+
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: UpdateFreq = "epoch") -> None:
         super().__init__()
         known = update_freq in ("epoch", "batch") or (type(update_freq) is int and update_freq > 0)
