@@ -47,9 +47,15 @@ WRITES_FILES = (
     "train/callbacks/csv_logger.py",
     "recipes/images/pixel_file.py",  # decoded pictures, too many for memory, grow in a file mapped into it
     "recipes/images/digits_folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
+    "launch/",  # a log file of each worker; how it failed, for the launcher to read
     "verify/runner.py",  # a folder for what the runs say, gone with them
 )
-PRINTS = ("cli/", "train/callbacks/progress")
+PRINTS = (
+    "cli/",
+    "train/callbacks/progress",
+    "launch/console.py",  # passes on what the workers say
+    "launch/function_worker.py",  # its own streams become pipes to the launcher
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

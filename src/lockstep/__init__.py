@@ -8,6 +8,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.input_context import InputContext
+from lockstep.launch.launch import launch
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
@@ -52,5 +53,6 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "launch",
     "scale_regularization_loss",
 ]

@@ -1,0 +1,113 @@
+"""How a worker failed: what it wrote down itself, or the signal that ended it; and which worker was the first."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a worker writes down about the error that ends it.
+
+    Args:
+        at_ns: when, by the clock that all processes of a host share (``time.monotonic_ns``).
+        error: the type and the message: "ValueError: no such file".
+        traceback: the whole of it, as Python prints it.
+    """
+
+    at_ns: int
+    error: str
+    traceback: str
+
+    def write(self, path: Path) -> None:
+        """Writes it where ``read`` finds it."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """What the worker wrote; None if it wrote nothing, or was killed while it did."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    @classmethod
+    def of(cls, error: BaseException, traceback: str) -> Record:
+        """The record of an error that was raised just now."""
+        said = " ".join(str(error).split())
+        return cls(
+            at_ns=time.monotonic_ns(), error=f"{type(error).__name__}: {said}".removesuffix(": "), traceback=traceback
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The failure of one worker.
+
+    Args:
+        worker: its number among the workers of all hosts.
+        local: its number among those of this host.
+        exit_code: as ``subprocess`` gives it: negative for a signal; None where it had not ended.
+        at_ns: when it failed: when it said so, else when it ended.
+        record: what it wrote down; None if it was killed or ended without an error.
+    """
+
+    worker: int
+    local: int
+    exit_code: int | None
+    at_ns: int
+    record: Record | None = None
+
+    @property
+    def what(self) -> str:
+        """What happened to it, to stand after its name."""
+        if self.record is not None:
+            return f"failed: {self.record.error}"
+        if self.exit_code is not None and self.exit_code < 0:
+            return f"was killed by {_signal_name(-self.exit_code)}"
+        if self.exit_code == 0:
+            return "ended before it returned"
+        return f"ended with exit code {self.exit_code}"
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code that a shell would show: 128 and the signal's number for a signal."""
+        if self.exit_code is None:
+            return 1
+        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_failure(
+    exit_codes: Mapping[int, int | None], ended_ns: Mapping[int, int], records: Mapping[int, Record], first_worker: int
+) -> Failure | None:
+    """The failure that came before all others of a host; those others are its victims as a rule. Pure.
+
+    Args:
+        exit_codes: of every local worker; None for one that still runs.
+        ended_ns: when those ended that did so by themselves, not because the launcher ended them.
+        records: what local workers wrote down.
+        first_worker: the number, among the workers of all hosts, of this host's first.
+    """
+    return min(_failures(exit_codes, ended_ns, records, first_worker), key=lambda f: f.at_ns, default=None)
+
+
+def _failures(
+    exit_codes: Mapping[int, int | None], ended_ns: Mapping[int, int], records: Mapping[int, Record], first_worker: int
+) -> Iterable[Failure]:
+    for local, code in exit_codes.items():
+        record = records.get(local)
+        at_ns = record.at_ns if record is not None else ended_ns.get(local)
+        if at_ns is not None and (record is not None or code != 0):
+            yield Failure(worker=first_worker + local, local=local, exit_code=code, at_ns=at_ns, record=record)
