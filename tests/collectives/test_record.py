@@ -1,0 +1,70 @@
+import math
+
+import pytest
+
+from lockstep.collectives.record import MOST_NUMBERS, RECORD_BYTES, TEXT_BYTES, Record, check_met
+from lockstep.errors import CollectiveError, ConfigError
+
+NAMES = ("worker 0 (a:1)", "worker 1 (b:2)", "worker 2 (c:3)")
+
+
+def test_a_record_survives_the_way():
+    record = Record(
+        name="optimizer update",
+        where="train.py:30 in step",
+        sequence=2**40,
+        numbers=(1.5, -math.inf, 3.0),
+        length=77,
+        wishes=5,
+        digest=2**64 - 1,
+    )
+
+    assert len(record.pack()) == RECORD_BYTES
+    assert Record.unpack(record.pack()) == record
+
+
+def test_a_long_text_loses_its_end_only():
+    unpacked = Record.unpack(Record(name="ü" * TEXT_BYTES, where="x").pack())
+
+    assert unpacked.name == "ü" * (TEXT_BYTES // 2)
+    assert unpacked.where == ""
+
+
+def test_more_numbers_than_fit_are_refused():
+    with pytest.raises(ConfigError, match=f"at most {MOST_NUMBERS} numbers, got {MOST_NUMBERS + 1}"):
+        Record(name="a", numbers=(0.0,) * (MOST_NUMBERS + 1)).pack()
+
+
+def test_workers_at_one_call_have_met():
+    check_met([Record(name="a", where="x"), Record(name="a", where="y"), Record(name="a")], NAMES)
+
+
+@pytest.mark.parametrize(
+    "other", [Record(name="reduce(sum)", where="t.py:9 in f"), Record(name="optimizer update", numbers=(1.0,))]
+)
+def test_workers_at_different_calls_are_named_with_their_places(other: Record):
+    records = [Record(name="optimizer update", where="t.py:5 in step"), other, Record(name="optimizer update")]
+
+    with pytest.raises(CollectiveError) as caught:
+        check_met(records, NAMES)
+
+    message = str(caught.value)
+    assert "worker 0 (a:1) is at 'optimizer update' (t.py:5 in step), its exchange 0" in message
+    assert f"worker 1 (b:2) is at {other.name!r}" in message
+
+
+def test_a_worker_that_is_an_exchange_behind_is_found():
+    with pytest.raises(CollectiveError, match="worker 1 .* its exchange 4"):
+        check_met([Record(name="a", sequence=5), Record(name="a", sequence=4)], NAMES[:2])
+
+
+def test_the_odd_one_out_is_named_for_other_data():
+    records = [Record(name="a", digest=7), Record(name="a", digest=7), Record(name="a", digest=8)]
+
+    with pytest.raises(CollectiveError, match=r"^worker 2 \(c:3\) was handed other data"):
+        check_met(records, NAMES)
+
+
+def test_of_two_the_second_is_named_for_other_data():
+    with pytest.raises(CollectiveError, match=r"^worker 1 \(b:2\) .* than worker 0 \(a:1\) before 'a'"):
+        check_met([Record(name="a", digest=7), Record(name="a", digest=8)], NAMES[:2])
