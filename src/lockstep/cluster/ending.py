@@ -1,0 +1,86 @@
+"""Why a job ended before its time, in the one form that every worker raises. Pure.
+
+The first cause wins: it is written once, by whoever finds it, and read by all. So the third worker, which had nothing
+to do with the lost one, ends with the same sentence as the one that waited for it.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from dataclasses import asdict, dataclass
+
+from lockstep.errors import ClusterError
+
+_LINES_OF_TRACEBACK = 12
+_LONGEST_MESSAGE = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The cause of a job's end.
+
+    Args:
+        worker: whose end it was, for those who need not wait for it any longer.
+        reason: the one sentence that all workers raise.
+        trace: the last lines of the failed worker's traceback, if it failed by an exception.
+    """
+
+    worker: int
+    reason: str
+    trace: str = ""
+
+    def to_text(self) -> str:
+        """As it is kept in the store."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def error(self, addition: str = "") -> ClusterError:
+        """The error to raise: a new one each time, since raising one writes into it."""
+        error = ClusterError(self.reason + addition)
+        if self.trace:
+            error.add_note(f"Traceback of worker {self.worker}, its last lines:\n{self.trace}")
+        return error
+
+
+def read_ending(text: str) -> Ending:
+    """An ending as it was kept in the store; one that cannot be read is still an ending."""
+    try:
+        return Ending(**json.loads(text))
+    except (ValueError, TypeError):
+        return Ending(worker=-1, reason=f"the job was ended, with words that cannot be read: {text[:200]!r}")
+
+
+def describe_failure(name: str, error: BaseException, doing: str) -> str:
+    """The sentence for a worker that ended by an exception."""
+    place = f"; it was in {doing}" if doing else ""
+    if isinstance(error, KeyboardInterrupt):
+        return f"{name} was interrupted (Ctrl-C){place}"
+    if isinstance(error, SystemExit):
+        return f"{name} ended itself with exit code {error.code}{place}"
+    message = " ".join(str(error).split())[:_LONGEST_MESSAGE]
+    notes = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if "\n" not in note)
+    return f"{name} failed with {type(error).__name__}{': ' if message else ''}{message}{notes}{place}"
+
+
+def describe_loss(name: str, silent_s: float, doing: str) -> str:
+    """The sentence for a worker of which nothing is heard any more."""
+    last = f"what it last did: {doing}" if doing else "it never said what it did"
+    return (
+        f"{name} is lost: nothing has been heard of it for {silent_s:.1f} s ({last}). "
+        "It was killed or stopped, or its network is cut; look at its own output and its machine"
+    )
+
+
+def describe_lost_store(name: str, how: str, doing: str) -> str:
+    """The sentence for the worker that serves the store, when the store is gone."""
+    last = f"what it last did: {doing}" if doing else "it never said what it did"
+    return (
+        f"{name}, which serves the job's store, is lost: {how} ({last}). "
+        "It was killed or stopped, or the network to it is cut; look at its own output and its machine"
+    )
+
+
+def shorten_traceback(error: BaseException) -> str:
+    """The last lines of an exception's traceback, the innermost call among them."""
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join(lines[-_LINES_OF_TRACEBACK:])

@@ -1,0 +1,268 @@
+"""Who is still there: every worker writes a beat into the store and reads the others'; silence is a loss.
+
+Two threads. One talks to the store (``Line``) and may hang with it; the other, here, never does: it counts how long
+nothing was heard, so that a chief that was stopped with its store is found out like anybody else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from lockstep.cluster.board import ENDING_KEY, beat_key, end_job, read
+from lockstep.cluster.ending import Ending, describe_loss, describe_lost_store, read_ending
+from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
+from lockstep.cluster.peers import LivedClock, Peers
+from lockstep.cluster.status import Status, read_status
+from lockstep.errors import ClusterError
+
+_BEATS_TO_LOSS = 15
+_SHORTEST_BEAT_S = 0.1
+_QUICK_BEATS = 4
+_QUICK_LEAST_S = 1.0
+
+_END_LIMIT_S = 10.0
+_LINGER_BEATS = 3
+_LINGER_LEAST_S = 1.0
+_LINGER_TURN_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one round brought.
+
+    Args:
+        ending: why the job ends; empty while it goes on.
+        statuses: every worker's, in worker order.
+        warned: this worker has told the others that it has read of an end.
+    """
+
+    ending: str
+    statuses: tuple[str, ...]
+    warned: bool
+
+
+Callback = Callable[[ClusterError], None]
+
+
+class WorkerEndedError(ClusterError):
+    """A worker has ended in good order while another still waits for it."""
+
+
+class Watch:
+    """One worker's watch over all others.
+
+    Args:
+        line: the connection to the job's part of the store.
+        names: how messages call the workers, in worker order.
+        index: this worker's number.
+        lost_after_s: how long a worker may be silent.
+        store_of: who serves the store, for messages, if no worker does: then worker 0 does.
+    """
+
+    def __init__(
+        self, line: Line, names: Sequence[str], index: int, *, lost_after_s: float, store_of: str | None = None
+    ) -> None:
+        self._line = line
+        self._names = tuple(names)
+        self._index = index
+        self._lost_after_s = lost_after_s
+        self._store_of = store_of
+        self._beat_s = max(_SHORTEST_BEAT_S, lost_after_s / _BEATS_TO_LOSS)
+        self._quick_s = min(lost_after_s, max(_QUICK_LEAST_S, _QUICK_BEATS * self._beat_s))
+        self.doing = ""
+        self._beat = 0
+        self._ended = self._warned = self._over = self._gone = self._alarmed = False
+        self._clock = LivedClock(2 * self._beat_s)
+        self._peers = Peers(len(names), index)
+        self._round: Future[Round] | None = None
+        self._rounds = 0
+        self._last_round_s = 0.0
+        self._news = threading.Condition()
+        self._ending: Ending | None = None
+        self._callbacks: list[Callback] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Returns while the job goes on.
+
+        Raises:
+            ClusterError: a worker is lost, has failed, or has ended while this one still waits for it.
+        """
+        if (error := self._find_error(self._quick_s)) is not None:
+            raise error
+
+    def explain(self, broken: BaseException, waiting_in: str) -> ClusterError:
+        """Why a connection between workers broke; waits until it is known, a few beats for a worker that was killed."""
+        here = f"; {self._names[self._index]} waited in {waiting_in}"
+        self._alarmed = True
+        limit = time.monotonic() + self._lost_after_s + 2 * self._beat_s
+        seen = self._rounds
+        with self._news:
+            while time.monotonic() < limit:
+                # What a worker that ended had to say came before its connections broke: the next round brings it.
+                if (error := self._find_error(0.0 if self._rounds > seen + 1 else None, here)) is not None:
+                    return error
+                self._news.wait(self._beat_s)
+        message = " ".join(str(broken).split())
+        return self.end(
+            Ending(
+                worker=self._index,
+                reason=f"a connection of {self._names[self._index]} broke in {waiting_in} though every worker still "
+                f"answers, so the network between two of them is at fault: {message}",
+            )
+        ).error()
+
+    def end(self, ending: Ending) -> Ending:
+        """Ends the job for all workers with this cause, or the one that was there first; returns that one."""
+        first = self._publish(ending, self._lost_after_s)
+        self._conclude(first, ())
+        return first
+
+    def subscribe(self, callback: Callback) -> None:
+        """Has ``callback`` called once with the error, in the watch's thread, when another worker is lost or fails."""
+        with self._news:
+            if (ending := self._ending) is None:
+                self._callbacks.append(callback)
+                return
+        callback(ending.error())
+
+    def close(self) -> None:
+        """Tells the others that this worker has ended, and stops watching. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._ended = True
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_LIMIT_S)
+        if not (self._over or self._gone):
+            self._say_goodbye()
+        self._line.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._turn()
+            self._closing.wait(self._beat_s)
+
+    def _turn(self) -> None:
+        if self._round is None and not (self._over or self._gone):
+            self._round = self._line.submit(self._exchange)
+        self._clock.advance()
+        if self._round is not None and wait([self._round], self._beat_s).done:
+            done, self._round = self._round, None
+            self._take_in(done)
+        self._clock.advance()
+        self._judge()
+        with self._news:
+            self._news.notify_all()
+
+    def _exchange(self, store: Store) -> Round:
+        """Writes this worker's status and reads all; runs in the line's thread."""
+        self._beat += 1
+        status = Status(beat=self._beat, doing=self.doing, ended=self._ended, warned=self._warned)
+        store.set(beat_key(self._index), status.to_text())
+        ending = read(store, ENDING_KEY)
+        statuses = store.multi_get([beat_key(index) for index in range(len(self._names))])
+        return Round(ending=ending, statuses=tuple(status.decode() for status in statuses), warned=status.warned)
+
+    def _take_in(self, done: Future[Round]) -> None:
+        try:
+            heard = done.result()
+        except StoreBrokenError as error:
+            self._lose_store(str(error))
+            return
+        now_s = self._clock.now_s
+        # Nobody could be heard of while the store itself did not answer.
+        self._peers.excuse(now_s - self._last_round_s - 2 * self._beat_s)
+        self._peers.hear([read_status(text) for text in heard.statuses], now_s)
+        self._last_round_s = now_s
+        self._rounds += 1
+        if heard.ending:
+            self._conclude(read_ending(heard.ending), self._callbacks)
+        chief_ended = self._store_of is None and self._index != 0 and self._peers.has_ended(0)
+        self._over = chief_ended and heard.warned
+        self._warned = chief_ended or self._ending is not None
+
+    def _judge(self) -> None:
+        if self._ending is not None or self._over:
+            return
+        now_s = self._clock.now_s
+        silent_s = now_s - self._last_round_s
+        if silent_s > self._lost_after_s:
+            self._lose_store(f"no answer for {silent_s:.1f} s")
+            return
+        lost = self._peers.find_silent(now_s, self._quick_s if self._alarmed else self._lost_after_s)
+        if lost is not None:
+            silent_s, doing = self._peers.silence(lost, now_s)
+            ending = Ending(worker=lost, reason=describe_loss(self._names[lost], silent_s, doing))
+            self._conclude(self._publish(ending, self._beat_s), self._callbacks)
+
+    def _lose_store(self, how: str) -> None:
+        """The store is gone, and with it whoever serves it, unless that one had said that it ends."""
+        if self._store_of is None and self._peers.has_ended(0):
+            self._over = True
+        elif self._ending is None:
+            _, doing = self._peers.silence(0, self._clock.now_s)
+            reason = (
+                describe_lost_store(self._names[0], how, doing)
+                if self._store_of is None
+                else (
+                    f"the store of the job, which {self._store_of} serves, is lost: {how}. "
+                    "The launcher there was ended, or the network to it is cut; look at its output"
+                )
+            )
+            self._conclude(Ending(worker=0, reason=reason), self._callbacks)
+        self._gone = True
+
+    def _publish(self, ending: Ending, limit_s: float) -> Ending:
+        try:
+            return self._line.call(lambda store: end_job(store, ending), limit_s)
+        except (StoreBrokenError, StoreSilentError):
+            return ending  # the others lose the store as well, and say so
+
+    def _conclude(self, ending: Ending, callbacks: Sequence[Callback]) -> None:
+        with self._news:
+            if self._ending is not None:
+                return
+            self._ending = ending
+            callbacks, self._callbacks = list(callbacks), []
+            self._news.notify_all()
+        for callback in callbacks:
+            callback(ending.error())
+
+    def _find_error(self, grace_s: float | None, addition: str = "") -> ClusterError | None:
+        """What ends this worker, if anything does; one that has ended counts after ``grace_s``, never if None."""
+        if self._ending is not None:
+            return self._ending.error(addition)
+        if self._closing.is_set():
+            return ClusterError(f"{self._names[self._index]} has left the job{addition}")
+        left = None if grace_s is None else self._peers.find_left(self._clock.now_s, grace_s)
+        if left is None:
+            return None
+        return WorkerEndedError(
+            f"{self._names[left]} has ended while {self._names[self._index]} still waits for it{addition}; "
+            "every worker must run the same number of steps and make the same calls"
+        )
+
+    def _say_goodbye(self) -> None:
+        """Tells the others of this worker's end; one that serves the store lets them read that before it goes."""
+        lingers = self._store_of is None and self._index == 0
+        limit = time.monotonic() + (_LINGER_BEATS * self._beat_s + _LINGER_LEAST_S if lingers else self._beat_s)
+        pause = threading.Event()
+        try:
+            while True:
+                heard = self._line.call(self._exchange, limit - time.monotonic())
+                self._peers.hear([read_status(text) for text in heard.statuses], self._clock.now_s)
+                lost = self._ending.worker if self._ending is not None else self._index
+                if not lingers or self._peers.know_of_the_end({lost}) or time.monotonic() > limit:
+                    return
+                pause.wait(_LINGER_TURN_S)
+        except (StoreBrokenError, StoreSilentError):
+            return  # nobody left to tell
