@@ -14,6 +14,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
 from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 from lockstep.strategies.scope import has_strategy, in_cross_replica_context
 from lockstep.train import History, Model, callbacks
 from lockstep.train.callbacks import (
@@ -39,6 +40,7 @@ __all__ = [
     "MirroredStrategy",
     "Model",
     "ModelCheckpoint",
+    "MultiWorkerMirroredStrategy",
     "PerReplica",
     "ProgressBar",
     "ReduceOp",

@@ -186,7 +186,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor of ``shape`` of the first bytes of ``flat``."""
     numbers = torch.Size(shape).numel()
-    return flat[: numbers * dtype.itemsize].clone().view(dtype).reshape(*shape)
+    return flat[: numbers * dtype.itemsize].clone().view(dtype).reshape(tuple(shape))
 
 
 def chunks(tensors: Sequence[torch.Tensor], most_bytes: int) -> list[list[torch.Tensor]]:
