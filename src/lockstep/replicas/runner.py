@@ -26,6 +26,7 @@ from lockstep.replicas.caller_state import CallerState
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cuda import CudaReplicaState, CudaTurn
 from lockstep.replicas.default_generator import know_replicas
+from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.host_memory import keep_freed_memory
 from lockstep.replicas.issue import IssuePolicy
 from lockstep.replicas.linear import linear, onednn_is_faster
@@ -145,6 +146,11 @@ class ReplicaRunner:
             for policy in self._policies.values():
                 policy.record(fn, time.perf_counter() - began)
         return run.results
+
+    @property
+    def generators(self) -> ReplicaGenerators:
+        """Where the replicas' random numbers stand."""
+        return ReplicaGenerators(self._devices, [random.generator for random in self._random], self._cuda)
 
     @contextmanager
     def trial(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
@@ -54,6 +55,11 @@ class Strategy(ABC):
     @abstractmethod
     def workers(self) -> Workers:
         """The workers that run this strategy's replicas, as this one sees them."""
+
+    @property
+    @abstractmethod
+    def generators(self) -> ReplicaGenerators:
+        """Where the random numbers of the local replicas stand, for checkpoints."""
 
     @abstractmethod
     def _execute(

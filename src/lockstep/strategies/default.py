@@ -12,6 +12,7 @@ from lockstep.collectives.turns import Turns
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.scope import current_strategy
 
@@ -28,6 +29,11 @@ class DefaultStrategy(Strategy):
     def workers(self) -> Workers:
         """This process alone."""
         return OneWorker(1)
+
+    @cached_property
+    def generators(self) -> ReplicaGenerators:
+        """The one replica draws from torch's own generators."""
+        return ReplicaGenerators([], [], [])
 
     def trial(self) -> AbstractContextManager[None]:
         """There is nothing of its own to keep: the random numbers are torch's."""

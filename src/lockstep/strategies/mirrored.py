@@ -12,6 +12,7 @@ from lockstep.cluster.resolve import declared_job
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
+from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.observer import current_observer
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
@@ -78,6 +79,11 @@ class MirroredStrategy(Strategy):
     def workers(self) -> Workers:
         """This process alone."""
         return self._workers
+
+    @property
+    def generators(self) -> ReplicaGenerators:
+        """Where the random numbers of the local replicas stand, for checkpoints."""
+        return self._runner.generators
 
     def trial(self) -> AbstractContextManager[None]:
         """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""

@@ -21,6 +21,7 @@ from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.mirroring.bucket_plan import plan_buckets
 from lockstep.mirroring.buckets import BucketExchange
 from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
+from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import DEFAULT_TIMEOUT_S, check_timeout
@@ -116,6 +117,11 @@ class MultiWorkerMirroredStrategy(Strategy):
     def workers(self) -> Workers:
         """All workers, as this one sees them."""
         return self._workers
+
+    @property
+    def generators(self) -> ReplicaGenerators:
+        """Where the random numbers of the local replicas stand, for checkpoints."""
+        return self._runner.generators
 
     def trial(self) -> AbstractContextManager[None]:
         """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""

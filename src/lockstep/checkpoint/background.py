@@ -1,0 +1,45 @@
+"""Writing in a thread: one piece of work at a time, which ends by itself, and whose error waits to be asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from lockstep.errors import CheckpointError
+
+
+class BackgroundWriter:
+    """Does one write at a time in a thread of its own.
+
+    The thread is no daemon: it lives as long as one write takes, and the interpreter waits for it at its end, so that
+    a checkpoint that was begun is finished.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begins ``work``; what was begun before must be finished."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name="lockstep-checkpoint")
+        self._thread.start()
+
+    def finish(self) -> CheckpointError | None:
+        """Waits for what was begun.
+
+        Returns:
+            The CheckpointError that it ended with, once; any other error is raised.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is None or isinstance(error, CheckpointError):
+            return error
+        raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - not swallowed: finish hands it on
+            self._error = error

@@ -1,0 +1,181 @@
+"""Checkpoint: named things whose state is saved and restored together, on all workers.
+
+things -> parts -> each gives its state -> gathered at the chief -> one folder
+one folder, read by the chief -> all workers -> each part looks whether it fits -> each part takes its state
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lockstep.checkpoint.between_workers import gather, on_chief, spread
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.parts import Part, PartState, SavedPart, part_of
+from lockstep.checkpoint.random_numbers import RandomPart
+from lockstep.checkpoint.record import Contents, Record, read_checkpoint
+from lockstep.checkpoint.whole_folder import RECORD
+from lockstep.collectives.workers import Workers
+from lockstep.errors import CheckpointError, ConfigError, UsageError
+from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.variable import MirroredVariable
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.default import get_strategy
+
+Found = tuple[Path, Contents]
+_RANDOM = "random"
+
+
+class Checkpoint:
+    """Things whose state is saved and restored together, with the random numbers of all replicas and processes.
+
+    A folder of checkpoints is kept by a ``CheckpointManager``. Make it, and call its methods, on every worker.
+
+    Args:
+        things: by name: mirrored modules and optimizers, schedulers, ``strategy.variable``s, a ``torch.Generator``, a
+            dict of plain values such as ``{"epoch": 0}``, and whatever has ``state_dict`` and ``load_state_dict``.
+
+    Raises:
+        ConfigError: nothing given, or a thing that cannot be restored in place, such as a plain number.
+        UsageError: things of two strategies.
+
+    Example:
+        >>> import torch, lockstep as ls
+        >>> strategy = ls.MirroredStrategy(["cpu:0"])
+        >>> progress = {"step": 0}
+        >>> checkpoint = ls.Checkpoint(model=strategy.mirror(torch.nn.Linear(2, 1)), progress=progress)
+    """
+
+    def __init__(self, **things: Any) -> None:
+        if not things or _RANDOM in things:
+            raise ConfigError(
+                f"Checkpoint got {', '.join(things) or 'nothing'}; give things by name: Checkpoint(model=model), "
+                f"and none called {_RANDOM!r}: that is always in it"
+            )
+        self._strategy = _strategy_of(things)
+        self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in things.items()}
+        self._parts[_RANDOM] = RandomPart(self._strategy.generators)
+
+    @property
+    def workers(self) -> Workers:
+        """The workers that save and restore together."""
+        return self._strategy.workers
+
+    def restore(self, path: str | os.PathLike[str]) -> Path:
+        """Restores one checkpoint, or the newest in a folder of them. Every worker must call it; the chief reads.
+
+        Nothing is loaded unless everything fits. What the checkpoint holds besides is not looked at.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it does not fit; the same on every worker.
+        """
+        restored = self.restore_found(lambda: _find(Path(path)))
+        if restored is None:
+            raise CheckpointError(f"there is no checkpoint in {os.fspath(path)}; give a folder that has one")
+        return restored[0]
+
+    def restore_found(self, find: Callable[[], Found | None]) -> tuple[Path, Record] | None:
+        """Restores what ``find`` gives on the chief, who alone calls it. Every worker must call this.
+
+        Returns:
+            Where it was and what it says of itself; None if ``find`` gave nothing.
+        """
+        found = on_chief(self.workers, "checkpoint read", find)
+        sent = spread(self.workers, "checkpoint restored", None if found is None else _as_state(*found))
+        if sent is None:
+            return None
+        record = Record(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
+        saved = {name: self._saved(name, sent, record) for name in self._parts}
+        for name, part in self._parts.items():
+            part.check(saved[name])
+        for name, part in self._parts.items():
+            part.load(saved[name])
+        return Path(sent["path"]), record
+
+    def contents(self, step: int, *, run: str, monitored: float | None = None, copied: bool = False) -> Contents:
+        """All state now, complete on the chief. Every worker must call it.
+
+        Args:
+            step: which step it is.
+            run: which training it belongs to.
+            monitored: the number that says which is best.
+            copied: tensors are copied, so that training can go on while they are written.
+        """
+        states = {name: part.state() for name, part in self._parts.items()}
+        own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
+        everyones = gather(self.workers, "checkpoint saved", own)
+        parts: Any = {name: _joined(name, state, everyones) for name, state in states.items()}
+        weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
+        if copied and self.workers.is_chief:
+            parts, weights = tree_map(_copied, parts), tree_map(_copied, weights)
+        record = Record(step=step, run=run, replicas=self.workers.replicas, monitored=monitored)
+        return Contents(record=record, parts=parts, weights=weights)
+
+    def _saved(self, name: str, sent: dict[str, Any], record: Record) -> SavedPart:
+        if name not in sent["parts"]:
+            there = ", ".join(sorted(sent["parts"].keys() - {_RANDOM}))
+            raise CheckpointError(
+                f"{sent['path']} has nothing called {name!r}; it has: {there}. Give the things the names they were "
+                "saved under"
+            )
+        workers = self.workers
+        return SavedPart(
+            name=name,
+            source=sent["path"],
+            **sent["parts"][name],
+            weights=sent["weights"].get(name, {}),
+            same_layout=record.replicas == workers.replicas,
+            first_replica=workers.first_replica,
+            local_replicas=workers.replicas[workers.index],
+            worker_index=workers.index,
+            step=record.step,
+        )
+
+
+def _find(path: Path) -> Found | None:
+    """The checkpoint at ``path``, or the newest one in it."""
+    if (path / RECORD).exists():
+        return path, read_checkpoint(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint {path}; give a folder such as step-00000120, or the one it is in"
+        )
+    return CheckpointFolder(path).read_newest()
+
+
+def _as_state(path: Path, contents: Contents) -> dict[str, Any]:
+    record = asdict(contents.record)
+    return {"path": str(path), "record": record, "parts": dict(contents.parts), "weights": dict(contents.weights)}
+
+
+def _joined(name: str, state: PartState, everyones: list[Any]) -> dict[str, Any]:
+    return {
+        "shared": state.shared,
+        "replicas": [own for worker in everyones for own in worker[name]["replicas"]],
+        "workers": [worker[name]["worker"] for worker in everyones],
+    }
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _strategy_of(things: dict[str, Any]) -> Strategy:
+    mirrored = (MirroredModule, MirroredOptimizer, MirroredVariable)
+    owners = {id(thing._owner): thing._owner for thing in things.values() if isinstance(thing, mirrored)}
+    if len(owners) > 1:
+        raise UsageError("Checkpoint got things of two strategies; make one Checkpoint for each strategy")
+    for owner in owners.values():
+        if isinstance(owner, Strategy):
+            return owner
+    return get_strategy()

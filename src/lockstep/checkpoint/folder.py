@@ -1,0 +1,152 @@
+"""A folder of checkpoints, one folder a step: which there are, which is newest, which are kept. Found by looking.
+
+There is no file that names the newest one: it is the whole checkpoint with the highest step. Writers are the chief.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+from lockstep.checkpoint.record import Contents, Record, read_checkpoint, read_record, write_checkpoint
+from lockstep.checkpoint.whole_folder import clear_leftovers, original_name, remove_folder, replaced_folders
+from lockstep.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """The folder of a step, such as "step-00000120": names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+class CheckpointFolder:
+    """The checkpoints in one folder.
+
+    Args:
+        path: the folder; made when the first checkpoint is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def paths(self) -> list[Path]:
+        """The checkpoints, oldest first; whether they are damaged shows when they are read.
+
+        Raises:
+            CheckpointError: the folder is a file, or cannot be read.
+        """
+        return [path for _, path in self._by_step()]
+
+    def records(self) -> list[tuple[Path, Record]]:
+        """The undamaged checkpoints with what they say of themselves, oldest first."""
+        readable: list[tuple[Path, Record]] = []
+        for path in self.paths():
+            try:
+                readable.append((path, read_record(path)))
+            except CheckpointError:
+                continue
+        return readable
+
+    def newest(self) -> Path | None:
+        """The newest undamaged checkpoint; None if there is none."""
+        readable = self.records()
+        return readable[-1][0] if readable else None
+
+    def read_newest(self) -> tuple[Path, Contents] | None:
+        """Reads the newest checkpoint, or with a warning the newest undamaged one; None where there is none at all.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged.
+        """
+        paths = self.paths()
+        for path in reversed(paths):
+            try:
+                return path, read_checkpoint(path)
+            except CheckpointError as error:
+                if path == paths[0]:
+                    raise
+                warnings.warn(f"{error}. Going back to an older checkpoint.", stacklevel=2)
+        return None
+
+    def write(self, contents: Contents) -> Path:
+        """Writes a checkpoint, after clearing away what killed writers left. A checkpoint of that step is replaced.
+
+        Raises:
+            CheckpointError: it cannot be written; or there is a later one of another run, which would go on being
+                taken for the newest.
+        """
+        record = contents.record
+        self._clear()
+        later = [path for path, other in self.records() if other.step > record.step and other.run != record.run]
+        if later:
+            raise CheckpointError(
+                f"cannot write step {record.step} to {self.path}: another run has left {later[-1].name} there, which "
+                "would be taken for the newest; restore from it first, or choose an empty folder"
+            )
+        path = self.path / step_name(record.step)
+        write_checkpoint(path, contents)
+        return path
+
+    def prune(self, keep: int | None, step: int, best: Path | None) -> None:
+        """Removes all checkpoints but the last ``keep`` up to ``step``, later ones, and the best.
+
+        Raises:
+            CheckpointError: one cannot be removed.
+        """
+        if keep is None:
+            return
+        earlier = [path for number, path in self._by_step() if number <= step]
+        for path in earlier[: max(0, len(earlier) - keep)]:
+            if path != best:
+                self.remove(path)
+
+    def best(self, *, maximise: bool) -> Path | None:
+        """The checkpoint with the best monitored number, the newest of equals; None if none has a number."""
+        scored = [(path, record.monitored) for path, record in self.records() if record.monitored is not None]
+        scored = [(path, value) for path, value in scored if value == value]  # NaN is not the best of anything
+        if not scored:
+            return None
+        wanted = (max if maximise else min)(value for _, value in scored)
+        return [path for path, value in scored if value == wanted][-1]
+
+    def remove(self, path: Path) -> None:
+        """Removes one checkpoint, at once under its name.
+
+        Raises:
+            CheckpointError: there is no permission to.
+        """
+        try:
+            remove_folder(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {path}: {error.strerror}; see to its permissions") from error
+
+    def remove_all(self) -> None:
+        """Removes all checkpoints, what killed writers left, and the folder if nothing else is in it."""
+        for path in self.paths():
+            self.remove(path)
+        self._clear()
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def _by_step(self) -> list[tuple[int, Path]]:
+        try:
+            found = [(path.name, path) for path in self.path.iterdir()]
+            found += [(original_name(path), path) for path in replaced_folders(self.path)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot look for checkpoints in {self.path}: {error.strerror}; give a folder that can be read"
+            ) from error
+        matches = [(_NAME.fullmatch(name), path) for name, path in found]
+        return sorted((int(match[1]), path) for match, path in matches if match is not None)
+
+    def _clear(self) -> None:
+        try:
+            clear_leftovers(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot clear {self.path} of what a killed run left: {error.strerror}; see to its permissions"
+            ) from error

@@ -1,0 +1,166 @@
+"""CheckpointManager: a folder of checkpoints: saves, keeps the last and the best, restores the newest."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from lockstep.checkpoint.background import BackgroundWriter
+from lockstep.checkpoint.between_workers import on_chief, raise_everywhere
+from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.folder import CheckpointFolder, step_name
+from lockstep.checkpoint.record import Contents
+from lockstep.errors import ConfigError
+
+
+class CheckpointManager:
+    """Saves a Checkpoint again and again, each time to a folder of its own, and restores the newest.
+
+    The chief writes, reads and removes; every worker must make the same calls. A checkpoint appears whole or not at
+    all, also when its writer is killed; what a killed one leaves is cleared away by the next save.
+
+    Args:
+        checkpoint: what is saved.
+        folder: where to: one folder a step, ``step-00000120`` and so on. It is made.
+        keep: how many of the last checkpoints stay; None keeps all.
+        best: "min" or "max" keeps besides the one with the best ``monitored`` number.
+        asynchronous: ``save`` copies the state and returns; a thread writes it. One is written at a time: the next save
+            waits for it. An error is raised by the next call. The thread ends with the writing, and Python waits for it
+            at its own end.
+
+    Raises:
+        ConfigError: a number to keep that cannot be.
+
+    Example:
+        >>> import tempfile, torch, lockstep as ls
+        >>> strategy = ls.MirroredStrategy(["cpu:0"])
+        >>> progress = {"step": 0}
+        >>> checkpoint = ls.Checkpoint(model=strategy.mirror(torch.nn.Linear(2, 1)), progress=progress)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = ls.CheckpointManager(checkpoint, folder, keep=3)
+        ...     manager.restore_or_initialize()
+        ...     manager.save(step=1).name
+        'step-00000001'
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        best: Literal["min", "max"] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep={keep!r} is no number of checkpoints; give 1 or more, or None to keep all")
+        if best not in (None, "min", "max"):
+            raise ConfigError(f"best={best!r} is unknown; choose 'min', 'max' or None")
+        self._checkpoint = checkpoint
+        self._folder = CheckpointFolder(Path(folder))
+        self._keep = keep
+        self._best = best
+        self._writer = BackgroundWriter() if asynchronous else None
+        self.run = uuid.uuid4().hex
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints are."""
+        return self._folder.path
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints that this machine sees, oldest first."""
+        return self._folder.paths()
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest undamaged checkpoint that this machine sees."""
+        return self._folder.newest()
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the best monitored number that this machine sees."""
+        return self._folder.best(maximise=self._best == "max")
+
+    def save(self, step: int, *, monitored: float | None = None) -> Path:
+        """Saves everything. Every worker must call it, outside replicas.
+
+        Args:
+            step: its number, which names the folder; a checkpoint of the same step is replaced.
+            monitored: the number that says which is best, such as the validation loss.
+
+        Returns:
+            The checkpoint's folder, which is there when this returns, unless ``asynchronous``.
+
+        Raises:
+            CheckpointError: it cannot be written, on every worker; or another run has left later ones in the folder.
+                Asynchronously: what became of the save before.
+        """
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step={step!r} is no number of a step; give 0 or more")
+        workers = self._checkpoint.workers
+        if self._writer is None:
+            contents = self._checkpoint.contents(step, run=self.run, monitored=monitored)
+            on_chief(workers, "checkpoint written", lambda: self._write(contents))
+        else:
+            self.wait()
+            contents = self._checkpoint.contents(step, run=self.run, monitored=monitored, copied=True)
+            if workers.is_chief:
+                self._writer.start(lambda: self._write(contents))
+        return self._folder.path / step_name(step)
+
+    def restore_or_initialize(self) -> Path | None:
+        """Restores the newest checkpoint, as the chief sees it. Every worker must call it, outside replicas.
+
+        If the newest one is damaged, a warning names it and the one before is restored.
+
+        Returns:
+            The checkpoint's folder, or None if there is none: then everything stays as it is.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged, or the newest does not fit; nothing is loaded then.
+        """
+        self.wait()
+        restored = self._checkpoint.restore_found(self._folder.read_newest)
+        if restored is None:
+            return None
+        self.run = restored[1].run
+        return restored[0]
+
+    def wait(self) -> None:
+        """Waits for the save under way, if it is asynchronous. Every worker must call it.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        if self._writer is not None:
+            raise_everywhere(self._checkpoint.workers, "checkpoint written", self._writer.finish())
+
+    def close(self) -> None:
+        """``wait``, at the end. Every worker must call it."""
+        self.wait()
+
+    def remove_all(self) -> None:
+        """Removes all checkpoints from the folder, and the folder if it is empty then. Every worker must call it."""
+        self.wait()
+        on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._writer is not None:
+            self._writer.finish()  # no word to the others: they may not be there to hear it
+
+    def _write(self, contents: Contents) -> None:
+        self._folder.write(contents)
+        best = None if self._best is None else self._folder.best(maximise=self._best == "max")
+        self._folder.prune(self._keep, contents.record.step, best)

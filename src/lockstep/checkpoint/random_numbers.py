@@ -1,0 +1,41 @@
+"""The random numbers of a process and its replicas, as a part of every checkpoint."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.checkpoint.parts import Part, PartState, SavedPart
+from lockstep.data.position import random_state, set_random_state
+from lockstep.replicas.generators import ReplicaGenerators
+
+
+class RandomPart(Part):
+    """torch's default generators, Python's and numpy's, each worker's own, and those of the replicas.
+
+    Args:
+        generators: the local replicas'.
+    """
+
+    def __init__(self, generators: ReplicaGenerators) -> None:
+        self._generators = generators
+
+    def state(self) -> PartState:
+        """Where all of them stand now."""
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        on_gpus = torch.cuda.get_rng_state_all() if in_use else []
+        return PartState(replicas=self._generators.states(), worker={"process": random_state(None), "gpus": on_gpus})
+
+    def check(self, saved: SavedPart) -> None:
+        """Every state fits."""
+
+    def load(self, saved: SavedPart) -> None:
+        """Puts all back; on another layout the replicas' are derived anew, and every process gets the chief's."""
+        set_random_state(None, saved.worker["process"])
+        on_gpus = saved.worker["gpus"]
+        if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
+            torch.cuda.set_rng_state_all(on_gpus)
+        own = saved.own
+        if own is None or len(own) != len(self._generators.states()):
+            self._generators.derive(saved.step)
+        else:
+            self._generators.set_states(own)

@@ -1,0 +1,54 @@
+"""Where the replicas' random numbers stand: taken for a checkpoint, put back, or begun anew for another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lockstep.config import LogicalDevice
+from lockstep.replicas.cuda import CudaReplicaState
+from lockstep.replicas.random import replica_generator
+
+
+class ReplicaGenerators:
+    """The random numbers of one worker's replicas. Use it between runs.
+
+    Args:
+        devices: the replicas' devices.
+        generators: each replica's own.
+        on_gpu: each replica's state on its GPU; None for a replica on a CPU.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[LogicalDevice],
+        generators: Sequence[torch.Generator],
+        on_gpu: Sequence[CudaReplicaState | None],
+    ) -> None:
+        self._all = list(zip(devices, generators, on_gpu, strict=True))
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """One dict per replica: "cpu" and, for a replica on a GPU, "cuda"; uint8 tensors on the CPU."""
+        return [
+            {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.random})
+            for _, generator, gpu in self._all
+        ]
+
+    def set_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Puts back what ``states`` gave, in this process or another."""
+        for (_, generator, gpu), state in zip(self._all, states, strict=True):
+            generator.set_state(state["cpu"])
+            if gpu is not None and "cuda" in state:
+                gpu.random = state["cuda"]
+
+    def derive(self, step: int) -> None:
+        """Begins anew with numbers that follow from each replica's seed and ``step``, and from nothing else.
+
+        For a training that goes on with another number of replicas: the first numbers must not come once more.
+        """
+        for device, generator, gpu in self._all:
+            derived = replica_generator(generator.initial_seed(), step)
+            generator.set_state(derived.get_state())
+            if gpu is not None:
+                gpu.random = torch.Generator(device.torch_device).manual_seed(derived.initial_seed()).get_state()
