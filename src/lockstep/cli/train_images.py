@@ -21,7 +21,7 @@ from lockstep.cli.training import (
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.exactness import check_exactness
 from lockstep.recipes.images.run import ImagesResult, train_images
-from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.base import Strategy
 from lockstep.train.model import Verbose
 
 IMAGES_EXAMPLE = "Example: lockstep train images --devices cpu:2 --data flower_photos --size 96 --output runs/flowers"
@@ -47,7 +47,7 @@ def images(
     return partial(run_training, job, flags)
 
 
-def _train(config: ImagesConfig, strategy: MirroredStrategy, logs: Path, model: Path, verbose: Verbose) -> Trained:
+def _train(config: ImagesConfig, strategy: Strategy, logs: Path, model: Path, verbose: Verbose) -> Trained:
     with decoding_bar(quiet=verbose == 0) as progress:
         result = train_images(config, strategy, log_dir=logs, output_dir=model, verbose=verbose, progress=progress)
     size = f"{result.parameters:,} parameters, {len(result.classes)} classes"

@@ -19,7 +19,7 @@ from lockstep.cli.training import (
 )
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.run import check_exactness, train_mlm
-from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.base import Strategy
 from lockstep.train.model import Verbose
 
 MLM_EXAMPLE = "Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm"
@@ -45,7 +45,7 @@ def mlm(
     return partial(run_training, job, flags)
 
 
-def _train(config: MlmConfig, strategy: MirroredStrategy, logs: Path, model: Path, verbose: Verbose) -> Trained:
+def _train(config: MlmConfig, strategy: Strategy, logs: Path, model: Path, verbose: Verbose) -> Trained:
     result = train_mlm(config, strategy, log_dir=logs, output_dir=model, verbose=verbose)
     size = f"{result.parameters:,} parameters, {result.vocabulary:,} tokens"
     return Trained(history=result.history, test_metrics=result.test_metrics, size=size)

@@ -13,10 +13,11 @@ import typer
 
 from lockstep.cli.devices import logical_table, take_devices
 from lockstep.cli.output import check_file, check_folder
+from lockstep.cli.strategy import make_strategy, speaks
 from lockstep.extras import require
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
-from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.base import Strategy
 from lockstep.train.history import History
 from lockstep.train.model import Verbose
 
@@ -76,8 +77,8 @@ class TrainingJob:
     title: str
     work: str
     seed: int
-    train: Callable[[MirroredStrategy, Path, Path, Verbose], Trained]
-    check: Callable[[MirroredStrategy], object]
+    train: Callable[[Strategy, Path, Path, Verbose], Trained]
+    check: Callable[[Strategy], object]
 
 
 def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
@@ -88,14 +89,22 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     for package in ("matplotlib", "tensorboard"):
         require(package, "report")
     chosen = take_devices(flags.devices)
-    print(
-        f"{job.title} on {counted(len(chosen), 'logical device')}: {job.work}\n\n{logical_table(chosen)}\n", flush=True
-    )
-    with closing(MirroredStrategy(chosen, seed=job.seed)) as strategy:
-        _train_and_report(job, strategy, folder, verbose=0 if flags.quiet else 1)
+    say = print if speaks() else _say_nothing
+    say(f"{job.title} on {counted(len(chosen), 'logical device')}: {job.work}\n\n{logical_table(chosen)}\n", flush=True)
+    with closing(make_strategy(chosen, job.seed)) as strategy:
+        workers = strategy.workers
+        if workers.size > 1:
+            say(f"{workers.size} workers, {workers.num_replicas} replicas: {', '.join(workers.names)}\n", flush=True)
+        trained = _train(job, strategy, folder, verbose=0 if flags.quiet else 1)
+        if workers.is_chief:
+            _report(job, trained, strategy, folder)
         if flags.check_exact:
-            print(f"\n{job.check(strategy)}")
+            say(f"\n{job.check(strategy)}")
     return 0
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    """Only the chief prints."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -103,10 +112,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _train_and_report(job: TrainingJob, strategy: MirroredStrategy, output: Path, *, verbose: Verbose) -> None:
+def _train(job: TrainingJob, strategy: Strategy, output: Path, *, verbose: Verbose) -> Trained:
     # A folder of its own for every run: TensorBoard draws the runs under one folder as one crooked line.
     logs = output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}"
-    trained = job.train(strategy, logs, output / "model", verbose)
+    return job.train(strategy, logs, output / "model", verbose)
+
+
+def _report(job: TrainingJob, trained: Trained, strategy: Strategy, output: Path) -> None:
     columns = history_columns(trained.history)
     print(f"\n{epochs_table(columns)}\n")
     for note in trained.notes:

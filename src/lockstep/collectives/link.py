@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lockstep.cluster.membership import Membership
 from lockstep.errors import CollectiveError
@@ -98,8 +99,8 @@ class Group:
         return True
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float, membership: Membership) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Membership) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # By default gloo listens on the address of the machine's host name, whatever that is.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
     options._threads = _GLOO_THREADS
@@ -107,7 +108,7 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float, membership:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -92,7 +92,7 @@ class RemoteWorkers(Workers):
                 flat = torch.cat([as_bytes(tensor) for tensor in chunk])
                 self._control.wait(self._control.start_broadcast(flat), name)
                 sizes = [tensor.numel() * tensor.element_size() for tensor in chunk]
-                for tensor, part in zip(chunk, flat.split(sizes), strict=True):
+                for tensor, part in zip(chunk, flat.split(sizes), strict=True):  # type: ignore[no-untyped-call]
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
 
     def stream(self, name: str, device: torch.device) -> Group:

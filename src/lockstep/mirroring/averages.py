@@ -62,5 +62,5 @@ def _checksum(buffers: Sequence[Sequence[torch.Tensor]]) -> float:
         if any(not torch.equal(first, other) for other in others):
             return float("nan")
         flat = first.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        checksum = zlib.crc32(memoryview(flat.numpy()), checksum)
+        checksum = zlib.crc32(flat.numpy().tobytes(), checksum)
     return float(checksum)

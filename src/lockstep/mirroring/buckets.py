@@ -113,7 +113,9 @@ class BucketExchange(GradientExchange):
         hooked = [index for index, copies in enumerate(self._parameters) if copies[0].requires_grad]
         for index in hooked:
             for replica, copy in enumerate(self._parameters[index]):
-                copy.register_post_accumulate_grad_hook(partial(_report, own, replica, index))
+                copy.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(_report, own, replica, index)
+                )
         return frozenset(hooked)
 
     def _is_there(self, replica: int, index: int) -> None:
@@ -223,7 +225,7 @@ class _Bucket:
 
 def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter], numbers: Sequence[int]) -> list[torch.Tensor]:
     """Each parameter's part of ``flat``, in the parameter's own memory format."""
-    parts = flat[: sum(numbers)].split(list(numbers))
+    parts = flat[: sum(numbers)].split(list(numbers))  # type: ignore[no-untyped-call]
     return [
         part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
         if _is_permuted(parameter)

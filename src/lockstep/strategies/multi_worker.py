@@ -93,10 +93,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._optimizers = 0
         self._devices = resolve_devices(devices)
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        self._membership: Membership | None = None
-        self._workers: Workers = OneWorker(len(self._devices))
-        if self.cluster is not None and self.cluster.task == "worker" and self.cluster.num_workers > 1:
-            self._workers = self._join(self.cluster, timeout_s, lost_after_s, collective_timeout_s)
+        self._membership = _join(self.cluster, self._devices, timeout_s, lost_after_s)
+        self._workers = _workers(self._membership, self._devices, collective_timeout_s)
         try:
             seed = self._agree(seed)
         except BaseException as error:
@@ -132,19 +130,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._runner.close()
         if isinstance(self._workers, RemoteWorkers):
             self._workers.close()
-
-    def _join(self, cluster: ClusterSpec, timeout_s: float, lost_after_s: float, wait_s: float) -> Workers:
-        home = self._devices[0].torch_device
-        self._membership = join(
-            cluster,
-            timeout_s=timeout_s,
-            lost_after_s=lost_after_s,
-            info={"replicas": len(self._devices), "gpu": _gpu_id(home)},
-        )
-        infos = self._membership.infos
-        gpus = [info["gpu"] for info in infos]
-        nccl = all(gpus) and len(set(gpus)) == len(gpus) and torch.distributed.is_nccl_available()
-        return RemoteWorkers(self._membership, [info["replicas"] for info in infos], nccl=nccl, timeout_s=wait_s)
 
     def _agree(self, seed: int | None) -> int:
         """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike."""
@@ -193,6 +178,25 @@ class MultiWorkerMirroredStrategy(Strategy):
     def __repr__(self) -> str:
         names = ", ".join(device.name for device in self._devices)
         return f"MultiWorkerMirroredStrategy([{names}], worker {self._workers.index} of {self._workers.size})"
+
+
+def _join(
+    cluster: ClusterSpec | None, devices: Sequence[LogicalDevice], timeout_s: float, lost_after_s: float
+) -> Membership | None:
+    """Joins the job; None for a process that is the only worker, or stands beside the training as an evaluator."""
+    if cluster is None or cluster.task != "worker" or cluster.num_workers == 1:
+        return None
+    info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device)}
+    return join(cluster, timeout_s=timeout_s, lost_after_s=lost_after_s, info=info)
+
+
+def _workers(membership: Membership | None, devices: Sequence[LogicalDevice], timeout_s: float) -> Workers:
+    if membership is None:
+        return OneWorker(len(devices))
+    gpus = [info["gpu"] for info in membership.infos]
+    # NCCL refuses two workers on one GPU.
+    nccl = all(gpus) and len(set(gpus)) == len(gpus) and torch.distributed.is_nccl_available()
+    return RemoteWorkers(membership, [info["replicas"] for info in membership.infos], nccl=nccl, timeout_s=timeout_s)
 
 
 def _gpu_id(device: torch.device) -> int:

@@ -85,7 +85,7 @@ class CollectedOutputs:
 
 def _interleaved(parts: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
     """The workers' rows in the order of the data: batch by batch, and in each batch worker by worker."""
-    batches = zip(*(part.split(list(counts)) for part, counts in zip(parts, rows, strict=True)), strict=True)
+    batches = zip(*(torch.split(part, list(counts)) for part, counts in zip(parts, rows, strict=True)), strict=True)
     return torch.cat([shard for batch in batches for shard in batch])
 
 

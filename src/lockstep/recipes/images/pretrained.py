@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.checkpoint.weights import read_weights
 from lockstep.checkpoint.whole_file import write_whole
+from lockstep.collectives.values import on_chief
 from lockstep.extras import require
 from lockstep.recipes.hub import check_kind, load_named
 from lockstep.recipes.images.batches import PixelRange
@@ -61,7 +62,7 @@ def load_mobilenet(name: str, shape: MobileNetShape, classes: Sequence[str]) -> 
 
 
 def save_mobilenet(model: Model, module: PictureClassifier, folder: Path, *, pixel_range: PixelRange) -> None:
-    """Writes the folder.
+    """Writes the folder. With several workers every one must call it; the chief writes.
 
     Args:
         model: has the weights.
@@ -70,6 +71,10 @@ def save_mobilenet(model: Model, module: PictureClassifier, folder: Path, *, pix
         pixel_range: what the model was trained on.
     """
     model.save_weights(folder / WEIGHTS_FILE)
+    on_chief(model.strategy.workers, "describe the model", lambda: _describe(module, folder, pixel_range))
+
+
+def _describe(module: PictureClassifier, folder: Path, pixel_range: PixelRange) -> None:
     config = module.mobilenet_v2.config.to_dict()
     config["architectures"] = [module.architecture]
     write_whole(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.checkpoint.whole_file import write_whole
+from lockstep.collectives.values import on_chief
 from lockstep.recipes.exactness import ExactnessReport
 from lockstep.recipes.mlm.build import MlmTask, build_metrics, build_mlm, build_optimizer, build_scheduler, updates
 from lockstep.recipes.mlm.config import MlmConfig
@@ -102,8 +103,12 @@ def _own_callbacks(config: MlmConfig, log_dir: Path | None) -> list[Callback]:
 
 
 def _save(model: Model, task: MlmTask, folder: Path) -> None:
-    """A folder that ``--pretrained`` and transformers' BertForMaskedLM load."""
+    """A folder that ``--pretrained`` and transformers' BertForMaskedLM load. Every worker calls it; the chief writes."""
     model.save_weights(folder / "model.safetensors")
+    on_chief(model.strategy.workers, "describe the model", lambda: _describe(task, folder))
+
+
+def _describe(task: MlmTask, folder: Path) -> None:
     tokenizer = task.vocabulary.tokenizer
     names = {f"{kind}_token": tokenizer.id_to_token(number) for kind, number in task.vocabulary.named_ids.items()}
     write_whole(folder / "config.json", task.module.bert.config.to_json_string())

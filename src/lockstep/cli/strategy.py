@@ -1,0 +1,29 @@
+"""The strategy of a command: one process, or the job of several workers that the environment declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.config import LogicalDevice
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
+
+
+def make_strategy(devices: Sequence[LogicalDevice], seed: int) -> Strategy:
+    """On ``devices`` of this process; together with the others in a job of several workers, as under lockstep run.
+
+    Raises:
+        ClusterError: a malformed cluster, or workers that did not come.
+    """
+    cluster = cluster_from_environment()
+    if cluster is None or cluster.num_workers == 1:
+        return MirroredStrategy(devices, seed=seed)
+    return MultiWorkerMirroredStrategy(devices, cluster=cluster, seed=seed)
+
+
+def speaks() -> bool:
+    """Whether this process is the one that prints: the chief, or the only one."""
+    cluster = cluster_from_environment()
+    return cluster is None or cluster.is_chief
