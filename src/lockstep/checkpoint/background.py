@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lockstep.errors import CheckpointError
-
 
 class BackgroundWriter:
     """Does one write at a time in a thread of its own.
@@ -24,19 +22,22 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, args=(work,), name="lockstep-checkpoint")
         self._thread.start()
 
-    def finish(self) -> CheckpointError | None:
+    def join(self) -> None:
+        """Waits for what was begun."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> None:
         """Waits for what was begun.
 
-        Returns:
-            The CheckpointError that it ended with, once; any other error is raised.
+        Raises:
+            BaseException: what it ended with, once.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        self.join()
         error, self._error = self._error, None
-        if error is None or isinstance(error, CheckpointError):
-            return error
-        raise error
+        if error is not None:
+            raise error
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

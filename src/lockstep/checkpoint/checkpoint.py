@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from lockstep.checkpoint.between_workers import gather, on_chief, spread
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.parts import Part, PartState, SavedPart, part_of
 from lockstep.checkpoint.random_numbers import RandomPart
 from lockstep.checkpoint.record import Contents, Record, read_checkpoint
+from lockstep.checkpoint.spreading import spread
 from lockstep.checkpoint.whole_folder import RECORD
+from lockstep.collectives.values import exchange_values, on_chief
 from lockstep.collectives.workers import Workers
 from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.mirroring.module import MirroredModule
@@ -113,7 +114,7 @@ class Checkpoint:
         """
         states = {name: part.state() for name, part in self._parts.items()}
         own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
-        everyones = gather(self.workers, "checkpoint saved", own)
+        everyones = exchange_values(self.workers, "checkpoint saved", own)
         parts: Any = {name: _joined(name, state, everyones) for name, state in states.items()}
         weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
         if copied and self.workers.is_chief:

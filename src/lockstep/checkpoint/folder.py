@@ -73,24 +73,29 @@ class CheckpointFolder:
     def write(self, contents: Contents) -> Path:
         """Writes a checkpoint, after clearing away what killed writers left. A checkpoint of that step is replaced.
 
+        Later ones of the same run are removed: it has been set back to an earlier step, and goes on from there.
+
         Raises:
             CheckpointError: it cannot be written; or there is a later one of another run, which would go on being
                 taken for the newest.
         """
         record = contents.record
         self._clear()
-        later = [path for path, other in self.records() if other.step > record.step and other.run != record.run]
-        if later:
+        later = [(path, other.run) for path, other in self.records() if other.step > record.step]
+        others = [path for path, run in later if run != record.run]
+        if others:
             raise CheckpointError(
-                f"cannot write step {record.step} to {self.path}: another run has left {later[-1].name} there, which "
+                f"cannot write step {record.step} to {self.path}: another run has left {others[-1].name} there, which "
                 "would be taken for the newest; restore from it first, or choose an empty folder"
             )
-        path = self.path / step_name(record.step)
-        write_checkpoint(path, contents)
-        return path
+        target = self.path / step_name(record.step)
+        write_checkpoint(target, contents)
+        for path, _ in later:
+            self.remove(path)
+        return target
 
     def prune(self, keep: int | None, step: int, best: Path | None) -> None:
-        """Removes all checkpoints but the last ``keep`` up to ``step``, later ones, and the best.
+        """Removes all checkpoints up to ``step`` but the last ``keep`` of them and the best.
 
         Raises:
             CheckpointError: one cannot be removed.

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Literal, Self
 
 from lockstep.checkpoint.background import BackgroundWriter
-from lockstep.checkpoint.between_workers import on_chief, raise_everywhere
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.record import Contents
+from lockstep.collectives.values import on_chief
 from lockstep.errors import ConfigError
 
 
@@ -138,7 +138,7 @@ class CheckpointManager:
             CheckpointError: it has failed.
         """
         if self._writer is not None:
-            raise_everywhere(self._checkpoint.workers, "checkpoint written", self._writer.finish())
+            on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
 
     def close(self) -> None:
         """``wait``, at the end. Every worker must call it."""
@@ -158,7 +158,7 @@ class CheckpointManager:
         if error is None:
             self.close()
         elif self._writer is not None:
-            self._writer.finish()  # no word to the others: they may not be there to hear it
+            self._writer.join()  # no word to the others: they may not be there to hear it
 
     def _write(self, contents: Contents) -> None:
         self._folder.write(contents)
