@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from lockstep.cluster.ending import Ending, describe_failure, shorten_traceback
 from lockstep.cluster.entry import Entered, enter
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.store import job_prefix
 from lockstep.cluster.watch import Watch, WorkerEndedError
 from lockstep.errors import ClusterError
 
@@ -61,8 +60,14 @@ class Membership:
             spec.name(card.index) if spec.workers[card.index] else f"worker {card.index} ({card.host})"
             for card in entered.cards
         )
-        store_of = f"the launcher at {spec.workers[0]}" if spec.store_is_served else None
-        self._watch = Watch(entered.line, self._names, spec.index, lost_after_s=lost_after_s, store_of=store_of)
+        self._watch = Watch(
+            entered.line,
+            entered.place,
+            self._names,
+            spec.index,
+            lost_after_s=lost_after_s,
+            launcher=f"the launcher at {spec.workers[0]}" if spec.store_is_served else None,
+        )
         self._server = entered.server
         self._pid = os.getpid()
         atexit.register(self._end_with_interpreter)
@@ -93,7 +98,7 @@ class Membership:
         Args:
             prefix: equal on all workers, and another for every group.
         """
-        return PrefixStore(f"{job_prefix(self._spec)}/groups/{prefix}", self._entered.route.connect())
+        return PrefixStore(f"{self._entered.place.prefix}/groups/{prefix}", self._entered.route.connect())
 
     def doing(self, text: str) -> None:
         """Notes what this worker does now; it goes out with the next beat. Costs nothing."""
@@ -122,14 +127,14 @@ class Membership:
             reason = str(error)
         else:
             reason = describe_failure(self._names[self._spec.index], error, self._watch.doing)
-        self._watch.end(Ending(worker=self._spec.index, reason=reason, trace=shorten_traceback(error)))
+        self._watch.end_job(Ending(worker=self._spec.index, reason=reason, trace=shorten_traceback(error)))
 
     def subscribe(self, callback: Callable[[ClusterError], None]) -> None:
         """Has ``callback`` called once with the error, in the watch's thread, when another worker is lost or fails.
 
         A worker that ends in good order is no such case: only who still waits for it learns of that, by ``check``.
         """
-        self._watch.subscribe(callback)
+        self._watch.end.subscribe(callback)
 
     def close(self) -> None:
         """Tells the others that this worker has ended. The chief lets them read it first. Idempotent."""

@@ -14,8 +14,9 @@ class _Peer:
     """Times are in seconds by the watch's clock."""
 
     status: Status
-    heard_s: float = 0.0
+    heard_s: float
     ended_s: float | None = None
+    signs_of_life: int = 0
 
 
 class Peers:
@@ -24,17 +25,19 @@ class Peers:
     Args:
         count: how many there are.
         own: the number of the one that listens; it is never silent to itself.
+        now_s: when it began to listen.
     """
 
-    def __init__(self, count: int, own: int) -> None:
+    def __init__(self, count: int, own: int, now_s: float) -> None:
         self._own = own
-        self._peers = [_Peer(Status(beat=-1)) for _ in range(count)]
+        self._peers = [_Peer(Status(beat=-1), heard_s=now_s) for _ in range(count)]
 
     def hear(self, statuses: Sequence[Status], now_s: float) -> None:
         """Takes in every worker's status; a beat that is not the one known is a sign of life."""
         for peer, status in zip(self._peers, statuses, strict=True):
             if status.beat != peer.status.beat:
                 peer.heard_s = now_s
+                peer.signs_of_life += 1
             if status.ended and peer.ended_s is None:
                 peer.ended_s = now_s
             peer.status = status
@@ -48,18 +51,26 @@ class Peers:
         """Whether this worker has said that it ends."""
         return self._peers[index].ended_s is not None
 
-    def find_silent(self, now_s: float, patience_s: float) -> int | None:
-        """The worker that has been silent longest, if for more than ``patience_s`` and without having ended."""
-        silent = {
+    def all_silent(self, now_s: float, patience_s: float) -> dict[int, float]:
+        """The workers that have been silent for more than ``patience_s`` without having ended, and for how long."""
+        return {
             index: now_s - peer.heard_s
             for index, peer in enumerate(self._peers)
             if index != self._own and peer.ended_s is None and now_s - peer.heard_s > patience_s
         }
+
+    def find_silent(self, now_s: float, patience_s: float) -> int | None:
+        """The one of them that has been silent longest."""
+        silent = self.all_silent(now_s, patience_s)
         return max(silent, key=lambda index: silent[index], default=None)
 
     def silence(self, index: int, now_s: float) -> tuple[float, str]:
         """For how many seconds nothing was heard of a worker, and what it was doing then."""
         return now_s - self._peers[index].heard_s, self._peers[index].status.doing
+
+    def signs_of_life(self, index: int) -> int:
+        """How many beats of a worker were heard. The first may be an old one, which only now was read."""
+        return self._peers[index].signs_of_life
 
     def find_left(self, now_s: float, grace_s: float) -> int | None:
         """The first worker that ended at least ``grace_s`` seconds ago."""

@@ -1,9 +1,7 @@
 """The roll call: every worker takes its seat in the store, and nobody goes on before all are there and agree.
 
-seat/0 .. seat/n-1   who came, one card each, taken by compare-and-set: the first process of a number has it
-beat/0 .. beat/n-1   that they are still there; a seat whose process has gone silent may be taken over
-complete             all cards, written by worker 0 when every seat is taken and all agree
-ending               why it came to nothing, written by whoever finds out; all raise it
+Seats are taken by compare-and-set, so the first process of a number has it, as long as it lives: a seat whose process
+has gone silent is taken over by the next one, until worker 0 finds every seat taken and completes the call.
 """
 
 from __future__ import annotations
@@ -12,67 +10,81 @@ import ipaddress
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.board import COMPLETE_KEY, ENDING_KEY, beat_key, end_job, read, seat_key
+from lockstep.cluster.board import REFUSED_KEY, Place, read, run_key
 from lockstep.cluster.card import Card, find_disagreement, read_card
 from lockstep.cluster.deadline import Deadline
 from lockstep.cluster.ending import Ending, describe_failure, read_ending
 from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
+from lockstep.cluster.opening import SILENT_S, there_already
+from lockstep.cluster.peers import Peers
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.status import Status
+from lockstep.cluster.status import Status, read_status
 from lockstep.errors import ClusterError
 
-TURN_S = 0.2
-_RIVAL_IS_GONE_S = 3.0
+T = TypeVar("T")
+
+_SHORTEST_TURN_S, _LONGEST_TURN_S = 0.02, 0.25
+_ANSWER_S = 1.0
+_LINGER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """The roll call as the store shows it."""
+    """The roll call as the store shows it, in worker order."""
 
+    run: str
     seats: tuple[str, ...]
-    own_beat: str
+    statuses: tuple[Status, ...]
     complete: str
     ending: str
+    refused: str
 
 
 class RollCall:
-    """One worker's part in the roll call.
+    """One worker's part in the roll call of one run.
 
     Args:
         spec: the cluster, and this worker's number.
         card: what this worker says of itself.
-        line: the connection to the job's part of the store.
+        line: the connection to the store.
+        place: where the run lies in it.
+        run: the run's name.
         deadline: until when to wait.
     """
 
-    def __init__(self, spec: ClusterSpec, card: Card, line: Line, deadline: Deadline) -> None:
+    def __init__(self, spec: ClusterSpec, card: Card, line: Line, place: Place, run: str, deadline: Deadline) -> None:
         self._spec = spec
         self._card = card
+        self._text = card.to_text()
         self._line = line
+        self._place = place
+        self._run = run
         self._deadline = deadline
+        self._seated = False
         self._beat = 0
-        self._rival: tuple[str, str, float] | None = None
-        self._missing: tuple[int, ...] = tuple(i for i in range(spec.num_workers) if i != spec.index)
+        self._peers = Peers(spec.num_workers, spec.index, time.monotonic())
 
     def answer(self) -> tuple[Card, ...]:
         """Waits until all workers are there and agree; their cards in worker order.
 
         Raises:
             ClusterError: somebody is missing at the deadline, disagrees, or has this worker's number already.
-            StoreBrokenError, StoreSilentError: the store went away; the caller may look for it again.
+            StoreBrokenError: the store is gone, or worker 0 has opened a newer run: come in again.
         """
-        pause = threading.Event()
+        pause, turn_s = threading.Event(), _SHORTEST_TURN_S
         while True:
-            view = self._line.call(self._look, self._deadline.left_s)
+            view = self._ask(self._look)
+            self._peers.hear(view.statuses, time.monotonic())
             if cards := self._heed(view):
                 return cards
-            self._deadline.wait_for(self._missing_names(), "start them, or look at why they ended")
-            pause.wait(TURN_S)
+            pause.wait(turn_s)
+            turn_s = min(1.2 * turn_s, _LONGEST_TURN_S)
 
     def give_up(self, error: BaseException) -> None:
         """Leaves the roll call: worker 0 ends it for all, any other frees its seat for a process that comes later."""
@@ -81,85 +93,118 @@ class RollCall:
                 reason = str(error)
                 if not isinstance(error, ClusterError):
                     reason = describe_failure(self._spec.name(0), error, "the roll call")
-                self._line.call(lambda store: end_job(store, Ending(worker=0, reason=reason)), TURN_S * 5)
+                self._line.call(lambda store: self._place.end(store, Ending(worker=0, reason=reason)), _ANSWER_S)
+                self._linger()
             else:
-                self._line.call(self._stand_up, TURN_S * 5)
+                self._line.call(lambda store: store.compare_set(self._seat, self._text, ""), _ANSWER_S)
         except (StoreBrokenError, StoreSilentError):
             return  # nobody left to tell
 
+    @property
+    def _seat(self) -> str:
+        return self._place.seat(self._spec.index)
+
     def _look(self, store: Store) -> _View:
-        own = store.compare_set(seat_key(self._spec.index), "", self._card.to_text()).decode()
-        ending = read(store, ENDING_KEY)
-        if own == self._card.to_text():
+        """One turn: takes or keeps the seat, gives a sign of life, reads everything. Runs in the line's thread."""
+        ending, complete = read(store, self._place.ending), read(store, self._place.complete)
+        if not (self._seated or ending or complete):
+            self._seated = store.compare_set(self._seat, "", self._text).decode() == self._text
+        if self._seated:
             self._beat += 1
             status = Status(beat=self._beat, doing="the roll call", warned=bool(ending))
-            store.set(beat_key(self._spec.index), status.to_text())
+            store.set(self._place.beat(self._spec.index), status.to_text())
+        everybody = range(self._spec.num_workers)
         return _View(
-            seats=tuple(read(store, seat_key(index)) for index in range(self._spec.num_workers)),
-            own_beat=read(store, beat_key(self._spec.index)),
-            complete=read(store, COMPLETE_KEY),
+            run=read(store, run_key(self._spec)),
+            seats=tuple(read(store, self._place.seat(index)) for index in everybody),
+            statuses=tuple(read_status(read(store, self._place.beat(index))) for index in everybody),
+            complete=complete,
             ending=ending,
+            refused=read(store, REFUSED_KEY),
         )
 
     def _heed(self, view: _View) -> tuple[Card, ...] | None:
+        if view.run != self._run:
+            raise StoreBrokenError("worker 0 has opened the job anew")
+        if not self._seated:
+            self._wait_for_seat(view)
+            return None
         if view.ending:
             raise read_ending(view.ending).error()
-        if view.seats[self._spec.index] != self._card.to_text():
-            self._face_rival(view)
-            return None
         if view.complete:
-            return tuple(read_card(text) for text in json.loads(view.complete))
+            return self._read_complete(view.complete)
         cards = {index: read_card(text) for index, text in enumerate(view.seats) if text}
         self._compare(cards)
-        self._missing = tuple(index for index in range(self._spec.num_workers) if index not in cards)
-        if self._missing or self._spec.index != 0:
-            return None
-        self._complete(view.seats)
-        return tuple(cards[index] for index in range(self._spec.num_workers))
+        silent = self._peers.all_silent(time.monotonic(), SILENT_S)
+        missing = [index for index in range(self._spec.num_workers) if index not in cards or index in silent]
+        if not missing and self._spec.index == 0:
+            self._ask(lambda store: store.set(self._place.complete, json.dumps(view.seats)))
+            return tuple(cards[index] for index in range(self._spec.num_workers))
+        self._wait(missing, view.refused)
+        return None
+
+    def _read_complete(self, complete: str) -> tuple[Card, ...]:
+        cards = tuple(read_card(text) for text in json.loads(complete))
+        own = cards[self._spec.index]
+        if own.token != self._card.token:  # another one took the seat over, this process having been silent
+            raise there_already(self._spec, own.to_text())
+        return cards
+
+    def _wait_for_seat(self, view: _View) -> None:
+        """The seat is another process's, or the run has begun or ended: waits for the seat, or for the next run.
+
+        Raises:
+            ClusterError: the process that has the seat is alive, or the deadline is over.
+        """
+        name, text = self._spec.name(self._spec.index), view.seats[self._spec.index]
+        own, now = self._spec.index, time.monotonic()
+        if view.ending or not text or self._peers.has_ended(own):
+            self._deadline.wait_for("an earlier run of this job to end", "end its processes, or look at what they do")
+            return
+        if self._peers.signs_of_life(own) > 1:
+            raise there_already(self._spec, text)
+        if view.complete or self._peers.silence(own, now)[0] <= SILENT_S:
+            self._deadline.wait_for(
+                f"the end of the run that was {name} before, {read_card(text).process}",
+                "end all workers and start them again",
+            )
+        else:
+            self._seated = (
+                self._ask(lambda store: store.compare_set(self._seat, text, self._text)) == self._text.encode()
+            )
 
     def _compare(self, cards: dict[int, Card]) -> None:
+        """Raises, on all workers, what this one and another disagree about."""
         for index, card in cards.items():
             names = (self._spec.name(self._spec.index), f"worker {index} ({card.process})")
-            if found := find_disagreement(self._card, card, names):
-                raise self._end_for_all(Ending(worker=index, reason=found))
-            if found := _find_unreachable(self._card, card, names):
-                raise self._end_for_all(Ending(worker=index, reason=found))
+            found = find_disagreement(self._card, card, names) or _find_unreachable(self._card, card, names)
+            if found:
+                ending = Ending(worker=index, reason=found)
+                raise self._ask(lambda store, ending=ending: self._place.end(store, ending)).error()  # type: ignore[misc]
 
-    def _end_for_all(self, ending: Ending) -> ClusterError:
-        first = self._line.call(lambda store: end_job(store, ending), self._deadline.left_s)
-        return first.error()
+    def _wait(self, missing: Sequence[int], refused: str) -> None:
+        what = ", ".join(self._spec.name(index) for index in missing) or f"{self._spec.name(0)} to begin"
+        note = f" ({refused}, was here and was refused)" if refused else ""
+        self._deadline.wait_for(what + note, "start them all, or look at why they ended")
 
-    def _complete(self, seats: Sequence[str]) -> None:
-        self._line.call(lambda store: store.set(COMPLETE_KEY, json.dumps(seats)), self._deadline.left_s)
-
-    def _stand_up(self, store: Store) -> None:
-        store.compare_set(seat_key(self._spec.index), self._card.to_text(), "")
-
-    def _face_rival(self, view: _View) -> None:
-        """Another process has this worker's seat: refuses to go on if it lives, takes its seat if it does not."""
-        seat, now = view.seats[self._spec.index], time.monotonic()
-        if not seat:
-            return
-        if self._rival is None or self._rival[0] != seat:
-            self._rival = (seat, view.own_beat, now)
-        _, beat, since = self._rival
-        rival, name = read_card(seat), self._spec.name(self._spec.index)
-        if view.own_beat != beat:
-            raise ClusterError(
-                f"{name} is there already: {rival.process}; this is {self._card.process}. "
-                "Give every process an index of its own, or end that one first"
-            )
-        if now - since > _RIVAL_IS_GONE_S:
-            if view.complete:
-                raise ClusterError(
-                    f"the job has begun without this process: {name} was {rival.process}, which no longer answers; "
-                    "end the other workers and start all of them again"
+    def _ask(self, call: Callable[[Store], T]) -> T:
+        """Has the store asked, and says so while it does not answer."""
+        future = self._line.submit(call)
+        while True:
+            try:
+                return future.result(_ANSWER_S)
+            except TimeoutError:
+                self._deadline.wait_for(
+                    f"an answer of the job's store at {self._spec.name(0)}", "its process is stopped or the network cut"
                 )
-            mine = self._card.to_text()
-            self._line.call(lambda store: store.compare_set(seat_key(rival.index), seat, mine), self._deadline.left_s)
 
-    def _missing_names(self) -> str:
-        return ", ".join(self._spec.name(index) for index in self._missing) or "worker 0 to begin"
+    def _linger(self) -> None:
+        """Lets those who came read why it came to nothing, before the store goes."""
+        pause, limit = threading.Event(), time.monotonic() + _LINGER_S
+        absent = self._peers.all_silent(time.monotonic(), SILENT_S)
+        while time.monotonic() < limit and not self._peers.know_of_the_end(absent):
+            self._peers.hear(self._line.call(self._look, _ANSWER_S).statuses, time.monotonic())
+            pause.wait(_SHORTEST_TURN_S)
 
 
 def _find_unreachable(mine: Card, theirs: Card, names: tuple[str, str]) -> str:

@@ -1,7 +1,6 @@
 """Where a job's store is: the chief serves torch's ``TCPStore`` on its own address, and everybody reaches it there.
 
-Listens on the one address that the cluster names, never on all of a machine's. Everything of a job lies under its id
-and attempt; whose store it is stands outside of that, so that a process of another job finds out before it writes.
+It listens on the one address that the cluster names, never on all of a machine's.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from lockstep.cluster.address import join_address
 from lockstep.cluster.line import StoreBrokenError
-from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
-
-OWNER_KEY = "lockstep/job"
-REFUSED_KEY = "lockstep/refused"
 
 _BACKLOG = 1024
 _PROBE_S = 2.0
@@ -47,11 +42,6 @@ class Route:
     def connect(self) -> Store:
         """A client of its own connection."""
         return TCPStore(self.host, self.port, None, False, timedelta(seconds=_CONNECT_S), False)
-
-
-def job_prefix(spec: ClusterSpec) -> str:
-    """Where all of this attempt of this job lies in the store."""
-    return f"lockstep/{spec.job_id}/{spec.attempt}"
 
 
 def bind_to(host: str, port: int, who: str) -> socket.socket:

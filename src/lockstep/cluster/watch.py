@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.board import ENDING_KEY, beat_key, end_job, read
+from lockstep.cluster.board import Place, read
 from lockstep.cluster.ending import Ending, describe_loss, describe_lost_store, read_ending
+from lockstep.cluster.job_end import JobEnd
 from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
 from lockstep.cluster.peers import LivedClock, Peers
 from lockstep.cluster.status import Status, read_status
 from lockstep.errors import ClusterError
 
 _BEATS_TO_LOSS = 15
+_BEATS_TO_SPREAD = 3
 _SHORTEST_BEAT_S = 0.1
 _QUICK_BEATS = 4
 _QUICK_LEAST_S = 1.0
@@ -47,9 +49,6 @@ class Round:
     warned: bool
 
 
-Callback = Callable[[ClusterError], None]
-
-
 class WorkerEndedError(ClusterError):
     """A worker has ended in good order while another still waits for it."""
 
@@ -58,34 +57,47 @@ class Watch:
     """One worker's watch over all others.
 
     Args:
-        line: the connection to the job's part of the store.
+        line: the connection to the store.
+        place: where the run lies in it.
         names: how messages call the workers, in worker order.
         index: this worker's number.
         lost_after_s: how long a worker may be silent.
-        store_of: who serves the store, for messages, if no worker does: then worker 0 does.
+        launcher: how messages call who serves the store; None where worker 0 does.
+
+    Attributes:
+        end: the job's end, once it is known.
+        doing: what this worker does; goes out with the next beat.
     """
 
     def __init__(
-        self, line: Line, names: Sequence[str], index: int, *, lost_after_s: float, store_of: str | None = None
+        self,
+        line: Line,
+        place: Place,
+        names: Sequence[str],
+        index: int,
+        *,
+        lost_after_s: float,
+        launcher: str | None = None,
     ) -> None:
         self._line = line
+        self._place = place
         self._names = tuple(names)
         self._index = index
         self._lost_after_s = lost_after_s
-        self._store_of = store_of
+        self._launcher = launcher
         self._beat_s = max(_SHORTEST_BEAT_S, lost_after_s / _BEATS_TO_LOSS)
-        self._quick_s = min(lost_after_s, max(_QUICK_LEAST_S, _QUICK_BEATS * self._beat_s))
+        # The finder needs a beat to notice, and the others one to read of it: all have ended within lost_after_s.
+        self._patience_s = lost_after_s - _BEATS_TO_SPREAD * self._beat_s
+        self._quick_s = min(self._patience_s, max(_QUICK_LEAST_S, _QUICK_BEATS * self._beat_s))
+        self.end = JobEnd()
         self.doing = ""
         self._beat = 0
         self._ended = self._warned = self._over = self._gone = self._alarmed = False
         self._clock = LivedClock(2 * self._beat_s)
-        self._peers = Peers(len(names), index)
+        self._peers = Peers(len(names), index, 0.0)
         self._round: Future[Round] | None = None
         self._rounds = 0
         self._last_round_s = 0.0
-        self._news = threading.Condition()
-        self._ending: Ending | None = None
-        self._callbacks: list[Callback] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
@@ -105,14 +117,13 @@ class Watch:
         self._alarmed = True
         limit = time.monotonic() + self._lost_after_s + 2 * self._beat_s
         seen = self._rounds
-        with self._news:
-            while time.monotonic() < limit:
-                # What a worker that ended had to say came before its connections broke: the next round brings it.
-                if (error := self._find_error(0.0 if self._rounds > seen + 1 else None, here)) is not None:
-                    return error
-                self._news.wait(self._beat_s)
+        while time.monotonic() < limit:
+            # What a worker that ended had to say came before its connections broke: the next round brings it.
+            if (error := self._find_error(0.0 if self._rounds > seen + 1 else None, here)) is not None:
+                return error
+            self.end.wait(self._beat_s)
         message = " ".join(str(broken).split())
-        return self.end(
+        return self.end_job(
             Ending(
                 worker=self._index,
                 reason=f"a connection of {self._names[self._index]} broke in {waiting_in} though every worker still "
@@ -120,19 +131,9 @@ class Watch:
             )
         ).error()
 
-    def end(self, ending: Ending) -> Ending:
+    def end_job(self, ending: Ending) -> Ending:
         """Ends the job for all workers with this cause, or the one that was there first; returns that one."""
-        first = self._publish(ending, self._lost_after_s)
-        self._conclude(first, ())
-        return first
-
-    def subscribe(self, callback: Callback) -> None:
-        """Has ``callback`` called once with the error, in the watch's thread, when another worker is lost or fails."""
-        with self._news:
-            if (ending := self._ending) is None:
-                self._callbacks.append(callback)
-                return
-        callback(ending.error())
+        return self.end.ending or self.end.conclude(self._publish(ending, self._lost_after_s), tell=False)
 
     def close(self) -> None:
         """Tells the others that this worker has ended, and stops watching. Idempotent."""
@@ -160,16 +161,15 @@ class Watch:
             self._take_in(done)
         self._clock.advance()
         self._judge()
-        with self._news:
-            self._news.notify_all()
+        self.end.wake()
 
     def _exchange(self, store: Store) -> Round:
         """Writes this worker's status and reads all; runs in the line's thread."""
         self._beat += 1
         status = Status(beat=self._beat, doing=self.doing, ended=self._ended, warned=self._warned)
-        store.set(beat_key(self._index), status.to_text())
-        ending = read(store, ENDING_KEY)
-        statuses = store.multi_get([beat_key(index) for index in range(len(self._names))])
+        store.set(self._place.beat(self._index), status.to_text())
+        ending = read(store, self._place.ending)
+        statuses = store.multi_get([self._place.beat(index) for index in range(len(self._names))])
         return Round(ending=ending, statuses=tuple(status.decode() for status in statuses), warned=status.warned)
 
     def _take_in(self, done: Future[Round]) -> None:
@@ -185,62 +185,53 @@ class Watch:
         self._last_round_s = now_s
         self._rounds += 1
         if heard.ending:
-            self._conclude(read_ending(heard.ending), self._callbacks)
-        chief_ended = self._store_of is None and self._index != 0 and self._peers.has_ended(0)
+            self.end.conclude(read_ending(heard.ending))
+        chief_ended = self._launcher is None and self._index != 0 and self._peers.has_ended(0)
         self._over = chief_ended and heard.warned
-        self._warned = chief_ended or self._ending is not None
+        self._warned = chief_ended or self.end.ending is not None
 
     def _judge(self) -> None:
-        if self._ending is not None or self._over:
+        if self.end.ending is not None or self._over:
             return
         now_s = self._clock.now_s
         silent_s = now_s - self._last_round_s
-        if silent_s > self._lost_after_s:
+        patience_s = self._quick_s if self._alarmed else self._patience_s
+        if silent_s > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
             return
-        lost = self._peers.find_silent(now_s, self._quick_s if self._alarmed else self._lost_after_s)
+        lost = self._peers.find_silent(now_s, patience_s)
         if lost is not None:
             silent_s, doing = self._peers.silence(lost, now_s)
             ending = Ending(worker=lost, reason=describe_loss(self._names[lost], silent_s, doing))
-            self._conclude(self._publish(ending, self._beat_s), self._callbacks)
+            self.end.conclude(self._publish(ending, self._beat_s))
 
     def _lose_store(self, how: str) -> None:
         """The store is gone, and with it whoever serves it, unless that one had said that it ends."""
-        if self._store_of is None and self._peers.has_ended(0):
+        if self._launcher is None and self._peers.has_ended(0):
             self._over = True
-        elif self._ending is None:
+        elif self.end.ending is None:
             _, doing = self._peers.silence(0, self._clock.now_s)
             reason = (
                 describe_lost_store(self._names[0], how, doing)
-                if self._store_of is None
+                if self._launcher is None
                 else (
-                    f"the store of the job, which {self._store_of} serves, is lost: {how}. "
+                    f"the store of the job, which {self._launcher} serves, is lost: {how}. "
                     "The launcher there was ended, or the network to it is cut; look at its output"
                 )
             )
-            self._conclude(Ending(worker=0, reason=reason), self._callbacks)
+            self.end.conclude(Ending(worker=0, reason=reason))
         self._gone = True
 
     def _publish(self, ending: Ending, limit_s: float) -> Ending:
         try:
-            return self._line.call(lambda store: end_job(store, ending), limit_s)
+            return self._line.call(lambda store: self._place.end(store, ending), limit_s)
         except (StoreBrokenError, StoreSilentError):
             return ending  # the others lose the store as well, and say so
 
-    def _conclude(self, ending: Ending, callbacks: Sequence[Callback]) -> None:
-        with self._news:
-            if self._ending is not None:
-                return
-            self._ending = ending
-            callbacks, self._callbacks = list(callbacks), []
-            self._news.notify_all()
-        for callback in callbacks:
-            callback(ending.error())
-
     def _find_error(self, grace_s: float | None, addition: str = "") -> ClusterError | None:
         """What ends this worker, if anything does; one that has ended counts after ``grace_s``, never if None."""
-        if self._ending is not None:
-            return self._ending.error(addition)
+        if self.end.ending is not None:
+            return self.end.ending.error(addition)
         if self._closing.is_set():
             return ClusterError(f"{self._names[self._index]} has left the job{addition}")
         left = None if grace_s is None else self._peers.find_left(self._clock.now_s, grace_s)
@@ -253,14 +244,14 @@ class Watch:
 
     def _say_goodbye(self) -> None:
         """Tells the others of this worker's end; one that serves the store lets them read that before it goes."""
-        lingers = self._store_of is None and self._index == 0
+        lingers = self._launcher is None and self._index == 0
         limit = time.monotonic() + (_LINGER_BEATS * self._beat_s + _LINGER_LEAST_S if lingers else self._beat_s)
         pause = threading.Event()
         try:
             while True:
                 heard = self._line.call(self._exchange, limit - time.monotonic())
                 self._peers.hear([read_status(text) for text in heard.statuses], self._clock.now_s)
-                lost = self._ending.worker if self._ending is not None else self._index
+                lost = self.end.ending.worker if self.end.ending is not None else self._index
                 if not lingers or self._peers.know_of_the_end({lost}) or time.monotonic() > limit:
                     return
                 pause.wait(_LINGER_TURN_S)
