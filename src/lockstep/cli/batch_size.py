@@ -16,6 +16,7 @@ import typer
 from lockstep.cli.devices import take_devices
 from lockstep.cli.flags import config_command, field_docs
 from lockstep.cli.training import check_output
+from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.recipes.largest_batch import LargestBatch
 from lockstep.strategies.base import Strategy
@@ -78,6 +79,12 @@ def _number(given: str) -> int:
 
 
 def _search(settings: Any, largest: Largest, devices: str | None, *, noun: str) -> int:
+    cluster = cluster_from_environment()
+    if cluster is not None and cluster.num_workers > 1:
+        raise ConfigError(
+            f"--batch-size {AUTO} tries batches in one process, and {cluster.source} declares {cluster.num_workers} "
+            f"workers; find the size with one of them alone, and give --batch-size that number times the workers"
+        )
     strategy = MirroredStrategy(take_devices(devices), seed=settings.seed)
     with closing(strategy), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run that follows says it all again

@@ -107,6 +107,9 @@ class RemoteWorkers(Workers):
     def granted(self) -> Wish:
         return self._granted
 
+    def settle(self, wishes: Wish) -> None:
+        self._granted &= ~wishes
+
     def attach(self, digest: int) -> None:
         self._digest = ((self._digest ^ (digest & _DIGEST_BITS)) * _DIGEST_FACTOR + 1) & _DIGEST_BITS
 
@@ -137,7 +140,7 @@ class RemoteWorkers(Workers):
         records = [Record.unpack(each.numpy().tobytes()) for each in gathered]
         check_met(records, self.names)
         self._sequence += 1
-        self._digest, self._wishes, self._granted = 0, Wish(0), Wish(0)
+        self._digest, self._wishes = 0, Wish(0)
         for record in records:
             self._granted |= Wish(record.wishes)
         return records

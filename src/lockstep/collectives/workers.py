@@ -124,7 +124,11 @@ class Workers(ABC):
     @property
     @abstractmethod
     def granted(self) -> Wish:
-        """All workers' wishes together, as of the last exchange: the same on every worker."""
+        """All workers' wishes that exchanges have told of and nobody has settled: the same on every worker."""
+
+    @abstractmethod
+    def settle(self, wishes: Wish) -> None:
+        """Strikes out wishes that have been granted. Every worker must call it at the same point of the program."""
 
     @abstractmethod
     def attach(self, digest: int) -> None:
@@ -153,7 +157,7 @@ class OneWorker(Workers):
 
     def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         """The numbers alone."""
-        self._granted, self._wishes = self._wishes, Wish(0)
+        self._granted, self._wishes = self._granted | self._wishes, Wish(0)
         return [tuple(numbers)]
 
     def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
@@ -177,8 +181,12 @@ class OneWorker(Workers):
 
     @property
     def granted(self) -> Wish:
-        """This worker's own wishes, as of the last exchange."""
+        """This worker's own wishes that an exchange has told of."""
         return self._granted
+
+    def settle(self, wishes: Wish) -> None:
+        """Strikes them out."""
+        self._granted &= ~wishes
 
     def attach(self, digest: int) -> None:
         """There is nothing to compare it with."""
