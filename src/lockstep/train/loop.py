@@ -47,6 +47,15 @@ class TrainLoop:
         scheduler: stepped here, in the caller's thread, once per update.
         callbacks: hear of every batch.
         should_stop: asked after each batch.
+
+    Attributes:
+        epoch: the epoch that is under way or comes next, from 0.
+        batch: how many of its global batches are done.
+        step: how many global batches are done in all.
+        pending: how many of the last ones wait for their update.
+        wishes: what some worker would have all do after the last one.
+        loss: of the epoch so far.
+        metrics: of the epoch so far.
     """
 
     def __init__(
@@ -64,12 +73,17 @@ class TrainLoop:
         self._callbacks = callbacks
         self._should_stop = should_stop
         self._workers = strategy.workers
-        self._metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy), strategy.workers)
-        self._states = PerReplica([ReplicaState(metrics) for metrics in self._metrics.per_replica])
+        self.epoch = self.batch = self.step = self.pending = 0
+        self.wishes = Wish(0)
+        self.loss = RunningLoss()
+        self.metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy), strategy.workers)
+        self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         strategy.run(clear_gradients, (job, self._states))
 
-    def run_epoch(self, feed: Feed, epoch: int, clock: StepClock) -> dict[str, float]:
+    def run_epoch(self, feed: Feed, clock: StepClock) -> dict[str, float]:
         """One epoch: a step per global batch, an update per ``accumulate`` of them and for what is left at the end.
+
+        It goes on after the batches of the epoch that are done already, if the state of another loop was loaded.
 
         Returns:
             The epoch's loss and metrics.
@@ -77,11 +91,14 @@ class TrainLoop:
         Raises:
             NonFiniteLossError: the loss became NaN or infinite; the weights are those of the last good update.
         """
-        loss, step = RunningLoss(), 0
-        self._metrics.reset()
+        if not self.batch:
+            self.loss = RunningLoss()
+            self.metrics.reset()
+        epoch, loss, done = self.epoch, self.loss, self.batch
+        step = done
         clock.start()
-        with closing(feed.epoch(epoch)) as batches:
-            for step, batch in enumerate(batches, start=1):
+        with closing(feed.epoch(epoch, skip=done)) as batches:
+            for step, batch in enumerate(batches, start=done + 1):
                 clock.pause()
                 self._callbacks.call("on_train_batch_begin", step - 1)
                 clock.start()
@@ -94,9 +111,12 @@ class TrainLoop:
                 self._after_update(outputs[0].update)
                 self._count(loss, outputs)
                 clock.stop(rows=sum(output.rows for output in outputs))
-                wishes = self._wishes(exchanged=due)
-                metrics = self._metrics.compute() if Wish.LOGS in wishes else {}
+                self.batch, self.step = step, self.step + 1
+                self.pending = 0 if due else self.pending + 1
+                self.wishes = wishes = self._wishes(exchanged=due)
+                metrics = self.metrics.compute() if Wish.LOGS in wishes else {}
                 self._callbacks.call("on_train_batch_end", step - 1, logs={"loss": loss.value, **metrics})
+                self._workers.settle(wishes)
                 if self._stops(wishes):
                     break
                 clock.start()
@@ -107,8 +127,9 @@ class TrainLoop:
             self._after_update(update)
             if self._workers.size > 1:
                 loss.add(update.total, update.count)
+        self.epoch, self.batch, self.pending = epoch + 1, 0, 0
         clock.examples = self._end_of_epoch(clock.examples)
-        return {"loss": loss.final(), **self._metrics.compute()}
+        return {"loss": loss.final(), **self.metrics.compute()}
 
     def _count(self, loss: RunningLoss, outputs: Sequence[StepOutput]) -> None:
         """Adds a step to the loss. With several workers it is the update that knows the sums of all replicas."""

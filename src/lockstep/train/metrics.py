@@ -87,7 +87,7 @@ class ReplicaMetrics:
 
 def states_of(metric: Any) -> list[dict[str, Any]]:
     """The states of a metric, and of all metrics inside it, with how often each was updated."""
-    return [{"states": part.metric_state, "updates": part.update_count} for part in _nested_metrics(metric)]
+    return [{"states": part.metric_state, "updates": part.update_count} for part in nested_metrics(metric)]
 
 
 def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
@@ -101,7 +101,7 @@ def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) 
         return local[0]
     base = next((metric for metric in local if any(part["updates"] for part in states_of(metric))), local[0])
     merged = _copy_sharing_states(base)
-    for part, sources in zip(_nested_metrics(merged), zip(*states, strict=True), strict=True):
+    for part, sources in zip(nested_metrics(merged), zip(*states, strict=True), strict=True):
         _merge_into(part, [source for source in sources if source["updates"]])
     return merged
 
@@ -127,7 +127,7 @@ def _merge_into(part: Any, sources: Sequence[Any]) -> None:
     part._computed = None
 
 
-def _nested_metrics(metric: Any) -> list[Any]:
+def nested_metrics(metric: Any) -> list[Any]:
     """The metric and all metrics inside it, such as the two of a sum or the one of a wrapper."""
     metric_class = require("torchmetrics", "text").Metric
     return [module for module in metric.modules() if isinstance(module, metric_class)]
@@ -141,7 +141,7 @@ def _fresh_copy(metric: Any, device: torch.device) -> Any:
 
 def _copy_sharing_states(metric: Any) -> Any:
     """A deep copy whose state tensors are the original's: states can be large, and they are replaced, not written."""
-    states = (state for part in _nested_metrics(metric) for state in part.metric_state.values())
+    states = (state for part in nested_metrics(metric) for state in part.metric_state.values())
     tensors = [tensor for state in states for tensor in (state if isinstance(state, list) else [state])]
     return copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors})
 

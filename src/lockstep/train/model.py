@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
-from typing import Any, Literal
+from contextlib import ExitStack, closing
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
-from lockstep.collectives.agreement import agree
 from lockstep.collectives.values import on_chief
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.mirror import MemoryFormat
@@ -24,9 +24,9 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.callbacks.callback_list import CallbackList
-from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.compile_config import CompileConfig, Loss
 from lockstep.train.feed import Distributed, Feed, distribute
+from lockstep.train.fit_settings import Verbose, agree_on_fit, check_numbers, with_progress
 from lockstep.train.history import History
 from lockstep.train.loop import TrainLoop, run_evaluation, run_prediction
 from lockstep.train.mode import module_mode
@@ -34,9 +34,9 @@ from lockstep.train.optimizing import OptimizerLike, SchedulerLike, make_optimiz
 from lockstep.train.precision import Precision, PrecisionName
 from lockstep.train.step import Job
 from lockstep.train.timing import StepClock
+from lockstep.train.training_state import Position, TrainingState
 
 Data = Iterable[Any] | Distributed
-Verbose = Literal[0, 1, 2]
 
 
 class Model:
@@ -67,6 +67,7 @@ class Model:
         self, module: nn.Module, *, sync_batchnorm: bool = False, memory_format: MemoryFormat = "auto"
     ) -> None:
         self.strategy: Strategy = get_strategy()
+        self.training_state = TrainingState(self)
         self._module = _mirrored(self.strategy, module, sync_batchnorm, memory_format)
         self._config: CompileConfig | None = None
         self._optimizer: MirroredOptimizer | None = None
@@ -174,29 +175,33 @@ class Model:
             NonFiniteLossError: the loss became NaN or infinite; the weights are those of the last good update.
             CallbackError: a callback raised.
         """
-        _check_numbers(epochs=(epochs, 1), initial_epoch=(initial_epoch, 0), validation_freq=(validation_freq, 1))
+        check_numbers(epochs=(epochs, 1), initial_epoch=(initial_epoch, 0), validation_freq=(validation_freq, 1))
         job = self._job("fit")
         if job.optimizer is None:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
         feed = Feed(distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch)
         validation = None if validation_data is None else self._feed(validation_data, "the validation data")
-        self._agree_on_fit(feed, validation, epochs=epochs, initial_epoch=initial_epoch, freq=validation_freq)
+        numbers = {"epochs": epochs, "initial_epoch": initial_epoch, "freq": validation_freq}
+        agree_on_fit(self.strategy.workers, job.config, feed, validation, numbers)
         params = {"epochs": epochs, "steps": feed.steps, "verbose": verbose, "validated": validation is not None}
         self.stop_training, self.history = False, History()
         with (
             self._callbacks(callbacks, verbose, params) as called,
             module_mode(self._module, training=True),
             closing(feed),
+            ExitStack() as resources,
         ):
             loop = TrainLoop(
                 self.strategy, job, scheduler=self._scheduler, callbacks=called, should_stop=lambda: self.stop_training
             )
+            resources.enter_context(self.training_state.of_fit(loop, feed, called, epoch=initial_epoch))
             called.call("on_train_begin")
             logs: dict[str, float] = {}
-            for epoch in range(initial_epoch, epochs):
+            # A callback may have restored a later epoch, or a training that was stopped.
+            for epoch in range(loop.epoch, loop.epoch if self.stop_training else epochs):
                 called.call("on_epoch_begin", epoch)
                 self.clock = StepClock()
-                logs = loop.run_epoch(feed, epoch, self.clock)
+                logs = loop.run_epoch(feed, self.clock)
                 if validation is not None and (epoch + 1) % validation_freq == 0:
                     logs |= {f"val_{name}": value for name, value in self._evaluate(job, validation, called).items()}
                 self.history.timing.append(self.clock.summary(epoch))
@@ -290,18 +295,30 @@ class Model:
         # The others go on from the chief's, which loading gives them.
         self._module.load_state_dict(on_chief(self.strategy.workers, "load the weights", read) or state)
 
-    def _agree_on_fit(self, feed: Feed, validation: Feed | None, **numbers: int) -> None:
-        """Finds workers that were told to train in another way, before they begin.
+    def checkpoint(self) -> Checkpoint:
+        """All state of the training, for an ``ls.CheckpointManager``: what ``BackupAndRestore`` saves.
 
         Raises:
-            ClusterError: a worker differs from the chief.
+            UsageError: not compiled with an optimizer.
         """
-        lines = [f"{name}={value}" for name, value in numbers.items()]
-        lines += [f"steps={feed.steps}", f"validation steps={None if validation is None else validation.steps}"]
-        if self._config is not None:
-            lines += [f"accumulate={self._config.accumulate}", f"clip_norm={self._config.clip_norm}"]
-            lines += [f"precision={self._config.precision}", f"metrics={list(self._config.metrics)}"]
-        agree(self.strategy.workers, "how to train", lines)
+        if self._optimizer is None:
+            raise UsageError("a checkpoint needs an optimizer; call model.compile(optimizer=..., loss=...) first")
+        things = {"model": self._module, "optimizer": self._optimizer, "scheduler": self._scheduler}
+        things["precision"] = self._precision if self._precision.name == "fp16" else None
+        given = {name: thing for name, thing in things.items() if thing is not None}
+        return Checkpoint(**given, training=self.training_state)
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> Position:
+        """Restores a whole checkpoint, or the newest in a folder. Every worker must call it; the chief reads.
+
+        Returns:
+            Where the training was: ``fit(initial_epoch=position.epoch)`` begins that epoch.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it does not fit; nothing is loaded then.
+        """
+        self.checkpoint().restore(path)
+        return self.training_state.position
 
     def _evaluate(
         self, job: Job, feed: Feed, callbacks: CallbackList, clock: StepClock | None = None
@@ -318,20 +335,7 @@ class Model:
         return Feed(distribute(self.strategy, data), name=name)
 
     def _callbacks(self, given: Sequence[Callback] | None, verbose: Verbose, params: Mapping[str, Any]) -> CallbackList:
-        if verbose not in (0, 1, 2):
-            raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
-        if isinstance(given, Callback):
-            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
-        callbacks = list(given or ())
-        if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            callbacks.append(ProgressBar(verbose))
-        return CallbackList(callbacks, model=self, params=params)
-
-
-def _check_numbers(**numbers: tuple[Any, int]) -> None:
-    for name, (value, least) in numbers.items():
-        if type(value) is not int or value < least:
-            raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
+        return CallbackList(with_progress(given, verbose), model=self, params=params)
 
 
 def _mirrored(strategy: Strategy, module: Any, sync_batchnorm: bool, memory_format: MemoryFormat) -> MirroredModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ class Precision:
     """
 
     def __init__(self, name: PrecisionName, device_type: str) -> None:
+        self.name = name
         self._dtype = _AUTOCAST_DTYPES.get(name)
         self._needs_scaler = name == "fp16"
         self._device_type = device_type
@@ -50,6 +52,16 @@ class Precision:
         if self.scaler is None:
             self.scaler = context.merge_call(lambda counts: self._make_scaler(context, counts), (count,))
         return self.scaler.get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradient scaler's; empty before the first step and without one."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the scale that ``state_dict`` gave."""
+        self.scaler = torch.amp.GradScaler(self._device_type) if state else None
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(state))
 
     def _make_scaler(self, context: ReplicaContext, counts: Any) -> torch.amp.GradScaler:
         """A scaler that suits sums: torch's own default suits means, and sums are larger by the count.

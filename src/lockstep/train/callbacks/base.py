@@ -30,6 +30,10 @@ class Callback:
     #: other workers, so it must not call anything that all workers have to call, such as ``model.state_dict()``.
     chief_only = False
 
+    #: Callbacks with a higher number are called after those with a lower one, whatever their place in the list: what
+    #: saves the state of others has to see what they have made of the hook.
+    comes_after = 0
+
     def __init__(self) -> None:
         self.params: dict[str, Any] = {}
         self._model: Model | None = None
@@ -55,6 +59,13 @@ class Callback:
         Without it the logs of a batch hold the loss alone. By default: whether the class overrides that hook.
         """
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in _BATCH_END_HOOKS)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the callback carries from epoch to epoch, for whole checkpoints: numbers, texts, tensors, containers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what ``state_dict`` gave, after ``on_train_begin``, when a training goes on from a checkpoint."""
 
     def close(self) -> None:
         """Releases what the callback holds, such as files. Called at any end of a run, after an error or Ctrl-C too."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lockstep.errors import CallbackError, ConfigError, MissingExtraError
+from lockstep.errors import CallbackError, CheckpointError, ClusterError, ConfigError, MissingExtraError
 from lockstep.train.callbacks.base import Callback, Logs
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class CallbackList:
-    """Calls a hook of every callback, in the order given. As a context manager it closes them all at the end.
+    """Calls a hook of every callback, in the order given but for those that come after the others.
+
+    As a context manager it closes them all at the end.
 
     Args:
         callbacks: instances of Callback.
@@ -31,7 +34,8 @@ class CallbackList:
         for callback in callbacks:
             _check(callback)
         is_chief = model.strategy.workers.is_chief
-        self._callbacks = tuple(callback for callback in callbacks if is_chief or not callback.chief_only)
+        here = [callback for callback in callbacks if is_chief or not callback.chief_only]
+        self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
             _guarded(callback, "set_params", dict(params))
             _guarded(callback, "set_model", model)
@@ -51,6 +55,25 @@ class CallbackList:
         """Whether any callback needs the metrics of this batch."""
         return any(_guarded(callback, "wants_batch_logs") for callback in self._callbacks)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The callbacks' own states, by class and, from the second of a class on, number."""
+        return {name: _guarded(callback, "state_dict") for name, callback in self._named()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives the callbacks their states; those without one stay as they are."""
+        for name, callback in self._named():
+            if state.get(name):
+                _guarded(callback, "load_state_dict", state[name])
+
+    def _named(self) -> list[tuple[str, Callback]]:
+        seen: Counter[str] = Counter()
+        named: list[tuple[str, Callback]] = []
+        for callback in self._callbacks:
+            kind = type(callback).__name__
+            seen[kind] += 1
+            named.append((kind if seen[kind] == 1 else f"{kind} {seen[kind]}", callback))
+        return named
+
     def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
         """Calls the hook named ``hook``; each callback gets its own copy of the logs.
 
@@ -65,8 +88,8 @@ def _guarded(callback: Callback, hook: str, *args: Any) -> Any:
     method: Callable[..., Any] = getattr(callback, hook)
     try:
         return method(*args)
-    except (CallbackError, MissingExtraError):  # the latter is no fault of the callback, and names what to install
-        raise
+    except (CallbackError, MissingExtraError, CheckpointError, ClusterError):
+        raise  # the last three are no fault of the callback, and say themselves what to do
     except Exception as error:
         raise CallbackError(
             f"callback {type(callback).__name__}.{hook} raised {type(error).__name__}: {error}; "

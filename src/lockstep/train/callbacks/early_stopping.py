@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from lockstep.errors import ConfigError
@@ -91,6 +94,17 @@ class EarlyStopping(Callback):
             if says:
                 write_line(f"restoring the weights of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
             self.model.load_state_dict(self._best_weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and weights so far, and how long ago that was."""
+        names = ("best", "wait", "stopped_epoch", "best_epoch")
+        return {"weights": self._best_weights, **{name: getattr(self, name) for name in names}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on waiting where ``state_dict`` was taken."""
+        self._best_weights = state["weights"]
+        self.best, self.wait = state["best"], state["wait"]
+        self.stopped_epoch, self.best_epoch = state["stopped_epoch"], state["best_epoch"]
 
     def close(self) -> None:
         """Drops the kept weights."""
