@@ -1,0 +1,51 @@
+"""What docs/cluster.md, docs/security.md and the examples show is what the code reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.cluster.resolve import resolve_cluster
+
+ROOT = Path(__file__).parents[2]
+CLUSTER, SECURITY = ((ROOT / "docs" / name).read_text() for name in ("cluster.md", "security.md"))
+
+TF_CONFIGS = [text for text in re.findall(r"TF_CONFIG='(.*?)'", CLUSTER, re.DOTALL) if text != "..."]
+BY_HAND = re.findall(r"^(RANK=.*) python train.py", CLUSTER, re.MULTILINE)
+
+
+def test_the_texts_are_found():
+    assert (len(TF_CONFIGS), len(BY_HAND)) == (3, 2)
+
+
+@pytest.mark.parametrize(("text", "place"), list(zip(TF_CONFIGS, ((2, 0), (2, 1), (3, 1)), strict=True)))
+def test_every_tf_config_is_read(text: str, place: tuple[int, int]):
+    cluster = resolve_cluster({"TF_CONFIG": text})
+
+    assert cluster is not None
+    assert (cluster.num_workers, cluster.index) == place
+
+
+@pytest.mark.parametrize(("words", "index"), list(zip(BY_HAND, (0, 1), strict=True)))
+def test_torchruns_variables_by_hand_are_read(words: str, index: int):
+    cluster = resolve_cluster(dict(word.split("=", 1) for word in words.split()))
+
+    assert cluster is not None
+    assert (cluster.num_workers, cluster.index, cluster.chief_address) == (2, index, ("hosta", 29500))
+
+
+def test_the_network_policy_of_the_docs_is_that_of_the_example():
+    (shown,) = re.findall(r"```yaml\n(.*?)```", SECURITY, re.DOTALL)
+
+    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "examples/kubernetes/network-policy.yaml").read_text())
+
+
+def test_the_two_ends_of_the_tunnel_name_each_other():
+    ends = re.findall(r"Address = (\S+)/24\n.*?AllowedIPs = (\S+)/32\nEndpoint = (\S+):51820", SECURITY, re.DOTALL)
+    (own_a, peer_a, _), (own_b, peer_b, _) = ends
+
+    assert (own_a, own_b) == (peer_b, peer_a)
+    assert f"--hosts {own_a}:29500,{own_b}:29500 --index 0" in SECURITY
