@@ -54,7 +54,7 @@ def test_workers_at_different_calls_are_named_with_their_places(other: Record):
 
 
 def test_a_worker_that_is_an_exchange_behind_is_found():
-    with pytest.raises(CollectiveError, match="worker 1 .* its exchange 4"):
+    with pytest.raises(CollectiveError, match=r"worker 1 .* its exchange 4"):
         check_met([Record(name="a", sequence=5), Record(name="a", sequence=4)], NAMES[:2])
 
 
