@@ -61,10 +61,7 @@ class MirroredStrategy(Strategy):
                 f"{job.source} declares a job of {job.workers} workers, and MirroredStrategy would train one model in "
                 "each of them; use MultiWorkerMirroredStrategy, or start one process without those variables"
             )
-        observer = current_observer()
-        self._devices = resolve_devices(devices)
-        if observer is not None:
-            self._devices = observer.devices_chosen(self._devices)
+        self._devices = observed(resolve_devices(devices))
         self._workers = OneWorker(len(self._devices))
         self._runner = ReplicaRunner(
             self._devices, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s
@@ -100,6 +97,12 @@ class MirroredStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"MirroredStrategy([{', '.join(device.name for device in self._devices)}])"
+
+
+def observed(devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
+    """The devices that an observer wants in place of these; without one, these."""
+    observer = current_observer()
+    return devices if observer is None else observer.devices_chosen(devices)
 
 
 def check_timeout(name: str, seconds: float) -> None:

@@ -24,7 +24,7 @@ from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.mirrored import DEFAULT_TIMEOUT_S, check_timeout
+from lockstep.strategies.mirrored import DEFAULT_TIMEOUT_S, check_timeout, observed
 
 START_TIMEOUT_S = 600.0
 LOST_AFTER_S = 15.0
@@ -38,7 +38,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Every worker is a process that runs the same program; this constructor waits until all are there. The numbers are
     those of one device on the whole global batch, for any number of workers and replicas. A worker that fails, stops or
-    cannot be reached ends the job on all others with an error that names it.
+    cannot be reached ends the job on all others with an error that names it. Close the strategy at the end: until then,
+    or the end of the process, this worker is in the job.
 
     Args:
         devices: this worker's devices; None is every logical GPU, else every logical CPU device. Each worker's own
@@ -91,7 +92,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._bucket_bytes = int(bucket_mb * 2**20)
         self._travel_as = torch.bfloat16 if compression == "bf16" else None
         self._optimizers = 0
-        self._devices = resolve_devices(devices)
+        self._devices = observed(resolve_devices(devices))
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         self._membership = _join(self.cluster, self._devices, timeout_s, lost_after_s)
         self._workers = _workers(self._membership, self._devices, collective_timeout_s)
