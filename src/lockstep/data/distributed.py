@@ -6,22 +6,27 @@ Both can be iterated many times, and both read ahead. What the data is, and its 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
+from lockstep.data.file_shards import own_files
 from lockstep.data.input_context import InputContext
-from lockstep.data.position import RandomState, begin_again, passing_over, random_state
-from lockstep.data.prefetch import PASSED_OVER, ClosableIterator, read_ahead
-from lockstep.data.shards import join_batches, per_replica_batch
-from lockstep.data.transfer import Transfer
-from lockstep.errors import DataError
+from lockstep.data.meeting import Alone, Meeting, OwnBatches, SameBatches
+from lockstep.data.own_rows import OwnRows
+from lockstep.data.passes import Passes
+from lockstep.data.position import RandomState
+from lockstep.data.prefetch import ClosableIterator
+from lockstep.data.readers import CutBatches, LocalBatches, Reader, Rounds
+from lockstep.data.skipping import loads_by_index
+from lockstep.errors import ConfigError, DataError
+
+Shard = Literal["batch", "file", "off"]
 
 
 class DistributedDataset:
@@ -30,8 +35,17 @@ class DistributedDataset:
     Args:
         dataset: any iterable of global batches: a DataLoader, a list, a Hugging Face dataset in torch format whose
             items are batches. Iterated anew for each iteration of this object.
-        devices: the replicas' devices, in replica order.
+        devices: the local replicas' devices, in replica order.
+        workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
+        shard: what each worker takes of the data. "batch": its replicas' shards of every global batch, the same data
+            being on all workers. "file": the data is divided by ``dataset.shard(num_shards=, index=)`` first. "off":
+            all that its own dataset gives. With "file" and "off" a batch is divided among the worker's own replicas,
+            and workers whose data has ended give empty batches until the last one has ended.
         prefetch: how many batches to read ahead; 0 reads in the caller's thread.
+
+    Raises:
+        DataError: what is no iterable of batches, or cannot be divided so.
+        ConfigError: ``shard`` is unknown.
 
     Example:
         >>> import lockstep as ls, torch
@@ -40,13 +54,24 @@ class DistributedDataset:
         [(tensor([0, 1]),)]
     """
 
-    def __init__(self, dataset: Iterable[Any], devices: Sequence[LogicalDevice], *, prefetch: int = 2) -> None:
-        self._dataset = _checked(dataset)
-        self._devices = tuple(devices)
-        self._prefetch = prefetch
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        devices: Sequence[LogicalDevice],
+        *,
+        workers: Workers | None = None,
+        shard: Shard = "batch",
+        prefetch: int = 2,
+    ) -> None:
+        if shard not in get_args(Shard):
+            raise ConfigError(f'shard={shard!r} is unknown; choose "batch", "file" or "off"')
+        workers = workers or OneWorker(len(devices))
+        source = _checked(dataset)
+        reader = _shared_reader(source, workers) if shard == "batch" else _own_reader(source, workers, shard)
+        self._passes = Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch)
 
     def __iter__(self) -> ClosableIterator[Any]:
-        return self.iterate()
+        return self._passes.begin()
 
     def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
         """An iteration that goes on where another one stopped.
@@ -62,45 +87,52 @@ class DistributedDataset:
         Raises:
             DataError: the data holds other generators than ``random`` is about.
         """
-        transfer, replicas = Transfer(self._devices), len(self._devices)
-        begun = begin_again(self._dataset, random)
-        # iter() here and now, in the caller's thread: what it draws from torch's generator comes in program order.
-        source = passing_over(skip, iter(self._dataset))
-        placed = (batch if batch is PASSED_OVER else transfer(per_replica_batch(batch, replicas)) for batch in source)
-        return read_ahead(placed, self._prefetch, begun=begun)
+        return self._passes.begin(skip=skip, random=random)
 
     def random_state(self) -> RandomState:
         """The states of all generators that the data may draw from, now; for ``iterate``."""
-        return random_state(self._dataset)
+        return self._passes.random_state()
 
     def __len__(self) -> int:
-        return _length(self._dataset)
+        return self._passes.length()
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the data's sampler, where it shuffles by epoch, which one comes next."""
-        _set_epoch(self._dataset, epoch)
+        _set_epoch(self._passes.dataset, epoch)
 
 
 class PerReplicaDataset:
     """Batches that are per-replica already, taken in order: replica 0 gets the first, replica 1 the second, and so on.
 
-    Where the source ends in the middle of a round the remaining replicas get an empty batch.
+    Where the source ends in the middle of a round the remaining replicas get an empty batch, and so do all of a worker
+    whose source has ended while another's goes on.
 
     Args:
-        fn: called once, with this worker's ``InputContext``; returns an iterable of per-replica batches.
-        devices: the replicas' devices, in replica order.
+        fn: called once, with this worker's ``InputContext``; returns an iterable of per-replica batches for it.
+        devices: the local replicas' devices, in replica order.
+        workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
         prefetch: how many rounds to read ahead; 0 reads in the caller's thread.
     """
 
     def __init__(
-        self, fn: Callable[[InputContext], Iterable[Any]], devices: Sequence[LogicalDevice], *, prefetch: int = 2
+        self,
+        fn: Callable[[InputContext], Iterable[Any]],
+        devices: Sequence[LogicalDevice],
+        *,
+        workers: Workers | None = None,
+        prefetch: int = 2,
     ) -> None:
-        self._devices = tuple(devices)
-        self._dataset = _checked(fn(InputContext(num_replicas_in_sync=len(self._devices))))
-        self._prefetch = prefetch
+        workers = workers or OneWorker(len(devices))
+        context = InputContext(
+            num_input_pipelines=workers.size,
+            input_pipeline_id=workers.index,
+            num_replicas_in_sync=workers.num_replicas,
+        )
+        reader = Rounds(_checked(fn(context)), len(devices))
+        self._passes = Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch)
 
     def __iter__(self) -> ClosableIterator[Any]:
-        return self.iterate()
+        return self._passes.begin()
 
     def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
         """An iteration that goes on where another one stopped; see ``DistributedDataset.iterate``.
@@ -109,24 +141,40 @@ class PerReplicaDataset:
             skip: how many rounds to pass over.
             random: what ``random_state()`` gave when that iteration began, or None.
         """
-        transfer, replicas = Transfer(self._devices), len(self._devices)
-        begun = begin_again(self._dataset, random)
-        rounds = passing_over(skip, _rounds(iter(self._dataset), replicas))
-        placed = (
-            batches if batches is PASSED_OVER else transfer(join_batches(batches, replicas)) for batches in rounds
-        )
-        return read_ahead(placed, self._prefetch, begun=begun)
+        return self._passes.begin(skip=skip, random=random)
 
     def random_state(self) -> RandomState:
         """The states of all generators that the data may draw from, now; for ``iterate``."""
-        return random_state(self._dataset)
+        return self._passes.random_state()
 
     def __len__(self) -> int:
-        return math.ceil(_length(self._dataset) / len(self._devices))
+        return self._passes.length()
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the data's sampler, where it shuffles by epoch, which one comes next."""
-        _set_epoch(self._dataset, epoch)
+        _set_epoch(self._passes.dataset, epoch)
+
+
+def _shared_reader(dataset: Iterable[Any], workers: Workers) -> Reader:
+    if workers.size == 1:
+        return LocalBatches(dataset, workers.num_replicas)
+    if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
+        raise DataError(
+            "received a DataLoader whose DistributedSampler takes one worker's part of the data already; give one "
+            'without it, which Lockstep divides, or distribute it with shard="off"'
+        )
+    return OwnRows(dataset, workers) if loads_by_index(dataset) else CutBatches(dataset, workers)
+
+
+def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard) -> Reader:
+    own = own_files(dataset, workers) if shard == "file" else dataset
+    return LocalBatches(own, workers.replicas[workers.index])
+
+
+def _meeting(reader: Reader, workers: Workers) -> Meeting:
+    if workers.size == 1:
+        return Alone()
+    return SameBatches(workers) if isinstance(reader, (CutBatches, OwnRows)) else OwnBatches(workers, reader)
 
 
 @runtime_checkable
@@ -155,12 +203,6 @@ def _checked(dataset: Any) -> Iterable[Any]:
     return dataset  # type: ignore[return-value]  # what has __getitem__ alone is iterable too, by Python's old protocol
 
 
-def _length(dataset: Iterable[Any]) -> int:
-    if not isinstance(dataset, Sized):
-        raise TypeError(f"the number of batches is unknown: {type(dataset).__name__} has no len()")
-    return len(dataset)
-
-
 def _set_epoch(dataset: Iterable[Any], epoch: int) -> None:
     parts: list[Any] = [dataset]
     if isinstance(dataset, DataLoader):
@@ -168,8 +210,3 @@ def _set_epoch(dataset: Iterable[Any], epoch: int) -> None:
     for part in {id(part): part for part in parts}.values():
         if isinstance(part, _ShufflesByEpoch):
             part.set_epoch(epoch)
-
-
-def _rounds(source: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while batches := list(islice(source, size)):
-        yield batches

@@ -90,14 +90,19 @@ def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[
     return partial(set_default_state, callers) if _DEFAULT in random else None
 
 
+def check_skip(skip: int) -> None:
+    """Refuses what is no number of batches with a ConfigError."""
+    if type(skip) is not int or skip < 0:
+        raise ConfigError(f"skip={skip!r} is no number of batches; give 0 or more")
+
+
 def passing_over(skip: int, source: Iterator[T]) -> Iterator[T]:
     """The items of ``source``, the first ``skip`` of them ``PASSED_OVER``.
 
     Raises:
         ConfigError: ``skip`` is no number of batches.
     """
-    if type(skip) is not int or skip < 0:
-        raise ConfigError(f"skip={skip!r} is no number of batches; give 0 or more")
+    check_skip(skip)
     return chain((PASSED_OVER for _ in islice(source, skip)), source) if skip else source
 
 

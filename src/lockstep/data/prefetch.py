@@ -106,7 +106,11 @@ class _PrefetchIterator(Generic[T]):
             random.give_back()
 
     def _start(self, source: Iterator[T]) -> T:
-        first = next(source)
+        try:
+            first = next(source)
+        except StopIteration:
+            self._begun()
+            raise
         self._source, self._random = None, SourceRandom()
         self._begun()
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.

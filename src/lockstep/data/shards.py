@@ -8,12 +8,14 @@ The first replicas are full, the last short or empty; no row is dropped, padded 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.collectives.workers import Workers
 from lockstep.data.structure import map_leaves, named_leaves
 from lockstep.errors import DataError
 
@@ -61,6 +63,56 @@ def per_replica_batch(batch: Any, num_replicas: int) -> Any:
     return map_leaves(lambda _, leaf: PerReplica(_divide(leaf, sizes)), tensors)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LocalCut:
+    """One worker's part of the rows of a batch.
+
+    Args:
+        start: the first of them.
+        sizes: how many each local replica gets, in replica order.
+    """
+
+    start: int
+    sizes: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + sum(self.sizes)
+
+
+def local_cut(rows: int, workers: Workers) -> LocalCut:
+    """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
+
+    Example:
+        >>> from lockstep.collectives.workers import OneWorker
+        >>> local_cut(4, OneWorker(3))
+        LocalCut(start=0, sizes=(2, 2, 0))
+    """
+    sizes, first = shard_sizes(rows, workers.num_replicas), workers.first_replica
+    return LocalCut(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
+
+
+def local_shards(batch: Any, cut: Callable[[int], LocalCut]) -> Any:
+    """Some of the rows of a batch, as ``per_replica_batch`` divides all.
+
+    Args:
+        batch: as there.
+        cut: from the number of its rows to the part that is wanted.
+
+    Raises:
+        DataError: as there.
+    """
+    tensors = _with_tensors(batch)
+    part = cut(_rows(tensors))
+    return map_leaves(lambda _, leaf: PerReplica(_divide(_narrowed(leaf, part), part.sizes)), tensors)
+
+
+def emptied(batch: Any) -> Any:
+    """The batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
+    return map_leaves(lambda _, leaf: leaf[:0] if has_rows(leaf) else leaf, batch)
+
+
 def split_batch(batch: Any, num_replicas: int) -> list[Any]:
     """One batch per replica: ``per_replica_batch`` seen from each of them."""
     divided = per_replica_batch(batch, num_replicas)
@@ -79,7 +131,7 @@ def join_batches(batches: Sequence[Any], num_replicas: int) -> Any:
         DataError: the structures differ, or a leaf cannot be handed to a replica.
     """
     given = [_with_tensors(batch) for batch in batches]
-    empty = map_leaves(lambda _, leaf: leaf[:0] if has_rows(leaf) else leaf, given[0])
+    empty = emptied(given[0])
     flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]
     names = [[name for name, _ in leaves] for leaves in flat]
     for replica, other in enumerate(names):
@@ -99,6 +151,10 @@ def has_rows(leaf: Any) -> bool:
 
 def _divide(leaf: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
     return leaf.split(sizes) if has_rows(leaf) else (leaf,) * len(sizes)
+
+
+def _narrowed(leaf: Any, part: LocalCut) -> Any:
+    return leaf[part.start : part.stop] if has_rows(leaf) else leaf
 
 
 def _rows(tensors: Any) -> int:

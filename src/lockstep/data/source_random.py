@@ -8,8 +8,12 @@ the reading thread goes on from a copy of the default generator's state, in the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
+from lockstep.replicas.default_generator import own_generator
 from lockstep.replicas.random import DEFAULT_GENERATOR_LOCK, ReplicaRandom
 
 
@@ -45,3 +49,22 @@ def set_default_state(state: torch.Tensor) -> None:
     """Sets torch's default generator to what ``default_state`` gave."""
     with DEFAULT_GENERATOR_LOCK:
         torch.default_generator.set_state(state)
+
+
+@contextmanager
+def borrowed_default(generator: torch.Generator) -> Iterator[None]:
+    """Lets what draws from the default generator of this thread draw the numbers of ``generator`` instead.
+
+    In a thread that reads ahead, that is the source's generator; in the consumer's, torch's own.
+    """
+    here = own_generator.get()
+    lent = (here() if here is not None else None) or torch.default_generator
+    with DEFAULT_GENERATOR_LOCK:
+        state = lent.get_state()
+        lent.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        with DEFAULT_GENERATOR_LOCK:
+            generator.set_state(lent.get_state())
+            lent.set_state(state)

@@ -21,7 +21,7 @@ from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
+from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
@@ -213,15 +213,23 @@ class Strategy(ABC):
         self._mirrored.variables.add(made)
         return made
 
-    def distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
-        """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``."""
+    def distribute_dataset(self, dataset: Iterable[Any], *, shard: Shard = "batch") -> DistributedDataset:
+        """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
+
+        Every worker must call it, and iterate over what it gives in the same way.
+
+        Args:
+            dataset: any iterable of global batches.
+            shard: what each worker takes: its part of every batch ("batch"), its part of the files ("file"), or all of
+                a dataset of its own ("off").
+        """
         self._outside("distribute_dataset")
-        return DistributedDataset(dataset, self.devices)
+        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard)
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Iterable[Any]]) -> PerReplicaDataset:
         """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
         self._outside("distribute_datasets_from_function")
-        return PerReplicaDataset(fn, self.devices)
+        return PerReplicaDataset(fn, self.devices, workers=self.workers)
 
     def find_batch_size(
         self,
@@ -259,10 +267,15 @@ class Strategy(ABC):
             DeviceMemoryError: not even ``multiple_of`` examples fit.
             ConfigError: numbers that are no sizes, or a budget that cannot be kept.
             DataError: ``make_batch`` gives another number of rows than asked for.
-            UsageError: called inside a replica.
+            UsageError: called inside a replica, or in a job of several workers.
             BaseException: whatever else the step raises, unchanged; everything is put back then too.
         """
         self._outside("find_batch_size")
+        if self.workers.size > 1:
+            raise UsageError(
+                f"find_batch_size tries batches in one process, and this is a job of {self.workers.size} workers; find "
+                "the size on the devices of one worker with MirroredStrategy, and multiply it by the workers"
+            )
         bracket = Bracket(
             start=start, multiple_of=self.num_replicas_in_sync if multiple_of is None else multiple_of, limit=limit
         )

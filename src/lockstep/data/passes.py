@@ -1,0 +1,65 @@
+"""Iterations over one source, from its reader to the consumer.
+
+meeting.begin -> reader.begin -> transfer -> read ahead -> meeting.hand_out -> consumer
+consumer's thread ------------   reading thread ---------  consumer's thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.config import LogicalDevice
+from lockstep.data.meeting import Meeting
+from lockstep.data.position import RandomState, begin_again, random_state
+from lockstep.data.prefetch import ClosableIterator, read_ahead
+from lockstep.data.readers import Reader
+from lockstep.data.transfer import Transfer
+
+
+class Passes:
+    """Begins iterations; any number of them, also at once.
+
+    Args:
+        reader: reads this worker's part of the source.
+        meeting: what is said between the workers meanwhile.
+        devices: the local replicas' devices, in replica order.
+        prefetch: how many batches to read ahead; 0 reads in the caller's thread.
+    """
+
+    def __init__(self, reader: Reader, meeting: Meeting, devices: Sequence[LogicalDevice], *, prefetch: int) -> None:
+        self._reader = reader
+        self._meeting = meeting
+        self._devices = tuple(devices)
+        self._prefetch = prefetch
+
+    @property
+    def dataset(self) -> Iterable[Any]:
+        """The source, or this worker's part of it."""
+        return self._reader.dataset
+
+    def begin(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
+        """An iteration without its first ``skip`` batches; see ``DistributedDataset.iterate``."""
+        transfer = Transfer(self._devices)
+        begun = begin_again(self.dataset, random)
+        self._meeting.begin(self._reader)
+        # Begun here and now, in the caller's thread: what it draws from torch's generator comes in program order.
+        source = self._reader.begin(skip, transfer)
+        return self._meeting.hand_out(read_ahead(source, self._prefetch, begun=begun), transfer)
+
+    def random_state(self) -> RandomState:
+        """The states of all generators that the source may draw from, now."""
+        return random_state(self.dataset)
+
+    def length(self) -> int:
+        """The number of batches of an iteration.
+
+        Raises:
+            TypeError: it is unknown.
+        """
+        known = self._meeting.length(self._reader)
+        if known is None:
+            raise TypeError(f"the number of batches is unknown: {type(self.dataset).__name__} has no len()")
+        return known

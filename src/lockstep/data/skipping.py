@@ -1,0 +1,114 @@
+"""Going to a place in a source without reading what lies before, where that provably gives the same numbers.
+
+A DataLoader whose data set is of a known kind that draws nothing, and that collates as torch does, can pass over
+batches at its sampler. Everything else is read: a data set, a sampler or a ``collate_fn`` may draw at any time, from
+any generator there is.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from lockstep.data.position import check_skip, passing_over
+
+# They draw from torch's default generator at their first index, if at all, and not between batches.
+_DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+def begun_later(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
+    """A new iteration of ``dataset``, begun here and now, without its first ``skip`` items or with them PASSED_OVER."""
+    check_skip(skip)
+    if skip and loads_by_index(dataset) and draws_at_first(dataset):
+        return iter(rebuilt(dataset, _Later(index_batches(dataset), skip), dataset.generator))
+    return passing_over(skip, iter(dataset))
+
+
+def loads_by_index(dataset: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether this is a DataLoader that makes batches of a map-style data set in torch's own way."""
+    return (
+        isinstance(dataset, DataLoader)
+        and not isinstance(dataset.dataset, IterableDataset)
+        and dataset.batch_sampler is not None
+        and type(dataset).__iter__ is DataLoader.__iter__
+        and type(dataset)._get_iterator is DataLoader._get_iterator
+    )
+
+
+def index_batches(loader: DataLoader[Any]) -> Iterable[Any]:
+    """What gives the indices of each batch."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def rebuilt(
+    loader: DataLoader[Any], batch_sampler: Iterable[Any], generator: torch.Generator | None
+) -> DataLoader[Any]:
+    """``loader`` with another batch sampler, and another generator for the seeds of its processes; always in order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user's own loader has said all that there is to say
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=batch_sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            pin_memory_device=loader.pin_memory_device,
+        )
+
+
+class _Later:
+    """The batches of a batch sampler but for the first ones."""
+
+    def __init__(self, batches: Iterable[Any], skip: int) -> None:
+        self._batches = batches
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._batches), self._skip, None)
+
+
+def draws_at_first(loader: DataLoader[Any]) -> bool:
+    """Whether all that is drawn, beside the sampler's own generator, is drawn before the first batch is loaded."""
+    sampler = loader.batch_sampler
+    return (
+        type(sampler) is BatchSampler
+        and type(sampler.sampler) in _DRAW_AT_FIRST
+        and loader.collate_fn is default_collate
+        and _draws_nothing(loader.dataset)
+    )
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    if isinstance(dataset, Subset):
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(_draws_nothing(part) for part in dataset.datasets)
+    if type(dataset) in (TensorDataset, range, list, tuple):
+        return True
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and type(dataset) is datasets.Dataset and dataset.format["type"] != "custom"

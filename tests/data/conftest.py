@@ -1,0 +1,112 @@
+"""A group of workers without processes: threads that meet at a barrier and lay their records side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.collectives.record import Record, check_met
+from lockstep.collectives.workers import Wish, Workers
+
+LIMIT_S = 30.0
+
+
+class Group:
+    """Where the threads meet."""
+
+    def __init__(self, replicas: Sequence[int]) -> None:
+        self.replicas = tuple(replicas)
+        self.names = [f"worker {index}" for index in range(len(replicas))]
+        self.calls: list[str] = []
+        self._table: list[Any] = [None] * len(replicas)
+        self._barrier = threading.Barrier(len(replicas), timeout=LIMIT_S)
+
+    def meet(self, index: int, value: Any) -> list[Any]:
+        self._table[index] = value
+        self._barrier.wait()
+        values = list(self._table)
+        self._barrier.wait()
+        return values
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadWorkers(Workers):
+    """One thread's view of the group; what it does not need for data is not there."""
+
+    def __init__(self, group: Group, index: int) -> None:
+        super().__init__(index, group.replicas, group.names)
+        self.group = group
+        self.sequence = self.digest = 0
+
+    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+        mine = Record(name=name, sequence=self.sequence, numbers=tuple(map(float, numbers)), digest=self.digest)
+        records = self.group.meet(self.index, mine)
+        if self.is_chief:
+            self.group.calls.append(name)
+        check_met(records, self.names)
+        self.sequence, self.digest = self.sequence + 1, 0
+        return [record.numbers for record in records]
+
+    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+        self.exchange(name)
+        return self.group.meet(self.index, payload)
+
+    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def wish(self, what: Wish) -> None:
+        raise NotImplementedError
+
+    @property
+    def granted(self) -> Wish:
+        return Wish(0)
+
+    def attach(self, digest: int) -> None:
+        self.digest = hash((self.digest, digest)) & (2**63 - 1)
+
+    def doing(self, text: str) -> None:
+        pass
+
+
+RunWorkers = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def run_workers() -> RunWorkers:
+    """A function that runs ``fn(workers, *args)`` for each worker in a thread of its own, and gives their results.
+
+    The first worker's error is raised, as a note of the others'.
+    """
+
+    def run(replicas: Sequence[int], fn: Callable[..., Any], *args: Any) -> list[Any]:
+        group = Group(replicas)
+
+        def body(index: int) -> Any:
+            try:
+                return fn(ThreadWorkers(group, index), *args)
+            except BaseException:
+                group.abort()
+                raise
+
+        with ThreadPoolExecutor(len(replicas), thread_name_prefix="worker") as pool:
+            futures = [pool.submit(body, index) for index in range(len(replicas))]
+        errors = [error for future in futures if (error := future.exception())]
+        real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        if errors:
+            raise (real or errors)[0]
+        return [future.result() for future in futures]
+
+    return run
