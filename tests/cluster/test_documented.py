@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from lockstep.cli.app import parse
 from lockstep.cluster.resolve import resolve_cluster
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, SECURITY = ((ROOT / "docs" / name).read_text() for name in ("cluster.md", "security.md"))
 
 TF_CONFIGS = [text for text in re.findall(r"TF_CONFIG='(.*?)'", CLUSTER, re.DOTALL) if text != "..."]
+COMMANDS = re.findall(r"^lockstep (run .*?)(?:  +#.*)?$", CLUSTER + SECURITY, re.MULTILINE)
 BY_HAND = re.findall(r"^(RANK=.*) python train.py", CLUSTER, re.MULTILINE)
 
 
 def test_the_texts_are_found():
-    assert (len(TF_CONFIGS), len(BY_HAND)) == (3, 2)
+    assert (len(TF_CONFIGS), len(BY_HAND), len(COMMANDS)) == (3, 2, 7)
 
 
 @pytest.mark.parametrize(("text", "place"), list(zip(TF_CONFIGS, ((2, 0), (2, 1), (3, 1)), strict=True)))
@@ -35,6 +38,11 @@ def test_torchruns_variables_by_hand_are_read(words: str, index: int):
 
     assert cluster is not None
     assert (cluster.num_workers, cluster.index, cluster.chief_address) == (2, index, ("hosta", 29500))
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_command_of_the_launcher_is_one(words: str):
+    assert callable(parse(shlex.split(words)))  # it can be run, and was not
 
 
 def test_the_network_policy_of_the_docs_is_that_of_the_example():
