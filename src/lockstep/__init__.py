@@ -4,6 +4,7 @@ The names are those of ``tf.distribute`` where it has one, and PyTorch's otherwi
 """
 
 from lockstep import config, errors
+from lockstep.checkpoint import Checkpoint, CheckpointManager
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.reduction import ReduceOp
@@ -18,6 +19,7 @@ from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 from lockstep.strategies.scope import has_strategy, in_cross_replica_context
 from lockstep.train import History, Model, callbacks
 from lockstep.train.callbacks import (
+    BackupAndRestore,
     Callback,
     CSVLogger,
     EarlyStopping,
@@ -30,8 +32,11 @@ from lockstep.train.callbacks import (
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "BackupAndRestore",
     "CSVLogger",
     "Callback",
+    "Checkpoint",
+    "CheckpointManager",
     "ClusterSpec",
     "EarlyStopping",
     "History",

@@ -140,6 +140,11 @@ class CheckpointManager:
         if self._writer is not None:
             on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
 
+    def finish_writing(self) -> None:
+        """Waits on this worker alone, and raises nothing: for the way out of an error, when others may not be there."""
+        if self._writer is not None:
+            self._writer.join()
+
     def close(self) -> None:
         """``wait``, at the end. Every worker must call it."""
         self.wait()
@@ -157,8 +162,8 @@ class CheckpointManager:
     ) -> None:
         if error is None:
             self.close()
-        elif self._writer is not None:
-            self._writer.join()  # no word to the others: they may not be there to hear it
+        else:
+            self.finish_writing()
 
     def _write(self, contents: Contents) -> None:
         self._folder.write(contents)

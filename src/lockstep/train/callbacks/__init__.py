@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.train.callbacks.backup_and_restore import BackupAndRestore
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.callbacks.csv_logger import CSVLogger
@@ -12,6 +13,7 @@ from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.callbacks.tensorboard import TensorBoard
 
 __all__ = [
+    "BackupAndRestore",
     "CSVLogger",
     "Callback",
     "CallbackList",

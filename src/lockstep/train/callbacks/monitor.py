@@ -46,6 +46,11 @@ class Monitor:
         plain = self.name.removeprefix("val_")
         self._maximise = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
 
+    @property
+    def direction(self) -> Literal["min", "max"] | None:
+        """What is better; None where "auto" could not tell."""
+        return None if self._maximise is None else ("max" if self._maximise else "min")
+
     def read(self, logs: Logs) -> float | None:
         """The monitored number; None, with a warning that lists the names that exist, where the logs lack it."""
         if self.name in logs:
