@@ -38,6 +38,7 @@ EXPORTED = {"WORLD_SIZE": "3", "MASTER_ADDR": "n2", "MASTER_PORT": "23456"}  # w
         ({**TORCHRUN, **SLURM}, "torchrun"),  # a launcher inside a job step
         ({**SLURM, **EXPORTED}, "SLURM"),
         ({**EVALUATOR, **TORCHRUN}, "TF_CONFIG"),
+        ({**TWO_WORKERS, "RANK": "0", "WORLD_SIZE": "1"}, "TF_CONFIG"),  # a launcher around each worker alone
         ({"TF_CONFIG": "", **TORCHRUN}, "torchrun"),
     ],
 )
