@@ -6,17 +6,13 @@ ended, a limit on the whole, a way of stopping that leaves a worker time to save
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -24,12 +20,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 
-from lockstep.errors import ClusterError
+from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.deaths import Deaths
+from lockstep.launch.failures import Failure, Record, first_failure
+from lockstep.launch.places import record_path
+from lockstep.launch.surroundings import main_is_not_run_again
 
 _POLL_S = 0.02
 _LOST_RESULT_S = 1.0
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +44,45 @@ class Limits:
     stop_s: float = 30.0
     interrupt_s: float = 3.0
 
+    def __post_init__(self) -> None:
+        for name in ("run_s", "stop_s", "interrupt_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value} was given, expected seconds above 0")
+
+
+OnRestart = Callable[[Failure | None, int], None]
+"""Told about the failure after which all workers are started again, and how often that has been done."""
+
 
 class Agent(LocalElasticAgent):
     """One run of the workers of this host.
 
     Args:
         spec: what to start, how often, and how the launchers meet.
-        logs: where the workers' output goes.
+        logs: where the workers' output goes, and in whose folder they write down how they failed.
         start_method: of multiprocessing, for functions.
         limits: how long to wait.
+        on_restart: told before workers are started again.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, *, start_method: str, limits: Limits) -> None:
-        super().__init__(spec, logs, start_method=start_method, shutdown_timeout=int(limits.stop_s))
+    def __init__(
+        self, spec: WorkerSpec, logs: LogsSpecs, *, start_method: str, limits: Limits, on_restart: OnRestart
+    ) -> None:
+        super().__init__(spec, logs, start_method=start_method)
+        self._folder = Path(logs.root_log_dir)
         self._limits = limits
         self._until = None if limits.run_s is None else time.monotonic() + limits.run_s
+        self._on_restart = on_restart
         self._deaths: Deaths | None = None
         self._ended_ns: dict[int, int] = {}
+        self._attempt = -1  # not started yet
+
+    @property
+    def num_workers(self) -> int:
+        """The workers of all hosts; 0 before they have met."""
+        workers = self._worker_group.workers
+        return int(workers[0].world_size) if self._attempt >= 0 else 0
 
     @property
     def exit_codes(self) -> dict[int, int | None]:
@@ -74,51 +94,66 @@ class Agent(LocalElasticAgent):
             return {local: process.exitcode for local, process in enumerate(context._pc.processes)}
         return {}
 
-    @property
-    def ended_ns(self) -> dict[int, int]:
-        """When those workers ended that did so by themselves, in the last attempt."""
-        return self._ended_ns
-
-    @property
-    def first_worker(self) -> int:
-        """The number, among the workers of all hosts, of this host's first."""
+    def first_failure(self) -> Failure | None:
+        """The failure of the last attempt that came before all others on this host."""
         workers = self._worker_group.workers
-        return int(workers[0].global_rank) if workers else 0
+        first = int(workers[0].global_rank) if workers else 0
+        attempt = self._attempt
+        records = {local: Record.read(record_path(self._folder, first + local, attempt)) for local in self.exit_codes}
+        return first_failure(self.exit_codes, self._ended_ns, records, first_worker=first, attempt=attempt)
 
-    @property
-    def num_workers(self) -> int:
-        """The workers of all hosts."""
-        workers = self._worker_group.workers
-        return int(workers[0].world_size) if workers else 0
+    def kill(self) -> None:
+        """Ends what is still running, at once."""
+        self._stop_watching()
+        if any(code is None for code in self.exit_codes.values()):
+            super()._shutdown(signal.SIGKILL, 1)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stop_watching()
         self._ended_ns = {}
-        with _main_is_not_run_again():
+        self._attempt = self._restarts()
+        with main_is_not_run_again():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         self._deaths = Deaths(ids)
         return ids
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        failed = worker_group.state != WorkerState.HEALTHY  # else launchers joined or left
+        self._on_restart(self.first_failure() if failed else None, self._restarts())
+        super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._deaths is not None:
             self._ended_ns = self._deaths.ended_ns  # before torch ends the others
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY:
+            self._check_time()
             if self._lost_a_result():
                 return RunResult(state=WorkerState.UNHEALTHY)
-            if self._until is not None and time.monotonic() > self._until:
-                raise ClusterError(
-                    f"the {self.num_workers} workers had not ended after {self._limits.run_s:g} s and were ended;"
-                    " give them more time with timeout_s, or None for no limit"
-                )
+        for worker in result.failures:  # should torch have been the first to see it
+            local = worker - int(worker_group.workers[0].global_rank)
+            self._ended_ns.setdefault(local, time.monotonic_ns())
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._stop_watching()
-        limit = self._limits.interrupt_s if death_sig == signal.SIGINT else self._limits.stop_s
-        if self._pcontext is not None and self._pcontext.pids():
-            _ask_to_end(list(self._pcontext.pids().values()), death_sig, limit)
+        limit_s = self._limits.interrupt_s if death_sig == signal.SIGINT else self._limits.stop_s
+        running = [pid for local, pid in self._pids().items() if self.exit_codes.get(local) is None]
+        _ask_to_end(running, death_sig, limit_s)
         super()._shutdown(death_sig, 1)
+
+    def _pids(self) -> dict[int, int]:
+        return dict(self._pcontext.pids()) if self._pcontext is not None and self.exit_codes else {}
+
+    def _restarts(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    def _check_time(self) -> None:
+        if self._until is not None and time.monotonic() > self._until:
+            raise ClusterError(
+                f"the {self.num_workers} workers had not ended after {self._limits.run_s:g} s and were ended;"
+                " give them more time with timeout_s, or None for no limit"
+            )
 
     def _lost_a_result(self) -> bool:
         """Whether a function's process has been gone for a while without a result, which torch would wait for."""
@@ -149,52 +184,3 @@ def _ask_to_end(pids: list[int], sign: signal.Signals, limit_s: float) -> None:
     while len(deaths.ended_ns) < len(pids) and time.monotonic() < until:
         wait.wait(_POLL_S)
     deaths.close()
-
-
-@contextmanager
-def _main_is_not_run_again() -> Iterator[None]:
-    """While processes are started: hides from multiprocessing which file ``__main__`` was.
-
-    It would run that file again in every worker, to find functions there by name; ours come by value. So a script
-    needs no ``if __name__ == "__main__"``, and nothing that it does at its top is done N times over.
-    """
-    main = sys.modules["__main__"]
-    shown = ModuleType("__main__")
-    shown.__spec__ = None
-    sys.modules["__main__"] = shown
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-@contextmanager
-def signals_put_back() -> Iterator[None]:
-    """Puts the signal handlers back that were there before; torch sets its own and leaves them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {each: signal.getsignal(each) for each in _HANDLED}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-@contextmanager
-def torch_log(file: Path | None) -> Iterator[None]:
-    """Sends what torch's launcher logs to a file, or to nobody: what matters of it we say ourselves."""
-    handler = logging.NullHandler() if file is None else logging.FileHandler(file, delay=True)
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    before = [logger.propagate for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-        handler.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping
+import traceback as tracebacks
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,10 @@ class Record:
     traceback: str
 
     def write(self, path: Path) -> None:
-        """Writes it where ``read`` finds it."""
-        path.write_text(json.dumps(asdict(self)))
+        """Writes it where ``read`` finds it, whole or not at all."""
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
@@ -37,11 +41,20 @@ class Record:
             return None
 
     @classmethod
-    def of(cls, error: BaseException, traceback: str) -> Record:
-        """The record of an error that was raised just now."""
+    def of(cls, error: BaseException, *, hide: Collection[str]) -> Record:
+        """The record of an error that was raised just now.
+
+        Args:
+            error: what was raised.
+            hide: source files whose lines at the start of the traceback are left out.
+        """
+        at_ns = time.monotonic_ns()
+        shown = without_frames(error.__traceback__, hide)
         said = " ".join(str(error).split())
         return cls(
-            at_ns=time.monotonic_ns(), error=f"{type(error).__name__}: {said}".removesuffix(": "), traceback=traceback
+            at_ns=at_ns,
+            error=f"{type(error).__name__}: {said}".removesuffix(": "),
+            traceback="".join(tracebacks.format_exception(type(error), error, shown)),
         )
 
 
@@ -51,14 +64,14 @@ class Failure:
 
     Args:
         worker: its number among the workers of all hosts.
-        local: its number among those of this host.
+        attempt: how often the workers had been started again.
         exit_code: as ``subprocess`` gives it: negative for a signal; None where it had not ended.
         at_ns: when it failed: when it said so, else when it ended.
         record: what it wrote down; None if it was killed or ended without an error.
     """
 
     worker: int
-    local: int
+    attempt: int
     exit_code: int | None
     at_ns: int
     record: Record | None = None
@@ -82,6 +95,14 @@ class Failure:
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 
+def without_frames(traceback: TracebackType | None, files: Collection[str]) -> TracebackType | None:
+    """A traceback without its first lines, as far as they are in ``files``; whole if all of them are."""
+    shown = traceback
+    while shown is not None and shown.tb_frame.f_code.co_filename in files:
+        shown = shown.tb_next
+    return shown if shown is not None else traceback
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -90,7 +111,12 @@ def _signal_name(number: int) -> str:
 
 
 def first_failure(
-    exit_codes: Mapping[int, int | None], ended_ns: Mapping[int, int], records: Mapping[int, Record], first_worker: int
+    exit_codes: Mapping[int, int | None],
+    ended_ns: Mapping[int, int],
+    records: Mapping[int, Record | None],
+    *,
+    first_worker: int,
+    attempt: int,
 ) -> Failure | None:
     """The failure that came before all others of a host; those others are its victims as a rule. Pure.
 
@@ -99,15 +125,14 @@ def first_failure(
         ended_ns: when those ended that did so by themselves, not because the launcher ended them.
         records: what local workers wrote down.
         first_worker: the number, among the workers of all hosts, of this host's first.
+        attempt: how often they were started again.
     """
-    return min(_failures(exit_codes, ended_ns, records, first_worker), key=lambda f: f.at_ns, default=None)
-
-
-def _failures(
-    exit_codes: Mapping[int, int | None], ended_ns: Mapping[int, int], records: Mapping[int, Record], first_worker: int
-) -> Iterable[Failure]:
+    failures = []
     for local, code in exit_codes.items():
         record = records.get(local)
         at_ns = record.at_ns if record is not None else ended_ns.get(local)
-        if at_ns is not None and (record is not None or code != 0):
-            yield Failure(worker=first_worker + local, local=local, exit_code=code, at_ns=at_ns, record=record)
+        if at_ns is not None:
+            worker = first_worker + local
+            failures.append(Failure(worker=worker, attempt=attempt, exit_code=code, at_ns=at_ns, record=record))
+    # A function's process that ended with 0 ended before it returned; where another failed, that one is the cause.
+    return min(failures, key=lambda failure: (failure.exit_code == 0, failure.at_ns), default=None)

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.errors import ClusterError
-from lockstep.launch.agent import Agent, Limits, signals_put_back, torch_log
-from lockstep.launch.binding import LOOPBACK, listen, serve_store
+from lockstep.errors import ClusterError, ConfigError
+from lockstep.launch.agent import Limits
 from lockstep.launch.console import ChiefReader
-from lockstep.launch.failures import Failure, Record, first_failure
+from lockstep.launch.failures import Failure
 from lockstep.launch.function_worker import Call, occupy
+from lockstep.launch.job import START_METHOD, Ending, run_agent
 from lockstep.launch.logs import PipedLogs
-from lockstep.launch.places import error_path, record_path
-from lockstep.launch.rendezvous import FixedRendezvous
-from lockstep.launch.shares import gpu_shares, threads_each, visible_gpus
+from lockstep.launch.meeting import OneHost
+from lockstep.launch.places import error_path
+from lockstep.launch.shares import share_host, visible_gpus
 from lockstep.launch.streams import Streams
+from lockstep.launch.telling import tell_nobody
 from lockstep.launch.travel import pack_call, unpack
 
 # Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
-PRELOADED = ("torch", "torch.distributed", "lockstep", "lockstep.launch.function_worker")
-_STORE_TIMEOUT_S = 300.0
-_POLL_S = 0.05
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.launch.function_worker")
+_POLL_S = 0.02
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multiprocessing's RemoteTraceback
@@ -41,75 +41,79 @@ class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multipr
         return f'\n"""\n{self.args[0]}"""'
 
 
-def run_function(
-    fn: Callable[..., Any],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    *,
-    workers: int,
-    gpus_per_worker: int | None,
-    max_restarts: int,
-    timeout_s: float | None,
-    log_dir: Path | None,
-) -> Any:
-    """See ``lockstep.launch``."""
-    gpus = visible_gpus(os.environ, torch.cuda.device_count())
-    if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
-        call = Call(
-            payload=pack_call(fn, args, kwargs),
-            environment=dict(os.environ),
-            threads=threads_each(os.environ, len(os.sched_getaffinity(0)), workers),
-            gpus=gpu_shares(gpus, workers, gpus_per_worker) if gpus else (),
-            folder=Path(name),
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob:
+    """How a function is to be run.
+
+    Args:
+        workers: how many processes.
+        gpus_per_worker: GPUs that each sees; None divides all of them.
+        max_restarts: how often all are started again after one has failed.
+        limits: how long to wait.
+        log_dir: the folder of the log files; None keeps none.
+    """
+
+    workers: int
+    gpus_per_worker: int | None = None
+    max_restarts: int = 0
+    limits: Limits
+    log_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"workers={self.workers} was given, expected at least 1; say how many processes to start")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts} was given, expected 0 or more")
+
+    def run(self, fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+        """See ``lockstep.launch``."""
+        shares = share_host(
+            os.environ,
+            workers=self.workers,
+            cores=len(os.sched_getaffinity(0)),
+            gpus=visible_gpus(os.environ, torch.cuda.device_count()),
+            gpus_per_worker=self.gpus_per_worker,
         )
-        limits = Limits(run_s=timeout_s)
-        return _run(call, workers, max_restarts=max_restarts, limits=limits, log_dir=log_dir)
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
+            call = Call(
+                payload=pack_call(fn, args, kwargs),
+                environment=dict(os.environ),
+                share_variables=frozenset(shares[0]),
+                folder=Path(name),
+            )
+            ending = self._run(call, shares)
+            return _result(ending, call.folder)
+
+    def _run(self, call: Call, shares: tuple[Mapping[str, str], ...]) -> Ending:
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=self.workers,
+            entrypoint=occupy,
+            args=(call,),
+            rdzv_handler=OneHost().meet(tell_nobody),
+            max_restarts=self.max_restarts,
+            monitor_interval=_POLL_S,
+        )
+        if self.log_dir is not None:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+        multiprocessing.get_context(START_METHOD).set_forkserver_preload(list(PRELOADED))
+        with closing(Streams(call.folder, logs=self.log_dir, reader=ChiefReader())) as streams:
+            logs = PipedLogs(streams, shares=shares, folder=call.folder, opened_by_agent=False)
+            return run_agent(spec, logs, limits=self.limits, on_restart=lambda failure, restarts: None)
 
 
-def _run(call: Call, workers: int, *, max_restarts: int, limits: Limits, log_dir: Path | None) -> Any:
-    store = serve_store(listen(LOOPBACK, 0), timeout_s=_STORE_TIMEOUT_S)
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=workers,
-        entrypoint=occupy,
-        args=(call,),
-        rdzv_handler=FixedRendezvous(store, host=LOOPBACK, port=store.port, job_id=uuid.uuid4().hex),
-        max_restarts=max_restarts,
-        monitor_interval=_POLL_S,
-    )
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    with (
-        closing(Streams(call.folder, logs=log_dir, reader=ChiefReader())) as streams,
-        torch_log(None),
-        signals_put_back(),
-    ):
-        logs = PipedLogs(streams, call.folder, opened_by_agent=False)
-        agent = Agent(spec, logs, start_method="forkserver", limits=limits)
-        try:
-            result = agent.run()
-        except SignalException as error:
-            if error.sigval == 2:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
-    if result.is_failed():
-        _raise(agent, call.folder, workers)
-    return unpack(result.return_values[0])
+def _result(ending: Ending, folder: Path) -> Any:
+    if ending.sign is not None:
+        signal.raise_signal(ending.sign)  # to whom it was meant for: KeyboardInterrupt, or the end of this process
+        raise ClusterError(f"the workers were ended: {ending.sign.name} came; start them again")
+    if ending.failure is not None:
+        _raise(ending.failure, ending.num_workers, folder)
+    return unpack(ending.values[0])
 
 
-def _raise(agent: Agent, folder: Path, workers: int) -> NoReturn:
-    records = {local: Record.read(record_path(folder, local)) for local in range(workers)}
-    failure = first_failure(
-        agent.exit_codes,
-        agent.ended_ns,
-        {local: record for local, record in records.items() if record is not None},
-        agent.first_worker,
-    )
-    if failure is None:
-        raise ClusterError(f"the {workers} workers were ended without one of them having failed; start them again")
-    cause = _cause(failure, error_path(folder, failure.local))
-    raise ClusterError(f"worker {failure.worker} of {workers} {failure.what}") from cause
+def _raise(failure: Failure, num_workers: int, folder: Path) -> NoReturn:
+    cause = _cause(failure, error_path(folder, failure.worker, failure.attempt))
+    raise ClusterError(f"worker {failure.worker} of {num_workers} {failure.what}") from cause
 
 
 def _cause(failure: Failure, path: Path) -> BaseException | None:

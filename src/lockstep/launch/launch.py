@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lockstep.errors import ConfigError
-
 R = TypeVar("R")
 
 
@@ -48,18 +46,15 @@ def launch(
         >>> ls.launch(lambda: os.environ["RANK"], workers=2)
         '0'
     """
-    if workers < 1:
-        raise ConfigError(f"workers={workers} was given, expected at least 1; say how many processes to start")
-    from lockstep.launch.function_job import run_function  # torch's launcher takes 0.1 s to import
+    from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
+    from lockstep.launch.function_job import FunctionJob
 
-    result: R = run_function(
-        fn,
-        tuple(args),
-        dict(kwargs or {}),
+    job = FunctionJob(
         workers=workers,
         gpus_per_worker=gpus_per_worker,
         max_restarts=max_restarts,
-        timeout_s=timeout_s,
+        limits=Limits(run_s=timeout_s),
         log_dir=None if log_dir is None else Path(log_dir),
     )
+    result: R = job.run(fn, tuple(args), dict(kwargs or {}))
     return result

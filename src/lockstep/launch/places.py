@@ -1,4 +1,4 @@
-"""Where the launcher and its workers meet: the names of files in the run's private folder, and of variables."""
+"""Where the launcher and its workers meet: the names of files of a run, and of variables. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ AGENT_VARIABLES = frozenset(
         "ROLE_NAME",
         "ROLE_RANK",
         "ROLE_WORLD_SIZE",
-        "TORCHELASTIC_ERROR_FILE",
         "TORCHELASTIC_MAX_RESTARTS",
         "TORCHELASTIC_RESTART_COUNT",
         "TORCHELASTIC_RUN_ID",
@@ -28,11 +27,26 @@ AGENT_VARIABLES = frozenset(
 """What torch's agent sets for every worker."""
 
 
-def record_path(folder: Path, local: int) -> Path:
-    """Where a worker of this host writes down how it failed."""
-    return folder / f"failure-{local}.json"
+def log_path(folder: Path, worker: int, attempt: int) -> Path:
+    """What a worker printed: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
+    return _path(folder, worker, attempt, "log")
 
 
-def error_path(folder: Path, local: int) -> Path:
+def record_path(folder: Path, worker: int, attempt: int) -> Path:
+    """Where a worker writes down how it failed."""
+    return _path(folder, worker, attempt, "failure.json")
+
+
+def error_path(folder: Path, worker: int, attempt: int) -> Path:
     """Where it leaves the exception itself."""
-    return folder / f"failure-{local}.pickle"
+    return _path(folder, worker, attempt, "failure.pickle")
+
+
+def pipe_path(folder: Path, worker: int, attempt: int, stream: str) -> Path:
+    """A pipe of a worker that is no child of the launcher."""
+    return _path(folder, worker, attempt, stream)
+
+
+def _path(folder: Path, worker: int, attempt: int, ending: str) -> Path:
+    stem = f"worker-{worker}" if attempt == 0 else f"worker-{worker}.attempt-{attempt}"
+    return folder / f"{stem}.{ending}"

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from lockstep.cluster.store import bind_to, serve
+from lockstep.errors import ClusterError
+
+_GAVE_UP, _READ = "lockstep/gave_up", "lockstep/read"
+_READ_LIMIT_S, _POLL_S = 2.0, 0.02
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -48,8 +58,38 @@ class FixedRendezvous(RendezvousHandler):
         """Nobody else could join."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody else can join."""
-        return 0
+        """Nobody else can join; but a launcher that gave up has said so, and why. The agent asks at every look.
+
+        Raises:
+            ClusterError: one has, or the store has ended with the launcher that served it.
+        """
+        if self._hosts == 1:
+            return 0
+        try:
+            if not self._store.check([_GAVE_UP]):
+                return 0
+            cause = self._store.get(_GAVE_UP).decode()
+            self._store.add(_READ, 1)
+        except RuntimeError as error:
+            raise ClusterError(
+                "the launcher of host 0, which serves the store, has ended; its terminal says why"
+            ) from error
+        raise ClusterError(cause)
+
+    def give_up(self, cause: str) -> None:
+        """Tells the other launchers why this one's workers will not go on; the first cause stays.
+
+        The one that serves the store waits a moment until the others have read it.
+        """
+        if self._hosts == 1:
+            return
+        try:
+            self._store.compare_set(_GAVE_UP, "", f"{cause} (host {self._index})")
+            until = time.monotonic() + _READ_LIMIT_S
+            while self._index == 0 and self._store.add(_READ, 0) < self._hosts - 1 and time.monotonic() < until:
+                threading.Event().wait(_POLL_S)
+        except RuntimeError:
+            return  # the store has ended: the others know
 
     def get_run_id(self) -> str:
         """The job's id, which the workers find in TORCHELASTIC_RUN_ID."""
@@ -58,3 +98,20 @@ class FixedRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """The store ends with the last reference to it."""
         return True
+
+
+class FreshStores(DynamicRendezvousHandler):
+    """torch's dynamic rendezvous; each round's workers get a store of their own, which listens on one address.
+
+    torch makes that store once, on all interfaces, and keeps it when launchers come or go. A round that follows such a
+    change counts as no restart, so its workers would read what those of the round before had written.
+    """
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meets the other launchers; the first of them serves a new store."""
+        self._bootstrap_store_info = None
+        self._shared_tcp_store_server = None
+        return super().next_rendezvous()
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Store:
+        return serve(bind_to(master_addr, master_port, "this launcher's store"))

@@ -12,51 +12,58 @@ def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...
 
     Args:
         environment: of the process.
-        present: how many there are without that variable.
+        present: how many torch sees.
     """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return tuple(str(number) for number in range(present))
-    return tuple(name.strip() for name in named.split(",") if name.strip() and name.strip() != "-1")
+    return tuple(name.strip() for name in named.split(",") if name.strip())[:present]
 
 
-def gpu_shares(gpus: Sequence[str], workers: int, gpus_per_worker: int | None = None) -> tuple[tuple[str, ...], ...]:
-    """The GPUs of every worker of a host, in worker order: neighbours, each GPU at one worker only.
+def share_host(
+    environment: Mapping[str, str], *, workers: int, cores: int, gpus: Sequence[str], gpus_per_worker: int | None
+) -> tuple[dict[str, str], ...]:
+    """The variables that give every worker of a host its share, in worker order.
+
+    Cores: OMP_NUM_THREADS, all cores divided by the workers, unless the user has set it. GPUs: CUDA_VISIBLE_DEVICES,
+    neighbours, each GPU at one worker alone. A worker that sees only its own finds them as its GPUs 0 and on, so
+    LOCAL_RANK is 0, as under torchrun's --virtual-local-rank: a program that takes GPU LOCAL_RANK takes its own.
 
     Args:
-        gpus: the names of those there are.
-        workers: how many share them.
+        environment: the launcher's.
+        workers: how many share the host.
+        cores: that the launcher may use.
+        gpus: the names of those it may use.
         gpus_per_worker: how many each gets, 0 for none; None divides all of them.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few GPUs.
     """
-    if gpus_per_worker is None and gpus and workers > len(gpus):
+    threads = {} if environment.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, cores // workers))}
+    if not gpus and not gpus_per_worker:
+        return tuple(dict(threads) for _ in range(workers))
+    return tuple({**threads, **_gpu_variables(share)} for share in _divide(gpus, workers, gpus_per_worker))
+
+
+def _divide(gpus: Sequence[str], workers: int, gpus_per_worker: int | None) -> list[Sequence[str]]:
+    if gpus_per_worker is None and workers > len(gpus):
         raise ConfigError(
-            f"workers={workers} were asked for and there are {len(gpus)} GPUs; expected at least one GPU for each,"
-            f" since NCCL takes one worker per GPU: start {len(gpus)} workers, or give gpus_per_worker=0 to train on"
-            " the CPU"
+            f"{workers} workers were asked for and there {_are(len(gpus))}, expected one for each, since NCCL takes one"
+            f" worker per GPU; start {len(gpus)}, or give 0 GPUs per worker to train on the CPU"
         )
     each = len(gpus) // workers if gpus_per_worker is None else gpus_per_worker
-    if each * workers > len(gpus):
+    if each < 0 or each * workers > len(gpus):
         raise ConfigError(
-            f"gpus_per_worker={each} for {workers} workers needs {each * workers} GPUs and there are {len(gpus)};"
-            " start fewer workers or give each fewer"
+            f"{each} GPUs for each of {workers} workers were asked for and there {_are(len(gpus))}; start fewer workers"
+            " or give each fewer"
         )
-    return tuple(tuple(gpus[worker * each : (worker + 1) * each]) for worker in range(workers))
+    return [gpus[worker * each : (worker + 1) * each] for worker in range(workers)]
 
 
-def gpu_variables(share: Sequence[str]) -> dict[str, str]:
-    """The variables of a worker that is to see ``share`` alone.
+def _are(gpus: int) -> str:
+    return "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
 
-    They are its GPUs 0 and on, so LOCAL_RANK is 0, as under torchrun's --virtual-local-rank: a program that takes GPU
-    LOCAL_RANK takes its own.
-    """
+
+def _gpu_variables(share: Sequence[str]) -> dict[str, str]:
     shown = {"CUDA_VISIBLE_DEVICES": ",".join(share)}
     return {**shown, "LOCAL_RANK": "0"} if share else shown
-
-
-def threads_each(environment: Mapping[str, str], cores: int, workers: int) -> int:
-    """The intra-op threads of each worker: its part of the cores, or what the user has set in OMP_NUM_THREADS."""
-    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, cores // workers)

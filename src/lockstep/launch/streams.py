@@ -1,10 +1,8 @@
 """What the workers say: into a log file each, and on to whoever reads along, as it comes.
 
-    worker 1: stdout --> pipe ---+                     +--> worker-1.log   stdout and stderr in one, as they came
-                                 +--> Streams (thread) +
-    worker 1: stderr --> pipe ---+                     +--> Reader: the terminal, a notebook, nobody
-
-The pipes have names, since a worker need not be a child of this process.
+worker 1: stdout --> pipe ---+                     +--> worker-1.log   stdout and stderr in one, as they came
+                             +--> Streams (thread) +
+worker 1: stderr --> pipe ---+                     +--> Reader: the terminal, a notebook, nobody
 """
 
 from __future__ import annotations
@@ -17,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from lockstep.launch.places import log_path, pipe_path
+
 Stream = Literal["out", "err"]
+STREAMS: tuple[Stream, Stream] = ("out", "err")
 _CHUNK = 1 << 16
 
 
@@ -35,18 +36,18 @@ class Reader(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """The two pipes of one worker, by name.
+    """The two pipes of one worker, as paths to open for writing.
 
     Args:
         out: for its standard output.
         err: for its standard error.
     """
 
-    out: Path
-    err: Path
+    out: str
+    err: str
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Source:
     worker: int
     stream: Stream
@@ -57,31 +58,42 @@ class Streams:
     """Reads the pipes of all workers, in a thread of its own. Whoever made it calls ``close`` when they have ended.
 
     Args:
-        folder: where the pipes are made; private to this run.
+        folder: for pipes that need a name.
         logs: the folder of the log files; None keeps none.
         reader: who reads along.
     """
 
     def __init__(self, folder: Path, *, logs: Path | None, reader: Reader) -> None:
         self._folder, self._logs, self._reader = folder, logs, reader
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, _Source] = {}  # by reading end
+        self._held: list[int] = []  # writing ends, so that a pipe is never at its end while it is read
         self._files: list[BinaryIO] = []
         self._wake_read, self._wake_write = os.pipe()
-        self._changed = threading.Lock()
+        self._changing = threading.Lock()
         self._thread = threading.Thread(target=self._forward, name="lockstep-launch-streams", daemon=True)
         self._thread.start()
 
-    def open(self, worker: int, attempt: int) -> Channel:
-        """Makes the pipes of a worker and begins to read them."""
+    def open(self, worker: int, attempt: int, *, named: bool) -> Channel:
+        """Makes the pipes of a worker and begins to read them.
+
+        Args:
+            worker: its number among the workers of all hosts.
+            attempt: how often it was started again.
+            named: it opens them by itself; else this process does, and hands them over.
+        """
         log = None
         if self._logs is not None:
-            log = (self._logs / log_name(worker, attempt)).open("wb", buffering=0)
+            log = log_path(self._logs, worker, attempt).open("ab", buffering=0)
             self._files.append(log)
-        channel = channel_of(self._folder, worker, attempt)
-        self._read(channel.out, _Source(worker=worker, stream="out", log=log))
-        self._read(channel.err, _Source(worker=worker, stream="err", log=log))
+        paths: dict[Stream, str] = {}
+        for stream in STREAMS:
+            reading, writing, paths[stream] = self._pipe(worker, attempt, stream, named=named)
+            os.set_blocking(reading, False)
+            with self._changing:
+                self._held.append(writing)
+                self._sources[reading] = _Source(worker=worker, stream=stream, log=log)
         os.write(self._wake_write, b"+")
-        return channel
+        return Channel(out=paths["out"], err=paths["err"])
 
     def close(self) -> None:
         """Takes what has been said and not read yet, and ends the thread.
@@ -90,60 +102,50 @@ class Streams:
         """
         os.write(self._wake_write, b"-")
         self._thread.join()
-        for handle in (*self._sources, self._wake_read, self._wake_write):
+        for handle in (*self._sources, *self._held, self._wake_read, self._wake_write):
             os.close(handle)
         for file in self._files:
             file.close()
 
-    def _read(self, path: Path, source: _Source) -> None:
+    def _pipe(self, worker: int, attempt: int, stream: Stream, *, named: bool) -> tuple[int, int, str]:
+        if not named:
+            reading, writing = os.pipe()
+            return reading, writing, f"/dev/fd/{writing}"
+        path = pipe_path(self._folder, worker, attempt, stream)
+        path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with self._changed:
-            self._sources[handle] = source
+        reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        return reading, os.open(path, os.O_WRONLY), str(path)
 
     def _forward(self) -> None:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
-        closing = False
-        while not closing:
+        while True:
             ready = {handle for handle, _ in poll.poll()}
             if self._wake_read in ready:
                 closing = b"-" in os.read(self._wake_read, _CHUNK)
-                self._register(poll)
-                ready = set(self._sources) if closing else ready
-            # Pipes are opened in the order out, err: what a worker printed before it raised comes before its traceback.
-            for handle in sorted(ready & set(self._sources)):
-                while self._take(poll, handle) and closing:
-                    pass
+                with self._changing:
+                    known = list(self._sources)
+                if closing:
+                    break
+                for handle in known:
+                    poll.register(handle, select.POLLIN)
+            # In the order out, err: what a worker printed before it raised comes before its traceback.
+            for handle in sorted(ready - {self._wake_read}):
+                self._take(handle)
+        for handle in known:
+            while self._take(handle):
+                pass
         self._reader.finish()
 
-    def _register(self, poll: select.poll) -> None:
-        with self._changed:
-            for handle in self._sources:
-                poll.register(handle, select.POLLIN)
-
-    def _take(self, poll: select.poll, handle: int) -> bool:
+    def _take(self, handle: int) -> bool:
         """Reads what is there, once; whether there was anything."""
         source = self._sources[handle]
         try:
             data = os.read(handle, _CHUNK)
         except BlockingIOError:
             return False
-        if not data:
-            poll.unregister(handle)
-            return False
         if source.log is not None:
             source.log.write(data)
         self._reader.read(source.worker, source.stream, data)
         return True
-
-
-def log_name(worker: int, attempt: int) -> str:
-    """The log file of a worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
-    return f"worker-{worker}.log" if attempt == 0 else f"worker-{worker}.attempt-{attempt}.log"
-
-
-def channel_of(folder: Path, worker: int, attempt: int) -> Channel:
-    """The pipes of a worker, by name."""
-    stem = folder / f"worker-{worker}-{attempt}"
-    return Channel(out=stem.with_suffix(".out"), err=stem.with_suffix(".err"))

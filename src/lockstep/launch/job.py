@@ -1,0 +1,67 @@
+"""One run of an agent from its start to its end, and what is left to say about it. For functions and programs alike."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from lockstep.launch.agent import Agent, Limits, OnRestart
+from lockstep.launch.failures import Failure
+from lockstep.launch.logs import PipedLogs
+from lockstep.launch.rendezvous import FixedRendezvous
+from lockstep.launch.surroundings import signals_put_back, torch_is_quiet
+
+START_METHOD = "forkserver"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How the workers of this host ended.
+
+    Args:
+        num_workers: how many there were on all hosts.
+        values: what functions returned, by worker.
+        failure: the first failure of the last attempt; None where they did not fail.
+        sign: the signal that ended the launcher; None where none did.
+        exit_codes: of all workers of this host, by local number.
+    """
+
+    num_workers: int
+    values: Mapping[int, Any]
+    failure: Failure | None
+    sign: signal.Signals | None
+    exit_codes: Mapping[int, int | None]
+
+
+def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: OnRestart) -> Ending:
+    """Starts the workers of this host and stays until all have ended; none outlives the call.
+
+    Raises:
+        ClusterError: they took longer than ``limits`` allow.
+    """
+    values: Mapping[int, Any] = {}
+    failure = sign = None
+    with torch_is_quiet(), signals_put_back():
+        agent = Agent(spec, logs, start_method=START_METHOD, limits=limits, on_restart=on_restart)
+        try:
+            result = agent.run()
+            if result is not None:
+                values = result.return_values
+                failure = agent.first_failure() if result.is_failed() else None
+                _tell_the_others(spec, agent, failure)
+        except SignalException as error:
+            sign = error.sigval
+        finally:
+            agent.kill()
+            spec.rdzv_handler.shutdown()
+    return Ending(num_workers=agent.num_workers, values=values, failure=failure, sign=sign, exit_codes=agent.exit_codes)
+
+
+def _tell_the_others(spec: WorkerSpec, agent: Agent, failure: Failure | None) -> None:
+    if failure is not None and isinstance(spec.rdzv_handler, FixedRendezvous):
+        spec.rdzv_handler.give_up(f"worker {failure.worker} of {agent.num_workers} {failure.what}")

@@ -1,0 +1,62 @@
+"""What torch's launcher does to the process around it, undone: signal handlers, messages, ``__main__`` run again."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
+
+
+@contextmanager
+def main_is_not_run_again() -> Iterator[None]:
+    """While processes are started: hides from multiprocessing which file ``__main__`` was.
+
+    It would run that file again in every worker, to find functions there by name; ours come by value. So a script
+    needs no ``if __name__ == "__main__"``, and nothing that it does at its top is done N times over.
+    """
+    main = sys.modules["__main__"]
+    shown = ModuleType("__main__")
+    shown.__spec__ = None
+    sys.modules["__main__"] = shown
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def signals_put_back() -> Iterator[None]:
+    """Puts the signal handlers back that were there before; torch sets its own and leaves them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.getsignal(each) for each in _HANDLED}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def torch_is_quiet() -> Iterator[None]:
+    """Keeps what torch's launcher logs from the terminal: what matters of it we say ourselves."""
+    handler = logging.NullHandler()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
