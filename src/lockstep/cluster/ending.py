@@ -22,11 +22,13 @@ class Ending:
 
     Args:
         worker: whose end it was, for those who need not wait for it any longer.
+        found_by: the worker that says so.
         reason: the one sentence that all workers raise.
         trace: the last lines of the failed worker's traceback, if it failed by an exception.
     """
 
     worker: int
+    found_by: int
     reason: str
     trace: str = ""
 
@@ -47,7 +49,9 @@ def read_ending(text: str) -> Ending:
     try:
         return Ending(**json.loads(text))
     except (ValueError, TypeError):
-        return Ending(worker=-1, reason=f"the job was ended, with words that cannot be read: {text[:200]!r}")
+        return Ending(
+            worker=-1, found_by=-1, reason=f"the job was ended, with words that cannot be read: {text[:200]!r}"
+        )
 
 
 def describe_failure(name: str, error: BaseException, doing: str) -> str:

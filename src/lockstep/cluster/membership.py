@@ -55,7 +55,7 @@ class Membership:
 
     def __init__(self, spec: ClusterSpec, entered: Entered, lost_after_s: float) -> None:
         self._spec = spec
-        self._entered = entered
+        self._cards, self._place, self._route = entered.cards, entered.place, entered.route
         self._names = tuple(
             spec.name(card.index) if spec.workers[card.index] else f"worker {card.index} ({card.host})"
             for card in entered.cards
@@ -85,12 +85,12 @@ class Membership:
     @property
     def infos(self) -> tuple[Mapping[str, int], ...]:
         """Every worker's ``info``, in worker order."""
-        return tuple(card.info for card in self._entered.cards)
+        return tuple(card.info for card in self._cards)
 
     @property
     def address(self) -> str:
         """The IP address of this machine that listeners bind to."""
-        return self._entered.cards[self._spec.index].address
+        return self._cards[self._spec.index].address
 
     def store(self, prefix: str) -> Store:
         """A client of the job's store with a connection of its own, for a process group.
@@ -98,7 +98,7 @@ class Membership:
         Args:
             prefix: equal on all workers, and another for every group.
         """
-        return PrefixStore(f"{self._entered.place.prefix}/groups/{prefix}", self._entered.route.connect())
+        return PrefixStore(f"{self._place.prefix}/groups/{prefix}", self._route.connect())
 
     def doing(self, text: str) -> None:
         """Notes what this worker does now; it goes out with the next beat. Costs nothing."""
@@ -123,11 +123,12 @@ class Membership:
 
     def failed(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``. The first cause of a job's end is kept, by all."""
+        own = self._spec.index
         if isinstance(error, WorkerEndedError):  # says itself who ended, and for whom that was too early
             reason = str(error)
         else:
-            reason = describe_failure(self._names[self._spec.index], error, self._watch.doing)
-        self._watch.end_job(Ending(worker=self._spec.index, reason=reason, trace=shorten_traceback(error)))
+            reason = describe_failure(self._names[own], error, self._watch.doing)
+        self._watch.end_job(Ending(worker=own, found_by=own, reason=reason, trace=shorten_traceback(error)))
 
     def subscribe(self, callback: Callable[[ClusterError], None]) -> None:
         """Has ``callback`` called once with the error, in the watch's thread, when another worker is lost or fails.

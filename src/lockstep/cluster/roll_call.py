@@ -67,6 +67,7 @@ class RollCall:
         self._run = run
         self._deadline = deadline
         self._seated = False
+        self._full: tuple[tuple[str, ...], list[int]] | None = None
         self._beat = 0
         self._peers = Peers(spec.num_workers, spec.index, time.monotonic())
 
@@ -93,7 +94,9 @@ class RollCall:
                 reason = str(error)
                 if not isinstance(error, ClusterError):
                     reason = describe_failure(self._spec.name(0), error, "the roll call")
-                self._line.call(lambda store: self._place.end(store, Ending(worker=0, reason=reason)), _ANSWER_S)
+                self._line.call(
+                    lambda store: self._place.end(store, Ending(worker=0, found_by=0, reason=reason)), _ANSWER_S
+                )
                 self._linger()
             else:
                 self._line.call(lambda store: store.compare_set(self._seat, self._text, ""), _ANSWER_S)
@@ -137,11 +140,18 @@ class RollCall:
         self._compare(cards)
         silent = self._peers.all_silent(time.monotonic(), SILENT_S)
         missing = [index for index in range(self._spec.num_workers) if index not in cards or index in silent]
-        if not missing and self._spec.index == 0:
+        if not missing and self._spec.index == 0 and self._all_alive(view.seats):
             self._ask(lambda store: store.set(self._place.complete, json.dumps(view.seats)))
             return tuple(cards[index] for index in range(self._spec.num_workers))
         self._wait(missing, view.refused)
         return None
+
+    def _all_alive(self, seats: tuple[str, ...]) -> bool:
+        """Whether all have given a sign of life since the last one took its seat: one that came early may have died."""
+        signs = [self._peers.signs_of_life(index) for index in range(self._spec.num_workers)]
+        if self._full is None or self._full[0] != seats:
+            self._full = (seats, signs)
+        return all(now > then for now, then in zip(signs, self._full[1], strict=True))
 
     def _read_complete(self, complete: str) -> tuple[Card, ...]:
         cards = tuple(read_card(text) for text in json.loads(complete))
@@ -179,7 +189,7 @@ class RollCall:
             names = (self._spec.name(self._spec.index), f"worker {index} ({card.process})")
             found = find_disagreement(self._card, card, names) or _find_unreachable(self._card, card, names)
             if found:
-                ending = Ending(worker=index, reason=found)
+                ending = Ending(worker=index, found_by=self._spec.index, reason=found)
                 raise self._ask(lambda store, ending=ending: self._place.end(store, ending)).error()  # type: ignore[misc]
 
     def _wait(self, missing: Sequence[int], refused: str) -> None:

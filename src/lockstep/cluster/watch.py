@@ -126,6 +126,7 @@ class Watch:
         return self.end_job(
             Ending(
                 worker=self._index,
+                found_by=self._index,
                 reason=f"a connection of {self._names[self._index]} broke in {waiting_in} though every worker still "
                 f"answers, so the network between two of them is at fault: {message}",
             )
@@ -202,7 +203,7 @@ class Watch:
         lost = self._peers.find_silent(now_s, patience_s)
         if lost is not None:
             silent_s, doing = self._peers.silence(lost, now_s)
-            ending = Ending(worker=lost, reason=describe_loss(self._names[lost], silent_s, doing))
+            ending = Ending(worker=lost, found_by=self._index, reason=describe_loss(self._names[lost], silent_s, doing))
             self.end.conclude(self._publish(ending, self._beat_s))
 
     def _lose_store(self, how: str) -> None:
@@ -219,7 +220,7 @@ class Watch:
                     "The launcher there was ended, or the network to it is cut; look at its output"
                 )
             )
-            self.end.conclude(Ending(worker=0, reason=reason))
+            self.end.conclude(Ending(worker=0, found_by=self._index, reason=reason))
         self._gone = True
 
     def _publish(self, ending: Ending, limit_s: float) -> Ending:
@@ -230,8 +231,9 @@ class Watch:
 
     def _find_error(self, grace_s: float | None, addition: str = "") -> ClusterError | None:
         """What ends this worker, if anything does; one that has ended counts after ``grace_s``, never if None."""
-        if self.end.ending is not None:
-            return self.end.ending.error(addition)
+        if (ending := self.end.ending) is not None:
+            given_up = ending.worker == self._index != ending.found_by
+            return ending.error("; this worker was stopped or cut off itself" if given_up else addition)
         if self._closing.is_set():
             return ClusterError(f"{self._names[self._index]} has left the job{addition}")
         left = None if grace_s is None else self._peers.find_left(self._clock.now_s, grace_s)
