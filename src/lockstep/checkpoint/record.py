@@ -18,7 +18,7 @@ import torch
 
 from lockstep.checkpoint.nested import flatten, unflatten
 from lockstep.checkpoint.tensor_files import read_tensors, write_tensors
-from lockstep.checkpoint.weights import read_weights, write_weights
+from lockstep.checkpoint.weights import own_storages, read_weights
 from lockstep.checkpoint.whole_folder import RECORD, whole_folder
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
@@ -71,7 +71,8 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
         with whole_folder(path) as (partial, write_record):
             weights = {name: _weights_file(name, contents.weights) for name in contents.weights}
             for name, file in weights.items():
-                write_weights(contents.weights[name], partial / file)
+                save = require("safetensors.torch", "text").save_file
+                save(own_storages(contents.weights[name]), str(partial / file), metadata={"format": "pt"})
             write_tensors(tensors, partial / _STATE)
             write_record(json.dumps(_document(contents.record, tree, weights, _sizes(partial))))
     except (OSError, require("safetensors", "text").SafetensorError) as error:
