@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -272,15 +273,13 @@ def test_a_launcher_starts_the_job_again(start: Start, launcher: dict[str, objec
             member.end()
 
 
-def test_a_port_in_use_is_named(addresses: list[str]):
+def test_a_port_in_use_is_named_with_the_process_that_has_it(addresses: list[str]):
     host, port = addresses[0].split(":")
-    with (
-        socket.create_server((host, int(port))),
-        pytest.raises(
-            ClusterError, match=rf"worker 0 \({addresses[0]}\) cannot listen: port {port} of {host} is in use"
-        ),
-    ):
-        join(ClusterSpec(workers=addresses, index=0), timeout_s=0.5)
+    expected = rf"worker 0 \({addresses[0]}\) cannot listen: port {port} of {host} is in use by process {os.getpid()} "
+    with socket.create_server((host, int(port))) as server:
+        with pytest.raises(ClusterError, match=expected):
+            join(ClusterSpec(workers=addresses, index=0), timeout_s=0.5)
+        assert server.fileno() >= 0
 
 
 @pytest.mark.parametrize("index", [0, 1])

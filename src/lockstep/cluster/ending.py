@@ -75,6 +75,30 @@ def describe_loss(name: str, silent_s: float, doing: str) -> str:
     )
 
 
+def describe_lost_launcher(launcher: str, how: str) -> str:
+    """The sentence for a launcher that serves the store, when the store is gone."""
+    return (
+        f"{launcher}, which serves the job's store, is lost: {how}. "
+        "It was ended, or the network to it is cut; look at its output"
+    )
+
+
+def describe_broken_link(name: str, waiting_in: str, message: str) -> str:
+    """The sentence for a connection between two workers that broke, though both are there."""
+    return (
+        f"a connection of {name} broke in {waiting_in} though every worker still answers, so the network between two "
+        f"of them is at fault: {' '.join(message.split())[:_LONGEST_MESSAGE]}"
+    )
+
+
+def describe_early_end(left: str, name: str, addition: str) -> str:
+    """The sentence for a worker that ended in good order while another still waits for it."""
+    return (
+        f"{left} has ended while {name} still waits for it{addition}; "
+        "every worker must run the same number of steps and make the same calls"
+    )
+
+
 def describe_lost_store(name: str, how: str, doing: str) -> str:
     """The sentence for the worker that serves the store, when the store is gone."""
     last = f"what it last did: {doing}" if doing else "it never said what it did"

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -17,7 +18,10 @@ from lockstep.cluster.ending import Ending, describe_failure, shorten_traceback
 from lockstep.cluster.entry import Entered, enter
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.watch import Watch, WorkerEndedError
-from lockstep.errors import ClusterError
+from lockstep.cluster.watched import call_watched
+from lockstep.errors import ClusterError, LockstepError
+
+T = TypeVar("T")
 
 
 def join(
@@ -98,7 +102,26 @@ class Membership:
         Args:
             prefix: equal on all workers, and another for every group.
         """
-        return PrefixStore(f"{self._place.prefix}/groups/{prefix}", self._route.connect())
+        return self.watched(
+            lambda: PrefixStore(f"{self._place.prefix}/groups/{prefix}", self._route.connect()), "the way to the store"
+        )
+
+    def watched(self, call: Callable[[], T], waiting_in: str) -> T:
+        """Makes a call that depends on other workers and may hang, such as that which makes a process group.
+
+        Args:
+            call: runs in a thread of its own; it is left to itself if the job ends meanwhile.
+            waiting_in: what this worker waits in, for messages.
+
+        Raises:
+            ClusterError: a worker is lost or has failed meanwhile, or a connection broke: then ``explain_broken``'s.
+        """
+        try:
+            return call_watched(call, self.check)
+        except LockstepError:
+            raise
+        except RuntimeError as error:  # what torch raises for a connection that broke
+            raise self.explain_broken(error, waiting_in) from error
 
     def doing(self, text: str) -> None:
         """Notes what this worker does now; it goes out with the next beat. Costs nothing."""

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from lockstep.cluster.address import join_address
 from lockstep.cluster.line import StoreBrokenError
+from lockstep.cluster.occupant import describe_occupant
 from lockstep.errors import ClusterError
 
 _BACKLOG = 1024
@@ -111,8 +112,8 @@ def _explain_bind(failure: OSError | None, host: str, port: int, who: str) -> Cl
     code = failure.errno if failure else None
     if code == errno.EADDRINUSE:
         return PortTakenError(
-            f"{who} cannot listen: port {port} of {host} is in use, by another program or by an earlier run that has "
-            "not ended; end that one or choose another port"
+            f"{who} cannot listen: port {port} of {host} is in use by {describe_occupant(port) or 'another program'}; "
+            "end that one, choose another port, or give this process an index of its own if that is this worker already"
         )
     if code == errno.EADDRNOTAVAIL:
         return ClusterError(

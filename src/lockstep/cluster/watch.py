@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 
 from lockstep.cluster.board import Place, read
-from lockstep.cluster.ending import Ending, describe_loss, describe_lost_store, read_ending
+from lockstep.cluster.ending import (
+    Ending,
+    describe_broken_link,
+    describe_early_end,
+    describe_loss,
+    describe_lost_launcher,
+    describe_lost_store,
+    read_ending,
+)
 from lockstep.cluster.job_end import JobEnd
 from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
 from lockstep.cluster.peers import LivedClock, Peers
@@ -122,15 +130,9 @@ class Watch:
             if (error := self._find_error(0.0 if self._rounds > seen + 1 else None, here)) is not None:
                 return error
             self.end.wait(self._beat_s)
-        message = " ".join(str(broken).split())
-        return self.end_job(
-            Ending(
-                worker=self._index,
-                found_by=self._index,
-                reason=f"a connection of {self._names[self._index]} broke in {waiting_in} though every worker still "
-                f"answers, so the network between two of them is at fault: {message}",
-            )
-        ).error()
+        own = self._index
+        reason = describe_broken_link(self._names[own], waiting_in, str(broken))
+        return self.end_job(Ending(worker=own, found_by=own, reason=reason)).error()
 
     def end_job(self, ending: Ending) -> Ending:
         """Ends the job for all workers with this cause, or the one that was there first; returns that one."""
@@ -212,14 +214,10 @@ class Watch:
             self._over = True
         elif self.end.ending is None:
             _, doing = self._peers.silence(0, self._clock.now_s)
-            reason = (
-                describe_lost_store(self._names[0], how, doing)
-                if self._launcher is None
-                else (
-                    f"the store of the job, which {self._launcher} serves, is lost: {how}. "
-                    "The launcher there was ended, or the network to it is cut; look at its output"
-                )
-            )
+            if self._launcher is None:
+                reason = describe_lost_store(self._names[0], how, doing)
+            else:
+                reason = describe_lost_launcher(self._launcher, how)
             self.end.conclude(Ending(worker=0, found_by=self._index, reason=reason))
         self._gone = True
 
@@ -239,10 +237,7 @@ class Watch:
         left = None if grace_s is None else self._peers.find_left(self._clock.now_s, grace_s)
         if left is None:
             return None
-        return WorkerEndedError(
-            f"{self._names[left]} has ended while {self._names[self._index]} still waits for it{addition}; "
-            "every worker must run the same number of steps and make the same calls"
-        )
+        return WorkerEndedError(describe_early_end(self._names[left], self._names[self._index], addition))
 
     def _say_goodbye(self) -> None:
         """Tells the others of this worker's end; one that serves the store lets them read that before it goes."""

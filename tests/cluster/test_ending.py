@@ -1,0 +1,117 @@
+"""The sentences that end a job: who, what, where; in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.cluster.card import Card, find_disagreement, read_card
+from lockstep.cluster.ending import Ending, describe_failure, describe_loss, read_ending, shorten_traceback
+from lockstep.cluster.job_end import JobEnd
+from lockstep.cluster.membership import join
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.errors import ClusterError
+
+
+def noted(error: BaseException, *notes: str) -> BaseException:
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "doing", "sentence"),
+    [
+        (ValueError("no\npicture"), "step 3", "worker 1 failed with ValueError: no picture; it was in step 3"),
+        (KeyError(), "", "worker 1 failed with KeyError"),
+        (
+            noted(OSError("gone"), "raised in replica 3 (cpu:1)", "a\nlong note"),
+            "",
+            "worker 1 failed with OSError: gone [raised in replica 3 (cpu:1)]",
+        ),
+        (KeyboardInterrupt(), "step 3", "worker 1 was interrupted (Ctrl-C); it was in step 3"),
+        (SystemExit(3), "", "worker 1 ended itself with exit code 3"),
+    ],
+)
+def test_a_failure_in_one_line(error: BaseException, doing: str, sentence: str):
+    assert describe_failure("worker 1", error, doing) == sentence
+
+
+def test_a_long_message_is_cut():
+    assert len(describe_failure("worker 1", ValueError("x" * 10_000), "")) < 700
+
+
+def test_a_loss_says_for_how_long_and_what_it_last_did():
+    assert describe_loss("worker 1", 12.34, "step 3").startswith(
+        "worker 1 is lost: nothing has been heard of it for 12.3 s (what it last did: step 3)."
+    )
+    assert "(it never said what it did)" in describe_loss("worker 1", 1.0, "")
+
+
+def test_an_ending_is_read_as_it_was_written_and_one_that_cannot_be_read_still_ends():
+    ending = Ending(worker=1, found_by=0, reason="worker 1 is lost", trace="line\nline")
+
+    assert read_ending(ending.to_text()) == ending
+    assert "'nonsense'" in read_ending("nonsense").reason
+    assert ending.error().__notes__ == ["Traceback of worker 1, its last lines:\nline\nline"]
+    assert ending.error() is not ending.error()
+
+
+def test_a_traceback_is_shortened_to_its_end():
+    def deep(level: int) -> None:
+        if not level:
+            raise ValueError("at the bottom")
+        deep(level - 1)
+
+    with pytest.raises(ValueError, match="at the bottom") as caught:
+        deep(40)
+
+    lines = shorten_traceback(caught.value).splitlines()
+    assert len(lines) == 12
+    assert lines[-1] == "ValueError: at the bottom"
+
+
+def test_the_first_end_stays_and_is_told_once():
+    end, told = JobEnd(), []
+    end.subscribe(lambda error: told.append(str(error)))
+    first = Ending(worker=1, found_by=0, reason="the first")
+
+    assert end.conclude(first) is first
+    assert end.conclude(Ending(worker=2, found_by=0, reason="the second")) is first
+    end.subscribe(lambda error: told.append(f"late: {error}"))
+
+    assert told == ["the first", "late: the first"]
+
+
+def card(index: int = 0, **terms: str) -> Card:
+    return Card(index=index, host="hosta", pid=4242, address="10.0.0.1", token="t", info={"replicas": 2}, terms=terms)
+
+
+def test_a_card_is_read_as_it_was_written():
+    assert read_card(card(torch="2.13").to_text()) == card(torch="2.13")
+    with pytest.raises(ClusterError, match="what lies in the job's store is no worker's entry"):
+        read_card('{"index": 0}')
+
+
+def test_a_disagreement_names_both_workers_and_both_values():
+    names = ("worker 0 (a:1)", "worker 1 (process 4242 on hosta)")
+    mine, theirs = card(torch="2.13", protocol="1"), card(1, torch="2.12", protocol="1")
+
+    assert find_disagreement(mine, mine, names) == ""
+    assert find_disagreement(mine, theirs, names).startswith(
+        "worker 1 (process 4242 on hosta) and worker 0 (a:1) disagree: torch is 2.12 on worker 1 (process 4242 on "
+        "hosta) and 2.13 on worker 0 (a:1);"
+    )
+    assert "protocol is unknown on worker 1" in find_disagreement(mine, card(1, torch="2.13"), names)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "lost_after_s"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+def test_times_must_be_times(name: str, value: float):
+    with pytest.raises(ClusterError, match=f"{name}=.* is no time to wait; give a number of seconds above 0"):
+        join(ClusterSpec(workers=["127.0.0.1:20000"], index=0), **({"timeout_s": 1.0} | {name: value}))
+
+
+def test_an_evaluator_is_no_member():
+    spec = ClusterSpec(workers=["127.0.0.1:20000"], index=0, task="evaluator")
+    with pytest.raises(ClusterError, match="an evaluator is no member of the training"):
+        join(spec, timeout_s=1.0)
