@@ -175,7 +175,8 @@ class Rendezvous:
         states = []
         for replica, name in enumerate(self._replicas):
             call = meeting.calls.get(replica)
-            state = f"waits in {call.name} at {call.where}" if call else self._left.get(replica, "is still running")
+            place = f" at {call.where}" if call and call.where else ""
+            state = f"waits in {call.name}{place}" if call else self._left.get(replica, "is still running")
             states.append(f"{name} {state}")
         return CollectiveError(
             f"the replicas did not meet at the same collective: {reason}{'; '.join(states)}. "

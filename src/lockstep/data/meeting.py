@@ -113,7 +113,7 @@ class _Compared:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        self._workers.doing(f"waits for batch {self._taken} of its data")
+        self._workers.doing(f"the wait for batch {self._taken} of its data")
         handed = next(self._batches, None)
         if handed is None:
             self._ended = True
@@ -174,7 +174,7 @@ class _Padded:
     def _own(self) -> Any:
         if self._ended:
             return None
-        self._workers.doing(f"waits for batch {self._taken} of its own data")
+        self._workers.doing(f"the wait for batch {self._taken} of its own data")
         batch = next(self._batches, None)
         self._ended = batch is None
         if batch is not None and self._empty is None:

@@ -14,6 +14,7 @@ from lockstep.cluster.membership import Membership, join
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.agreement import agree
+from lockstep.collectives.caller import caller
 from lockstep.collectives.remote import RemoteWorkers
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, resolve_devices
@@ -146,6 +147,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
+        self._workers.doing(f"a run of {_name(fn)} ({caller()})")
         try:
             return self._runner.run(self, fn, bodies, rows)
         except NonFiniteLossError:  # all workers raise it together, and may go on together
@@ -198,6 +200,10 @@ def _workers(membership: Membership | None, devices: Sequence[LogicalDevice], ti
     # NCCL refuses two workers on one GPU.
     nccl = all(gpus) and len(set(gpus)) == len(gpus) and torch.distributed.is_nccl_available()
     return RemoteWorkers(membership, [info["replicas"] for info in membership.infos], nccl=nccl, timeout_s=timeout_s)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def _gpu_id(device: torch.device) -> int:
