@@ -1,8 +1,16 @@
-"""``ls.launch``: a function in worker processes, its result, and how it fails."""
+"""``ls.launch``: a function in worker processes, its result, how it fails, and that nothing is left of it."""
 
 from __future__ import annotations
 
 import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +20,18 @@ import lockstep as ls
 from lockstep.errors import ClusterError, ConfigError
 
 pytestmark = pytest.mark.workers
+
+LIMIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_temporary_files() -> Iterator[None]:
+    def ours() -> set[str]:
+        return {file.name for file in Path(tempfile.gettempdir()).glob("pytorch-errorfile-*")}
+
+    before = ours()
+    yield
+    assert ours() <= before
 
 
 def summed(value: float) -> torch.Tensor:
@@ -27,21 +47,175 @@ def test_the_chief_s_result_comes_back(workers: int):
     assert ls.launch(summed, workers=workers, args=(1.0,)).item() == workers + sum(range(workers))
 
 
-def raises_on_one() -> None:
-    if os.environ["RANK"] == "1":
-        raise ValueError("no such file")
+def raises(worker: int, error: BaseException) -> None:
+    if os.environ["RANK"] == str(worker):
+        raise error
     dist.init_process_group("gloo")
 
 
 def test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named():
     with pytest.raises(ClusterError, match=r"^worker 1 of 2 failed: ValueError: no such file$") as caught:
-        ls.launch(raises_on_one, workers=2)
+        ls.launch(raises, workers=2, args=(1, ValueError("no such file")))
 
     cause = caught.value.__cause__
     assert isinstance(cause, ValueError)
-    assert 'raise ValueError("no such file")' in str(cause.__cause__)
+    shown = str(cause.__cause__)
+    assert "raise error" in shown
+    assert "function_worker.py" not in shown
 
 
-def test_no_workers_is_refused():
-    with pytest.raises(ConfigError, match="workers=0 was given, expected at least 1"):
-        ls.launch(summed, workers=0)
+class Stubborn(Exception):
+    """Cannot be rebuilt from its args."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+def test_an_error_that_cannot_be_rebuilt_is_shown_as_text():
+    def fail() -> None:
+        raise Stubborn("a", "b")
+
+    with pytest.raises(ClusterError, match="worker 0 of 1 failed: Stubborn: ab") as caught:
+        ls.launch(fail, workers=1)
+
+    assert "Stubborn: ab" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "worker 0 of 1 was killed by SIGKILL"),
+        (lambda: os._exit(0), "worker 0 of 1 ended before it returned"),
+        (lambda: os._exit(3), "worker 0 of 1 ended with exit code 3"),
+        (lambda: sys.exit("no data"), "worker 0 of 1 failed: SystemExit: no data"),
+        (lambda: threading.Lock(), "worker 0 of 1 failed: TypeError: cannot pickle '_thread.lock' object"),
+    ],
+)
+def test_a_worker_that_gives_no_result_is_named(end, said: str):
+    with pytest.raises(ClusterError, match=said):
+        ls.launch(end, workers=1)
+
+
+def test_they_are_ended_when_they_take_too_long():
+    with pytest.raises(ClusterError, match=r"the 2 workers had not ended after 0\.5 s and were ended"):
+        ls.launch(signal.pause, workers=2, timeout_s=0.5)
+
+
+def fails_once() -> str:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        raise ValueError("once")
+    dist.init_process_group("gloo")
+    sys.stdout.write(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def test_all_start_again_after_a_failure_and_each_attempt_has_its_logs(tmp_path: Path):
+    logs = tmp_path / "logs"
+
+    assert ls.launch(fails_once, workers=2, max_restarts=1, log_dir=logs) == "1"
+
+    assert (logs / "worker-1.attempt-1.log").read_text() == "attempt 1\n"
+    assert sorted(file.name for file in logs.iterdir()) == [
+        f"worker-{worker}{attempt}.log" for worker in (0, 1) for attempt in (".attempt-1", "")
+    ]
+
+
+def test_only_the_chief_is_heard(capsys: pytest.CaptureFixture[str]):
+    ls.launch(lambda: sys.stdout.write(f"I am {os.environ['RANK']}\n"), workers=2)
+
+    assert capsys.readouterr() == ("I am 0\n", "")
+
+
+def place() -> dict[str, object]:
+    return {
+        "variables": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "folder": str(Path.cwd()),
+        "handlers": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    }
+
+
+def test_a_worker_has_this_process_s_variables_and_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setenv("OF_THIS_TEST", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+
+    found = ls.launch(place, workers=2)
+
+    variables = found["variables"]
+    assert variables["OF_THIS_TEST"] == "1"
+    assert (variables["RANK"], variables["WORLD_SIZE"], variables["MASTER_ADDR"]) == ("0", "2", "127.0.0.1")
+    assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert found["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (found["folder"], found["handlers"]) == (str(tmp_path), True)
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_it_works_in_a_thread():
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(ls.launch(lambda: "done", workers=1)))
+
+    thread.start()
+    thread.join(LIMIT_S)
+
+    assert results == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": 0}, "workers=0 was given, expected at least 1"),
+        ({"workers": 1, "max_restarts": -1}, "max_restarts=-1 was given, expected 0 or more"),
+        ({"workers": 1, "timeout_s": 0}, "run_s=0 was given, expected seconds above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, int], said: str):
+    with pytest.raises(ConfigError, match=said):
+        ls.launch(summed, **options)
+
+
+UNGUARDED = """
+import os, lockstep as ls
+print("top")
+class Point:
+    def __init__(self, x): self.x = x
+def work(x): return Point(x + int(os.environ["WORLD_SIZE"]))
+print(ls.launch(work, workers=2, args=(1,)).x)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "stdin"])
+def test_functions_of_main_travel_and_main_is_not_run_again(how: str, tmp_path: Path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    words = ["script.py"] if how == "script" else ["-"]
+
+    done = subprocess.run(
+        [sys.executable, *words], input=UNGUARDED, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+    assert (done.stdout, done.returncode) == ("top\n3\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_workers_end_with_the_process_that_launched_them(sign: signal.Signals, tmp_path: Path):
+    program = "import os, signal, lockstep as ls\ndef work():\n    print(os.getpid(), flush=True)\n    signal.pause()\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program + "ls.launch(work, workers=1)"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    handle = os.pidfd_open(int(process.stdout.readline()))
+
+    process.send_signal(sign)
+
+    assert select.select([handle], [], [], LIMIT_S)[0]
+    os.close(handle)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == -sign
+    assert ("KeyboardInterrupt" in err) == (sign == signal.SIGINT)

@@ -129,7 +129,7 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY:
             self._check_time()
             if self._lost_a_result():
-                return RunResult(state=WorkerState.UNHEALTHY)
+                return RunResult(state=WorkerState.FAILED)
         for worker in result.failures:  # should torch have been the first to see it
             local = worker - int(worker_group.workers[0].global_rank)
             self._ended_ns.setdefault(local, time.monotonic_ns())

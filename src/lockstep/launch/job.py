@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from lockstep.errors import ClusterError
 from lockstep.launch.agent import Agent, Limits, OnRestart
 from lockstep.launch.failures import Failure
 from lockstep.launch.logs import PipedLogs
@@ -52,8 +53,7 @@ def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: 
             result = agent.run()
             if result is not None:
                 values = result.return_values
-                failure = agent.first_failure() if result.is_failed() else None
-                _tell_the_others(spec, agent, failure)
+                failure = None if result.state == WorkerState.SUCCEEDED else _failure(spec, agent)
         except SignalException as error:
             sign = error.sigval
         finally:
@@ -62,6 +62,11 @@ def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: 
     return Ending(num_workers=agent.num_workers, values=values, failure=failure, sign=sign, exit_codes=agent.exit_codes)
 
 
-def _tell_the_others(spec: WorkerSpec, agent: Agent, failure: Failure | None) -> None:
-    if failure is not None and isinstance(spec.rdzv_handler, FixedRendezvous):
+def _failure(spec: WorkerSpec, agent: Agent) -> Failure:
+    """The first failure of this host, which the launchers of the others are told too."""
+    failure = agent.first_failure()
+    if failure is None:
+        raise ClusterError("the workers of this host were ended and none had failed; start them again")
+    if isinstance(spec.rdzv_handler, FixedRendezvous):
         spec.rdzv_handler.give_up(f"worker {failure.worker} of {agent.num_workers} {failure.what}")
+    return failure

@@ -11,7 +11,12 @@ from contextlib import contextmanager
 from types import ModuleType
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
+_LOGGERS = (
+    "torch.distributed.elastic",
+    "torch.multiprocessing",
+    "torchelastic-events-null",
+    "torchelastic-events-dynamic_rendezvous",
+)
 
 
 @contextmanager

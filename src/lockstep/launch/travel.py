@@ -55,7 +55,8 @@ def _is_found_by_name(module: ModuleType) -> bool:
         if spec is None:
             return False
         path = spec.submodule_search_locations
-    return spec is not None and spec.origin == module.__file__
+    file = getattr(module, "__file__", None)  # one that is built in has none
+    return spec is not None and (file is None or spec.origin == file)
 
 
 def _find_spec(name: str, path: list[str] | None) -> ModuleSpec | None:

@@ -1,0 +1,344 @@
+"""``lockstep run`` as a person meets it: real workers, real failures, real signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.cli.run import parse_nodes
+from lockstep.errors import ConfigError
+
+pytestmark = pytest.mark.workers
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+LIMIT_S = 60
+MEET = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = torch.tensor([float(os.environ["RANK"])])
+dist.all_reduce(rank)
+"""
+WAIT = """
+import os, signal
+print("ready", os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (tmp_path / "program.py").write_text(text)
+        return "program.py"
+
+    return write
+
+
+def logs_of(tmp_path: Path) -> dict[str, str]:
+    (folder,) = (tmp_path / "lockstep-logs").iterdir()
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lockstep: Run, write, tmp_path: Path):
+    program = MEET + "print('sum', rank.item(), sys.argv[1:], __name__, flush=True); print('warned', file=sys.stderr)"
+
+    done = run_lockstep("run", "--workers", "3", write(program), "--lr", "1$$ ${x}")
+
+    line = "sum 3.0 ['--lr', '1$$ ${x}'] __main__\n"
+    assert (done.returncode, done.stdout) == (0, line)
+    told, warned = done.stderr.splitlines()
+    assert told.startswith("lockstep: 3 workers on this host, 1 thread each; logs in lockstep-logs/")
+    assert warned == "warned"
+    assert logs_of(tmp_path) == {f"worker-{worker}.log": f"{line}warned\n" for worker in range(3)}
+
+
+LISTENERS = """
+import pathlib
+def listening():
+    pids = [os.getpid(), os.getppid()]
+    inodes = {os.readlink(fd) for pid in pids for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
+    for table in ("tcp", "tcp6"):
+        for row in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                yield words[1].partition(":")[0]
+print("listens", *sorted(set(listening())))
+print("store", os.environ["MASTER_ADDR"], os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["TORCHELASTIC_RUN_ID"])
+"""
+
+
+def test_nothing_listens_on_all_interfaces_and_every_run_has_an_id(run_lockstep: Run, write):
+    done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", write(MEET + LISTENERS))
+
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = sorted(done.stdout.splitlines())
+    assert [line.split()[:2] for line in lines] == [[f"[{w}]", what] for w in (0, 1) for what in ("listens", "store")]
+    addresses = {address for line in lines if "listens" in line for address in line.split()[2:]}
+    assert "0100007F" in addresses  # 127.0.0.1, the launcher's store
+    assert not addresses & {"00000000", "0" * 32}
+    assert lines[1].split()[2:4] == ["127.0.0.1", "True"]
+    assert lines[1].split()[4] == lines[3].split()[4] != ""
+
+
+def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_lockstep: Run, write, tmp_path: Path):
+    program = MEET + "if rank and os.environ['RANK'] == '1': raise ValueError('no such file')\ndist.barrier()"
+
+    done = run_lockstep("run", "--workers", "2", write(program))
+
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-6:-4] == ["Traceback (most recent call last):", '  File "program.py", line 6, in <module>']
+    assert lines[-2] == "ValueError: no such file"
+    (folder,) = (tmp_path / "lockstep-logs").iterdir()
+    log = folder.relative_to(tmp_path) / "worker-1.log"
+    assert lines[-1] == f"lockstep: error: worker 1 of 2 failed: ValueError: no such file; its log is {log}"
+    assert "ValueError: no such file" in (tmp_path / log).read_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "ended with exit code 7"),
+        ("sys.exit('no data')", 1, "failed: SystemExit: no data"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worker(end: str, code: int, said: str, run_lockstep: Run, write):
+    program = f"import os, sys\nprint('last words', flush=True)\n{end}\n"
+
+    done = run_lockstep("run", "--workers", "1", "--output", "none", write(program))
+
+    assert (done.returncode, done.stdout) == (code, "")
+    assert f"lockstep: error: worker 0 of 1 {said}; its log is " in done.stderr
+    assert ("last words\n" in done.stderr) == ("SystemExit" not in said)
+
+
+def test_all_start_again_after_a_failure(run_lockstep: Run, write, tmp_path: Path):
+    attempt = "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nprint('attempt', attempt, rank.item())\n"
+    fail = "if attempt == 0 and os.environ['RANK'] == '1': raise ValueError('once')\ndist.barrier()"
+
+    done = run_lockstep("run", "--workers", "2", "--max-restarts", "1", write(MEET + attempt + fail))
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "attempt 0 1.0\nattempt 1 1.0\n"
+    assert "lockstep: worker 1 failed: ValueError: once; starting all again (1 of 1)" in done.stderr
+    logs = logs_of(tmp_path)
+    assert logs["worker-1.attempt-1.log"] == "attempt 1 1.0\n"
+    assert "ValueError: once" in logs["worker-1.log"]
+
+
+def test_a_module_runs_as_python_m_would_run_it(run_lockstep: Run, tmp_path: Path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "job.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+
+    done = run_lockstep("run", "--workers", "1", "--quiet", "-m", "package.job", "--lr", "1")
+
+    assert (done.stdout, done.stderr) == ("__main__ package ['--lr', '1']\n", "")
+
+
+def started_workers(process: subprocess.Popen[str], number: int) -> list[int]:
+    """Handles of the workers' processes, once each has said that it is ready."""
+    assert process.stdout is not None
+    lines = [process.stdout.readline().split() for _ in range(number)]
+    return [os.pidfd_open(int(words[2])) for words in lines]
+
+
+def all_end(handles: list[int]) -> bool:
+    """Whether all those processes end within the limit."""
+    ended = [bool(select.select([handle], [], [], LIMIT_S)[0]) for handle in handles]
+    for handle in handles:
+        os.close(handle)
+    return all(ended)
+
+
+@pytest.mark.parametrize(
+    ("sign", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_the_workers_end_with_the_launcher(sign: signal.Signals, code: int, start_lockstep: Start, write):
+    process = start_lockstep("run", "--workers", "2", "--output", "all", "--quiet", write(WAIT))
+    handles = started_workers(process, 2)
+    sent = time.monotonic()
+
+    process.send_signal(sign)
+
+    assert all_end(handles)
+    assert process.wait(LIMIT_S) == code
+    assert time.monotonic() - sent < 10
+    assert process.stderr is not None
+    said = process.stderr.read().splitlines()
+    assert said[-1:] == (["lockstep: interrupted"] if sign == signal.SIGINT else [])
+
+
+def test_workers_save_after_sigterm_and_the_exit_code_is_theirs(start_lockstep: Start, write, tmp_path: Path):
+    program = """
+import os, pathlib, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # like a DataLoader's
+def save(*_):
+    pathlib.Path(f"saved-{os.environ['RANK']}").write_text(str(child.poll()))
+    child.kill()
+    child.wait()
+    sys.exit(12)
+signal.signal(signal.SIGTERM, save)
+print("ready", os.getpid(), flush=True)
+while True: signal.pause()
+"""
+    process = start_lockstep("run", "--workers", "2", "--output", "all", "--quiet", write(program))
+    handles = started_workers(process, 2)
+
+    process.terminate()
+
+    assert all_end(handles)
+    assert process.wait(LIMIT_S) == 12
+    # What a worker has started still runs while it saves.
+    assert [(tmp_path / f"saved-{worker}").read_text() for worker in (0, 1)] == ["None", "None"]
+
+
+def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT.replace(
+        "signal.pause()", "\nwhile True: signal.pause()"
+    )
+    process = start_lockstep("run", "--workers", "1", "--output", "all", "--stop-s", "0.5", write(program))
+    handles = started_workers(process, 1)
+
+    process.terminate()
+
+    assert all_end(handles)
+    assert process.wait(LIMIT_S) == 137
+
+
+@pytest.fixture
+def port() -> int:
+    """A port of 127.0.0.1 and 127.0.0.2 that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def test_hosts_of_a_list_make_one_job(start_lockstep: Start, write, port: int):
+    hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
+    program = write(MEET + "print(os.environ['RANK'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])")
+    words = ("run", "--workers", "1", "--output", "all", "--quiet", "--hosts", hosts, "--index")
+
+    late, first = [start_lockstep(*words, index, program) for index in ("1", "0")]
+
+    (code, out, err), (late_code, late_out, late_err) = ends(first), ends(late)
+    assert (code, err, late_code, late_err) == (0, "", 0, "")
+    assert out.split()[:3] == ["[0]", "0", "1.0"]
+    assert late_out.split()[:3] == ["[1]", "1", "1.0"]
+    assert out.split()[3] == late_out.split()[3]
+
+
+def test_every_host_says_which_worker_failed_first(start_lockstep: Start, write, port: int):
+    program = write("import os, signal\nif os.environ['RANK'] == '1': raise ValueError('lost')\nsignal.pause()")
+    words = ("run", "--workers", "1", "--quiet", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index")
+
+    first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
+
+    assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
+    assert "lockstep: error: worker 1 of 2 failed: ValueError: lost; its log is " in ends(second)[2]
+
+
+def test_hosts_that_come_make_one_job(start_lockstep: Start, write, port: int):
+    program = write(
+        MEET + "print(os.environ['WORLD_SIZE'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])\n" + LISTENERS
+    )
+    words = ("run", "--workers", "1", "--output", "all", "--quiet", "--rendezvous", f"127.0.0.1:{port}", "--nodes", "2")
+
+    processes = [start_lockstep(*words, program) for _ in range(2)]
+
+    endings = [ends(process) for process in processes]
+    assert [(code, err) for code, _, err in endings] == [(0, ""), (0, "")]
+    lines = [out.splitlines() for _, out, _ in endings]
+    assert [each[0].split()[1:3] for each in lines] == [["2", "1.0"]] * 2
+    assert lines[0][0].split()[3] == lines[1][0].split()[3]
+    assert not {a for each in lines for a in each[1].split()[2:]} & {"00000000", "0" * 32}
+
+
+def test_a_launcher_of_another_job_is_turned_away(start_lockstep: Start, write, port: int):
+    hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
+    program = write(WAIT)
+    first = start_lockstep("run", "--workers", "1", "--quiet", "--hosts", hosts, "--index", "0", program)
+
+    stray = start_lockstep("run", "--workers", "1", "--quiet", "--hosts", hosts, "--index", "1", program, "--lr", "2")
+
+    code, _, err = ends(stray)
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"the launcher at 127.0.0.1:{port} runs 'program.py', and this one 'program.py --lr 2'; start the" in err
+    first.kill()
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], write, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = main(["run", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index", "0", write(WAIT)])
+
+    assert code == 1
+    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+    assert not (tmp_path / "lockstep-logs").exists()
+
+
+def test_a_host_that_does_not_come_is_named(
+    capsys: pytest.CaptureFixture[str], write, tmp_path: Path, monkeypatch, port
+):
+    monkeypatch.chdir(tmp_path)
+    hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
+
+    assert main(["run", "--timeout-s", "0.5", "--hosts", hosts, "--index", "0", write(WAIT)]) == 1
+
+    assert f"waited 0.5 s for the launcher of host 1 (127.0.0.2:{port})" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such.py"], "the script 'no-such.py' does not exist, expected a Python file"),
+        (["--workers", "0", "program.py"], "workers=0 was given, expected at least 1"),
+        (["--max-restarts", "-1", "program.py"], "max_restarts=-1 was given, expected 0 or more"),
+        (["--stop-s", "0", "program.py"], "stop_s=0.0 was given, expected seconds above 0"),
+        (["--gpus-per-worker", "99", "program.py"], "99 GPUs for each of 1 workers were asked for"),
+        (["--hosts", "a:1,b:1", "program.py"], "--hosts and --index go together"),
+        (["--hosts", "a:1,b:1", "--index", "2", "program.py"], "index=2 was given for 2 hosts, expected 0 to 1"),
+        (["--hosts", "a:1,a:1", "--index", "0", "program.py"], "hosts=a:1,a:1 names one twice"),
+        (["--rendezvous", "a:1", "program.py"], "--rendezvous and --nodes go together"),
+        (["--rendezvous", "a:1", "--nodes", "3:2", "program.py"], "nodes=3:2 was given, expected LEAST:MOST"),
+        (["--hosts", "a:1", "--index", "0", "--rendezvous", "a:1", "program.py"], "expected one of them"),
+        ([], "Missing argument 'PROGRAM'; see lockstep run --help"),
+    ],
+)
+def test_what_was_asked_wrongly_is_one_line_and_2(words, said, capsys, write, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(WAIT)
+
+    assert main(["run", *words]) == 2
+
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert said in printed.err
+    assert not (tmp_path / "lockstep-logs").exists()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("2", (2, 2)), ("1:4", (1, 4))])
+def test_the_number_of_hosts(text: str, expected: tuple[int, int]):
+    assert parse_nodes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1:", ":2", "1:2:3", "-1"])
+def test_what_is_no_number_of_hosts(text: str):
+    with pytest.raises(ConfigError, match="expected a number such as 2, or LEAST:MOST such as 1:4"):
+        parse_nodes(text)

@@ -1,0 +1,64 @@
+"""How the cores and GPUs of a host are divided among its workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launch.shares import share_host, visible_gpus
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
+def test_the_cores_are_divided(cores: int, workers: int, threads: str):
+    shares = share_host({}, workers=workers, cores=cores, gpus=(), gpus_per_worker=None)
+
+    assert shares == ({"OMP_NUM_THREADS": threads},) * workers
+
+
+def test_threads_that_the_user_has_set_stay():
+    assert share_host({"OMP_NUM_THREADS": "3"}, workers=2, cores=8, gpus=(), gpus_per_worker=None) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("workers", "each", "expected"),
+    [
+        (4, None, ["4", "5", "6", "7"]),
+        (2, None, ["4,5", "6,7"]),
+        (3, None, ["4", "5", "6"]),
+        (2, 1, ["4", "5"]),
+        (8, 0, [""] * 8),
+    ],
+)
+def test_each_gpu_is_at_one_worker_alone(workers: int, each: int | None, expected: list[str]):
+    shares = share_host({}, workers=workers, cores=8, gpus=("4", "5", "6", "7"), gpus_per_worker=each)
+
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == expected
+    assert {share.get("LOCAL_RANK") for share in shares} == {None if each == 0 else "0"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "each", "said"),
+    [
+        (3, None, "3 workers were asked for and there are 2 GPUs, expected one for each"),
+        (2, 2, "2 GPUs for each of 2 workers were asked for and there are 2 GPUs; start fewer workers"),
+        (2, -1, "-1 GPUs for each of 2 workers were asked for"),
+    ],
+)
+def test_too_few_gpus_are_refused(workers: int, each: int | None, said: str):
+    with pytest.raises(ConfigError, match=said):
+        share_host({}, workers=workers, cores=8, gpus=("0", "1"), gpus_per_worker=each)
+
+
+@pytest.mark.parametrize(
+    ("environment", "present", "expected"),
+    [
+        ({}, 2, ("0", "1")),
+        ({"CUDA_VISIBLE_DEVICES": "3, 5"}, 2, ("3", "5")),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-ab12"}, 1, ("GPU-ab12",)),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, ()),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0, ()),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 0, ()),
+    ],
+)
+def test_the_gpus_that_may_be_used(environment: dict[str, str], present: int, expected: tuple[str, ...]):
+    assert visible_gpus(environment, present) == expected
