@@ -49,29 +49,29 @@ class Member:
     def __init__(self, spec: Mapping[str, Any], stack: ExitStack, **settings: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "lockstep", "lockstep.cluster.membership"])
-        self._pipe, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=live, args=(theirs, dict(spec), settings))
         self.process.start()
         theirs.close()
-        stack.enter_context(closing(self._pipe))
+        stack.enter_context(closing(self.pipe))
         stack.callback(self.end)
         assert self.process.pid is not None
         self.pid: int = self.process.pid
 
     def begin(self, what: str, *arguments: Any) -> Member:
         """Has the member do something; ``answer`` gives what came of it."""
-        self._pipe.send((what, arguments))
+        self.pipe.send((what, arguments))
         return self
 
     def has_answered(self, within_s: float = 0.0) -> bool:
         """Whether the last thing begun is done, or is soon."""
-        return self._pipe.poll(within_s)
+        return self.pipe.poll(within_s)
 
     def answer(self, limit_s: float = LIMIT_S) -> Said:
         """What came of the last thing begun."""
-        if not self._pipe.poll(limit_s):
+        if not self.pipe.poll(limit_s):
             pytest.fail(f"no answer within {limit_s} s")
-        return Said(*self._pipe.recv())
+        return Said(*self.pipe.recv())
 
     def do(self, what: str, *arguments: Any) -> Any:
         """Has the member do something that succeeds; what it returned."""

@@ -80,13 +80,13 @@ def test_a_worker_that_was_stopped_learns_that_it_was_given_up(members: MakeMemb
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_short_stop_is_no_loss(members: MakeMembers, stopped: int):
-    job = members(2, lost_after_s=5.0)
+    job = members(2, lost_after_s=4.0)
     waiting(job[1 - stopped])
     job[stopped].send(signal.SIGSTOP)
-    subprocess.run(["sleep", "2"], check=True)  # a stop lasts a time, and nothing can be waited for meanwhile
+    subprocess.run(["sleep", "1"], check=True)  # a stop lasts a time, and nothing can be waited for meanwhile
     job[stopped].send(signal.SIGCONT)
 
-    assert job[stopped].do("wait", 3.0) == "nothing happened"
+    assert job[stopped].do("wait", QUIET_S) == "nothing happened"
     assert not job[1 - stopped].has_answered()
 
 
@@ -184,7 +184,9 @@ def test_one_who_fails_over_another_that_left_says_who_left(members: MakeMembers
     error = job[0].error("wait", 10.0)
     job[0].do("fail_with_last")
 
-    assert job[2].error("wait", 10.0) == error
+    # It may have found so much itself by then.
+    assert job[2].error("wait", 10.0).partition(" while ")[0] == error.partition(" while ")[0]
+    assert all(text == error for _, text in job[2].do("called"))
 
 
 def test_a_fork_of_a_member_is_none(members: MakeMembers):

@@ -60,7 +60,7 @@ def describe_failure(name: str, error: BaseException, doing: str) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"{name} was interrupted (Ctrl-C){place}"
     if isinstance(error, SystemExit):
-        return f"{name} ended itself with exit code {error.code}{place}"
+        return f"{name} ended itself with exit code {error.code or 0}{place}"
     message = " ".join(str(error).split())[:_LONGEST_MESSAGE]
     notes = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if "\n" not in note)
     return f"{name} failed with {type(error).__name__}{': ' if message else ''}{message}{notes}{place}"
@@ -91,10 +91,11 @@ def describe_broken_link(name: str, waiting_in: str, message: str) -> str:
     )
 
 
-def describe_early_end(left: str, name: str, addition: str) -> str:
+def describe_early_end(left: str, name: str, doing: str, addition: str) -> str:
     """The sentence for a worker that ended in good order while another still waits for it."""
+    last = f" (what it last did: {doing})" if doing else ""
     return (
-        f"{left} has ended while {name} still waits for it{addition}; "
+        f"{left} has ended while {name} still waits for it{last}{addition}; "
         "every worker must run the same number of steps and make the same calls"
     )
 
@@ -109,6 +110,8 @@ def describe_lost_store(name: str, how: str, doing: str) -> str:
 
 
 def shorten_traceback(error: BaseException) -> str:
-    """The last lines of an exception's traceback, the innermost call among them."""
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    """The last lines of an exception's traceback, or of that of its first cause: the innermost call among them."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = "".join(traceback.format_exception(error, chain=False)).rstrip().splitlines()
     return "\n".join(lines[-_LINES_OF_TRACEBACK:])

@@ -19,7 +19,7 @@ from lockstep.cluster.board import Place, place_of, read, run_key
 from lockstep.cluster.card import Card, terms_of
 from lockstep.cluster.deadline import Deadline
 from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.cluster.opening import NOT_OPENED, claim_store, open_run
+from lockstep.cluster.opening import NOT_OPENED, SILENT_S, claim_store, open_run
 from lockstep.cluster.roll_call import RollCall
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.store import PortTakenError, Route, bind_to, find_route, serve
@@ -53,15 +53,15 @@ def enter(spec: ClusterSpec, *, timeout_s: float, lost_after_s: float, info: Map
     Raises:
         ClusterError: the store cannot be served or reached, or the roll call came to nothing.
     """
-    return _Entry(spec, timeout_s, terms_of(spec, lost_after_s), info).come_in()
+    return _Entry(spec, timeout_s, lost_after_s, info).come_in()
 
 
 class _Entry:
-    def __init__(self, spec: ClusterSpec, timeout_s: float, terms: Mapping[str, str], info: Mapping[str, int]) -> None:
+    def __init__(self, spec: ClusterSpec, timeout_s: float, lost_after_s: float, info: Mapping[str, int]) -> None:
         self._spec = spec
         self._deadline = Deadline(spec.name(spec.index), timeout_s)
         self._port_is_freed_by = time.monotonic() + min(_PORT_IS_FREED_S, timeout_s)
-        self._terms = terms
+        self._lost_after_s = lost_after_s
         self._info = info
         self._token = secrets.token_hex(8)
         self._pause = threading.Event()
@@ -104,7 +104,7 @@ class _Entry:
         line = Line(route.connect)
         try:
             line.call(lambda store: claim_store(store, self._spec), self._deadline.left_s)
-            run = open_run(line, self._spec, self._deadline) if self._spec.index == 0 else self._find_run(line)
+            run = self._open_run(line) if self._spec.index == 0 else self._find_run(line)
             place = place_of(self._spec, run)
             call = RollCall(self._spec, self._card(route), line, place, run, self._deadline)
             return Entered(cards=self._answer(call), place=place, route=route, line=line, server=self._server)
@@ -121,6 +121,9 @@ class _Entry:
             call.give_up(error)
             raise
 
+    def _open_run(self, line: Line) -> str:
+        return open_run(line, self._spec, self._deadline, max(SILENT_S, self._lost_after_s / 4))
+
     def _find_run(self, line: Line) -> str:
         run = line.call(lambda store: read(store, run_key(self._spec)), self._deadline.left_s)
         if not run:
@@ -135,7 +138,7 @@ class _Entry:
             address=route.host if self._serves else self._own_address(route),
             token=self._token,
             info=dict(self._info),
-            terms=self._terms,
+            terms=terms_of(self._spec, self._lost_after_s),
         )
 
     def _own_address(self, route: Route) -> str:

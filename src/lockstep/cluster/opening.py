@@ -58,8 +58,11 @@ def claim_store(store: Store, spec: ClusterSpec) -> None:
         )
 
 
-def open_run(line: Line, spec: ClusterSpec, deadline: Deadline) -> str:
+def open_run(line: Line, spec: ClusterSpec, deadline: Deadline, silent_s: float) -> str:
     """Opens a run, for worker 0: the first, or the next one where a launcher's store has seen one come to its end.
+
+    A worker 0 of an earlier run that was killed has not said that it ended; ``silent_s`` seconds without a sign of
+    life are enough.
 
     Raises:
         ClusterError: another process is worker 0 of a run that goes on.
@@ -69,7 +72,7 @@ def open_run(line: Line, spec: ClusterSpec, deadline: Deadline) -> str:
         run = line.call(lambda store: _newest_run(store, spec), deadline.left_s)
         peers.hear([run.status], time.monotonic())
         is_over = not run.name or run.ending or run.status.ended
-        if is_over or peers.silence(0, time.monotonic())[0] > SILENT_S:
+        if is_over or peers.silence(0, time.monotonic())[0] > silent_s:
             return line.call(_following(run.name, spec), deadline.left_s)
         if peers.signs_of_life(0) > 1:
             raise there_already(spec, run.card)

@@ -127,7 +127,9 @@ class Watch:
         seen = self._rounds
         while time.monotonic() < limit:
             # What a worker that ended had to say came before its connections broke: the next round brings it.
-            if (error := self._find_error(0.0 if self._rounds > seen + 1 else None, here)) is not None:
+            # None comes where the store went with it.
+            known = self._rounds > seen + 1 or self._over
+            if (error := self._find_error(0.0 if known else None, here)) is not None:
                 return error
             self.end.wait(self._beat_s)
         own = self._index
@@ -237,7 +239,8 @@ class Watch:
         left = None if grace_s is None else self._peers.find_left(self._clock.now_s, grace_s)
         if left is None:
             return None
-        return WorkerEndedError(describe_early_end(self._names[left], self._names[self._index], addition))
+        _, doing = self._peers.silence(left, self._clock.now_s)
+        return WorkerEndedError(describe_early_end(self._names[left], self._names[self._index], doing, addition))
 
     def _say_goodbye(self) -> None:
         """Tells the others of this worker's end; one that serves the store lets them read that before it goes."""
