@@ -1,0 +1,190 @@
+"""Workers as processes of their own, started, stopped and killed by tests: ``start_job``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+FORKING = Path(__file__).parent / "programs" / "forked_workers.py"
+ENOUGH_S = 60.0
+BYTES = 2**16
+ERROR = re.compile(r"[\w.]*(Error|Interrupt)(: |$)")
+
+
+class Worker:
+    """One process: what it prints, what signals it gets, how it ends.
+
+    Args:
+        pid: its number.
+        printed: the end of the pipe that its stdout goes to.
+        errors: the file that its stderr goes to.
+        collect: gives the exit code of a process that has ended.
+    """
+
+    def __init__(self, pid: int, printed: int, errors: IO[bytes], collect: Callable[[int], int]) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+        self._printed = printed
+        self._text = ""
+        self._errors = errors
+        self._collect = collect
+        self._code: int | None = None
+
+    def wait_for(self, text: str, *, limit_s: float = ENOUGH_S) -> str:
+        """Waits until it has printed ``text`` after what was waited for before; returns what stood before it."""
+        until = time.monotonic() + limit_s
+        while text not in self._text:
+            left_s = until - time.monotonic()
+            if not select.select([self._printed], [], [], max(0.0, left_s))[0] or not self._read():
+                pytest.fail(f"never printed {text!r}; it printed {self._text!r} and {self.errors!r}")
+        before, _, self._text = self._text.partition(text)
+        return before
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        signal.pidfd_send_signal(self._handle, number)
+
+    def end(self, *, limit_s: float = ENOUGH_S) -> int:
+        """Waits until it has ended; its exit code, negative for a signal."""
+        if self._code is None:
+            if not select.select([self._handle], [], [], max(0.0, limit_s))[0]:
+                pytest.fail(f"has not ended within {limit_s:.1f} s; it printed {self.errors!r}")
+            self._code = self._collect(self.pid)
+        return self._code
+
+    @property
+    def output(self) -> str:
+        """What it has printed since what was waited for; all of it once it has ended."""
+        while select.select([self._printed], [], [], 0)[0] and self._read():
+            pass
+        return self._text
+
+    @property
+    def errors(self) -> str:
+        """What it has written to stderr so far."""
+        return os.pread(self._errors.fileno(), BYTES, 0).decode(errors="replace")
+
+    @property
+    def error(self) -> str:
+        """The error that it ended with, such as ``"lockstep.errors.ClusterError: worker 1 ..."``."""
+        own, _, _ = self.errors.partition("\nTraceback of worker ")  # what another worker had to say stands below it
+        named = [line for line in own.splitlines() if ERROR.match(line)]
+        return named[-1] if named else f"none, but {self.errors!r}"
+
+    def close(self) -> None:
+        """Kills it if it is still there."""
+        if self._code is None:
+            self.send(signal.SIGKILL)
+            self.end()
+        os.close(self._handle)
+        os.close(self._printed)
+        self._errors.close()
+
+    def _read(self) -> bool:
+        got = os.read(self._printed, BYTES)
+        self._text += got.decode(errors="replace")
+        return bool(got)
+
+
+class Forks:
+    """The process that forks workers, and the way to ask it."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(FORKING), str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True
+            )
+
+    def start(
+        self, file: str, function: str, arguments: Sequence[Any], environment: dict[str, str], network: str = ""
+    ) -> Worker:
+        """Starts a process that calls a function of a file."""
+        printed, prints = os.pipe()
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  the worker closes it
+        request = {"file": file, "function": function, "arguments": list(arguments)}
+        request |= {"environment": environment, "network": network}
+        socket.send_fds(self._requests, [json.dumps(request).encode()], [prints, errors.fileno()])
+        os.close(prints)
+        return Worker(int(self._requests.recv(BYTES)), printed, errors, self._collect)
+
+    def close(self) -> None:
+        """Ends it, and whatever it has forked."""
+        self._requests.close()
+        self._process.wait(ENOUGH_S)
+
+    def _collect(self, pid: int) -> int:
+        self._requests.send(json.dumps({"wait": pid}).encode())
+        return int(self._requests.recv(BYTES))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+StartJob = Callable[..., list[Worker]]
+
+
+@pytest.fixture(scope="session")
+def free_ports() -> Callable[[int], list[int]]:
+    """``free_ports(n)``: different ports at which nobody listened a moment ago."""
+
+    def find(count: int) -> list[int]:
+        with ExitStack() as stack:
+            bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+            for each in bound:
+                each.bind(("127.0.0.1", 0))
+            return [each.getsockname()[1] for each in bound]
+
+    return find
+
+
+@pytest.fixture
+def start_job(
+    forks: Forks, free_ports: Callable[[int], list[int]], request: pytest.FixtureRequest
+) -> Iterator[StartJob]:
+    """``start_job(function, *arguments, workers=2)``: workers that find TF_CONFIG call a function of the test's file.
+
+    With ``hosts`` there is one at each address, in the network namespace that ``networks`` names; ``order`` is that in
+    which they are started, all of them unless some are left out. Those that still run after the test are killed.
+    """
+    with ExitStack() as stack:
+
+        def start(
+            function: Callable[..., Any],
+            *arguments: Any,
+            workers: int = 2,
+            hosts: Sequence[str] = (),
+            networks: Sequence[str] = (),
+            order: Sequence[int] = (),
+        ) -> list[Worker]:
+            hosts = hosts or ["127.0.0.1"] * workers
+            addresses = [f"{host}:{port}" for host, port in zip(hosts, free_ports(len(hosts)), strict=True)]
+            started = {}
+            for index in order or range(len(addresses)):
+                task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+                network = networks[index] if networks else ""
+                worker = forks.start(
+                    str(request.path), function.__name__, arguments, {"TF_CONFIG": json.dumps(task)}, network
+                )
+                started[index] = stack.enter_context(closing(worker))
+            return [started[index] for index in sorted(started)]
+
+        yield start
