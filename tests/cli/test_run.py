@@ -98,6 +98,7 @@ def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_locks
 
     assert done.returncode == 1
     lines = done.stderr.splitlines()
+    assert lines[-7] == "lockstep: the last words of worker 1:"
     assert lines[-6:-4] == ["Traceback (most recent call last):", '  File "program.py", line 6, in <module>']
     assert lines[-2] == "ValueError: no such file"
     (folder,) = (tmp_path / "lockstep-logs").iterdir()
@@ -278,7 +279,7 @@ def test_a_launcher_of_another_job_is_turned_away(start_lockstep: Start, write, 
 
     code, _, err = ends(stray)
     assert (code, err.count("\n")) == (1, 1)
-    assert f"the launcher at 127.0.0.1:{port} runs 'program.py', and this one 'program.py --lr 2'; start the" in err
+    assert f"the launcher at 127.0.0.1:{port} runs 'program.py with arguments " in err
     first.kill()
 
 

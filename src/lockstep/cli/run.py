@@ -52,7 +52,9 @@ OutputFlag = Annotated[
 LogsFlag = Annotated[Path, typer.Option("--log-dir", metavar="DIR", help="Each run makes a folder of its own in it.")]
 JobFlag = Annotated[
     str | None,
-    typer.Option("--job", metavar="NAME", help="Tells jobs apart on several hosts. Without it: the program's words."),
+    typer.Option(
+        "--job", metavar="NAME", help="Tells jobs apart on several hosts. Without it: the program and its arguments."
+    ),
 ]
 StopFlag = Annotated[float, typer.Option("--stop-s", help="Seconds that workers get after SIGTERM, to save.")]
 TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Seconds to wait for the other hosts.")]
@@ -88,7 +90,7 @@ def run(
         from lockstep.launch.program_job import Program, ProgramJob
 
         what = Program(target=program, is_module=module, arguments=tuple(arguments or ()))
-        meeting = choose_meeting(hosts, index, rendezvous, nodes, job=job or str(what), timeout_s=timeout_s)
+        meeting = choose_meeting(hosts, index, rendezvous, nodes, job=job or what.job, timeout_s=timeout_s)
         launch = ProgramJob(
             program=what,
             meeting=meeting,
@@ -146,6 +148,7 @@ def report(outcome: Outcome) -> int:
     if outcome.interrupted:
         raise KeyboardInterrupt
     if outcome.last_words:
+        print(f"lockstep: the last words of worker {outcome.worker}:", file=sys.stderr)
         print(outcome.last_words.rstrip("\n"), file=sys.stderr)
     if outcome.line is not None:
         print(f"lockstep: error: {outcome.line}", file=sys.stderr, flush=True)

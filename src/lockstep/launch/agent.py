@@ -35,17 +35,17 @@ class Limits:
     """How long the agent waits.
 
     Args:
-        run_s: seconds that the workers may take; None for as long as they like.
+        timeout_s: seconds that the workers may take; None for as long as they like.
         stop_s: seconds that they get after SIGTERM, to save what they have, before they are killed.
         interrupt_s: seconds that they get after Ctrl-C.
     """
 
-    run_s: float | None = None
+    timeout_s: float | None = None
     stop_s: float = 30.0
     interrupt_s: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in ("run_s", "stop_s", "interrupt_s"):
+        for name in ("timeout_s", "stop_s", "interrupt_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} was given, expected seconds above 0")
@@ -72,7 +72,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs, start_method=start_method)
         self._folder = Path(logs.root_log_dir)
         self._limits = limits
-        self._until = None if limits.run_s is None else time.monotonic() + limits.run_s
+        self._until = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
         self._on_restart = on_restart
         self._deaths: Deaths | None = None
         self._ended_ns: dict[int, int] = {}
@@ -151,7 +151,7 @@ class Agent(LocalElasticAgent):
     def _check_time(self) -> None:
         if self._until is not None and time.monotonic() > self._until:
             raise ClusterError(
-                f"the {self.num_workers} workers had not ended after {self._limits.run_s:g} s and were ended;"
+                f"the {self.num_workers} workers had not ended after {self._limits.timeout_s:g} s and were ended;"
                 " give them more time with timeout_s, or None for no limit"
             )
 

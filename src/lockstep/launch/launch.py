@@ -53,7 +53,7 @@ def launch(
         workers=workers,
         gpus_per_worker=gpus_per_worker,
         max_restarts=max_restarts,
-        limits=Limits(run_s=timeout_s),
+        limits=Limits(timeout_s=timeout_s),
         log_dir=None if log_dir is None else Path(log_dir),
     )
     result: R = job.run(fn, tuple(args), dict(kwargs or {}))

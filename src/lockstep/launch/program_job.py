@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -52,8 +53,11 @@ class Program:
                 f"the script {self.target!r} does not exist, expected a Python file; a module is named after -m"
             )
 
-    def __str__(self) -> str:
-        return " ".join([*(["-m"] if self.is_module else []), self.target, *self.arguments])
+    @property
+    def job(self) -> str:
+        """What tells this program from others where launchers meet. Arguments may be secret, so they are digested."""
+        digest = hashlib.sha256("\0".join((str(self.is_module), *self.arguments)).encode()).hexdigest()
+        return f"{self.target} with arguments {digest[:8]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +69,14 @@ class Outcome:
         interrupted: Ctrl-C ended them.
         line: which worker failed first, and where its log is; None where none did.
         last_words: that worker's traceback, or the end of what it printed; empty where it has been shown already.
+        worker: its number.
     """
 
     exit_code: int
     interrupted: bool = False
     line: str | None = None
     last_words: str = ""
+    worker: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +159,7 @@ class ProgramJob:
             exit_code=failure.shell_code,
             line=f"worker {failure.worker} of {ending.num_workers} {failure.what}; its log is {log}",
             last_words="" if shown else _last_words(failure, log),
+            worker=failure.worker,
         )
 
 
