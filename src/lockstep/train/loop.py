@@ -53,7 +53,6 @@ class TrainLoop:
         batch: how many of its global batches are done.
         step: how many global batches are done in all.
         pending: how many of the last ones wait for their update.
-        wishes: what some worker would have all do after the last one.
         loss: of the epoch so far.
         metrics: of the epoch so far.
     """
@@ -74,7 +73,6 @@ class TrainLoop:
         self._should_stop = should_stop
         self._workers = strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
-        self.wishes = Wish(0)
         self.loss = RunningLoss()
         self.metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy), strategy.workers)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
@@ -113,7 +111,7 @@ class TrainLoop:
                 clock.stop(rows=sum(output.rows for output in outputs))
                 self.batch, self.step = step, self.step + 1
                 self.pending = 0 if due else self.pending + 1
-                self.wishes = wishes = self._wishes(exchanged=due)
+                wishes = self._wishes(exchanged=due)
                 metrics = self.metrics.compute() if Wish.LOGS in wishes else {}
                 self._callbacks.call("on_train_batch_end", step - 1, logs={"loss": loss.value, **metrics})
                 self._workers.settle(wishes)

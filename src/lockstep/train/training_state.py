@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.parts import Part, PartState, SavedPart
-from lockstep.collectives.workers import Wish
 from lockstep.errors import UsageError
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.feed import Feed
@@ -77,11 +76,6 @@ class TrainingState(Part):
     def at_update(self) -> bool:
         """Whether no gradients wait for their update, so that a checkpoint can hold everything."""
         return self._fit is None or not self._fit[0].pending
-
-    @property
-    def wishes(self) -> Wish:
-        """What some worker would have all do after the last batch."""
-        return Wish(0) if self._fit is None else self._fit[0].wishes
 
     @contextmanager
     def of_fit(self, loop: TrainLoop, feed: Feed, callbacks: CallbackList, *, epoch: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.weights import read_weights
-from lockstep.errors import CallbackError, ConfigError
+from lockstep.errors import CallbackError, CheckpointError, ConfigError
 from lockstep.train.callbacks import LambdaCallback, ModelCheckpoint
 from lockstep.train.model import Model
 
@@ -100,9 +100,71 @@ def test_an_unknown_frequency_is_refused(save_freq: Any):
         ModelCheckpoint("w", save_freq=save_freq)
 
 
-def test_whole_models_are_refused():
-    with pytest.raises(ConfigError, match=r"save_weights_only=False\): it saves nothing but weights"):
-        ModelCheckpoint("w", save_weights_only=False)
+def test_whole_checkpoints_are_restored_by_load_checkpoint(model: Model, batches: Batches, tmp_path: Path):
+    module = model.module
+    model.compile(torch.optim.Adam(module.parameters(), 0.05), torch.nn.functional.mse_loss)
+    whole = model.fit(batches, batches, epochs=3, callbacks=[saving(tmp_path, keep=2)], verbose=0)
+    assert names(tmp_path) == ["step-00000006", "step-00000009"]
+    expected = module.weight.clone()
+
+    position = model.load_checkpoint(tmp_path / "step-00000006")
+    assert (position.epoch, position.batch, position.step) == (2, 0, 6)
+    assert not torch.equal(module.weight, expected)
+    again = model.fit(
+        batches, batches, epochs=3, initial_epoch=position.epoch, callbacks=[saving(tmp_path, keep=2)], verbose=0
+    )
+
+    assert torch.equal(module.weight, expected)
+    assert again.history["loss"] == whole.history["loss"][2:]
+    assert names(tmp_path) == ["step-00000006", "step-00000009"]
+    model.load_weights(tmp_path / "step-00000006" / "weights.safetensors")
+
+
+def saving(folder: Path, **arguments: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, save_weights_only=False, **arguments)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_and_the_best_whole_checkpoints_stay(
+    model: Model, batches: Batches, tmp_path: Path, asynchronous: bool
+):
+    rates = iter([0.05, 0.001, 3.0, 0.1])  # with the third the loss goes up
+
+    def step(epoch: int, logs: Any) -> None:
+        assert model.optimizer is not None
+        model.optimizer.param_groups[0]["lr"] = next(rates)
+
+    callbacks = [LambdaCallback(on_epoch_begin=step), saving(tmp_path, keep=1, asynchronous=asynchronous)]
+    history = model.fit(batches, batches, epochs=4, callbacks=callbacks, verbose=0)
+
+    best = history.history["val_loss"].index(min(history.history["val_loss"]))
+    assert best == 1
+    assert names(tmp_path) == ["step-00000006", "step-00000012"]
+
+
+def test_whole_checkpoints_wait_for_the_update(model: Model, batches: Batches, tmp_path: Path):
+    model.compile(torch.optim.SGD(model.module.parameters(), 0.05), torch.nn.functional.mse_loss, accumulate=2)
+
+    model.fit(batches, epochs=2, callbacks=[saving(tmp_path, save_freq=1, monitor="loss")], verbose=0)
+
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (2, 3, 5, 6)]
+
+
+def test_a_fresh_run_does_not_write_beneath_later_checkpoints_of_another(
+    model: Model, batches: Batches, tmp_path: Path
+):
+    model.fit(batches, epochs=2, callbacks=[saving(tmp_path, monitor="loss")], verbose=0)
+    model.training_state.run = "another"
+    model.training_state._position = type(model.training_state.position)()
+
+    with pytest.raises(CheckpointError, match=r"another run has left step-00000006 there.*choose an empty folder"):
+        model.fit(batches, epochs=2, callbacks=[saving(tmp_path, monitor="loss")], verbose=0)
+
+
+@pytest.mark.parametrize("arguments", [{"keep": 3}, {"asynchronous": True}])
+def test_what_is_for_whole_checkpoints_is_refused_for_weights(arguments: dict[str, Any]):
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint\(keep=.*is for whole checkpoints; give save_weights"):
+        ModelCheckpoint("w", **arguments)
 
 
 def test_metrics_are_asked_for_only_when_it_saves(tmp_path: Path):

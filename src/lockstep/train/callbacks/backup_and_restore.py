@@ -91,19 +91,14 @@ class BackupAndRestore(Callback):
         """Saves where ``save_freq`` is a number of batches and that many have passed, or where SIGTERM has come."""
         state = self.model.training_state
         self._due |= type(self.save_freq) is int and state.position.step % self.save_freq == 0
-        self._ending |= Wish.SAVE in state.wishes
+        self._hear()
         if (self._due or self._ending) and state.at_update:
             self._save()
-        elif self._signal.came:
-            self.model.strategy.workers.wish(Wish.SAVE)  # once more: the first may have come between two exchanges
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Saves where ``save_freq`` is "epoch", or where SIGTERM has come since the last batch."""
-        workers = self.model.strategy.workers
-        if self._signal.came:
-            workers.wish(Wish.SAVE)
-        workers.exchange("end of an epoch with a backup")
-        self._ending |= Wish.SAVE in workers.granted
+        self.model.strategy.workers.exchange("end of an epoch with a backup")
+        self._hear()
         if self.save_freq == "epoch" or self._due or self._ending:
             self._save()
 
@@ -117,6 +112,15 @@ class BackupAndRestore(Callback):
         """Gives SIGTERM back to whom it belonged; one that came when training had ended is sent there once more."""
         self._manager = None
         self._signal.give_back(again=self._ended)
+
+    def _hear(self) -> None:
+        """Whether SIGTERM has come to some worker: all hear of it at the same point of the program."""
+        workers = self.model.strategy.workers
+        if Wish.SAVE in workers.granted:
+            self._ending = True
+            workers.settle(Wish.SAVE)
+        elif self._signal.came and not self._ending:
+            workers.wish(Wish.SAVE)  # once more: the first may have come in the middle of an exchange, and been lost
 
     def _save(self) -> None:
         if self._manager is None:

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.train.callbacks import BackupAndRestore, EarlyStopping, LambdaCallback
+from lockstep.train.callbacks.backup_and_restore import SAVED_AND_STOPPED
+from lockstep.train.callbacks.callback_list import CallbackList
+from lockstep.train.model import Model
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+    """The signals that a handler of the caller's own receives."""
+    signals: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    yield signals
+    signal.signal(signal.SIGTERM, former)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def terminate(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_saves_after_the_next_batch_and_ends_with_the_stated_code(
+    model: Model, batches: Batches, tmp_path: Path, received: list[int], capsys: pytest.CaptureFixture[str]
+):
+    mine = signal.getsignal(signal.SIGTERM)
+    callbacks = [
+        LambdaCallback(on_train_batch_begin=lambda batch, logs: terminate() if batch == 1 else None),
+        BackupAndRestore(tmp_path),
+    ]
+
+    with pytest.raises(SystemExit) as ended:
+        model.fit(batches, epochs=2, callbacks=callbacks, verbose=0)
+
+    assert ended.value.code == SAVED_AND_STOPPED == 75
+    assert names(tmp_path) == ["step-00000002"]
+    said = f"SIGTERM: saved epoch 1, 2 batches done to {tmp_path / 'step-00000002'}; start again to go on\n"
+    assert capsys.readouterr().out == said
+    assert signal.getsignal(signal.SIGTERM) is mine
+    assert received == []
+
+    model.fit(batches, epochs=2, callbacks=[BackupAndRestore(tmp_path)], verbose=2)
+
+    assert f"going on from {tmp_path / 'step-00000002'}: epoch 1, 2 batches done\n" in capsys.readouterr().out
+    assert model.training_state.position.step == 6
+
+
+def test_sigterm_during_the_validation_saves_at_the_end_of_the_epoch(
+    model: Model, batches: Batches, tmp_path: Path, received: list[int]
+):
+    class Terminate(LambdaCallback):
+        def on_test_begin(self, logs: Any) -> None:
+            terminate()
+
+    with pytest.raises(SystemExit):
+        model.fit(batches, batches, epochs=2, callbacks=[Terminate(), BackupAndRestore(tmp_path, False)], verbose=0)
+
+    assert names(tmp_path) == ["step-00000003"]
+    assert received == []
+
+
+def test_sigterm_when_training_has_ended_goes_to_whom_it_belonged(
+    model: Model, batches: Batches, tmp_path: Path, received: list[int]
+):
+    callbacks = [LambdaCallback(on_train_end=terminate), BackupAndRestore(tmp_path / "backup")]
+
+    model.fit(batches, callbacks=callbacks, verbose=0)
+
+    assert received == [signal.SIGTERM]
+
+
+def test_the_former_handler_is_back_after_an_error(model: Model, batches: Batches, tmp_path: Path, received: list[int]):
+    mine = signal.getsignal(signal.SIGTERM)
+
+    def fail(epoch: int, logs: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(batches, callbacks=[LambdaCallback(on_epoch_end=fail), BackupAndRestore(tmp_path / "b")], verbose=0)
+
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_another_thread_than_the_main_one_trains_without_listening(model: Model, batches: Batches, tmp_path: Path):
+    mine = signal.getsignal(signal.SIGTERM)
+    seen: list[Any] = []
+    look = LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(
+        target=lambda: model.fit(batches, callbacks=[look, BackupAndRestore(tmp_path / "b")], verbose=0)
+    )
+    thread.start()
+    thread.join()
+
+    assert seen == [mine]
+
+
+@pytest.mark.parametrize(
+    ("freq", "steps"), [("epoch", [3, 6]), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4]), (False, [])]
+)
+def test_it_saves_as_often_as_told(
+    model: Model, batches: Batches, tmp_path: Path, freq: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    from lockstep.checkpoint.manager import CheckpointManager
+
+    saved: list[int] = []
+    save: Callable[..., Path] = CheckpointManager.save
+    monkeypatch.setattr(CheckpointManager, "save", lambda self, step: (saved.append(step), save(self, step))[1])
+
+    model.fit(batches, epochs=2, callbacks=[BackupAndRestore(tmp_path / "b", freq, delete_checkpoint=False)], verbose=0)
+
+    assert saved == steps
+    assert not (tmp_path / "b").exists() or names(tmp_path / "b") == [f"step-{steps[-1]:08d}"]
+
+
+def test_it_comes_after_the_others_wherever_it_stands(model: Model, tmp_path: Path):
+    backup, stopping = BackupAndRestore(tmp_path / "b"), EarlyStopping()
+    order: list[str] = []
+    backup.on_epoch_end = lambda epoch, logs: order.append("BackupAndRestore")  # type: ignore[method-assign]
+    stopping.on_epoch_end = lambda epoch, logs: order.append("EarlyStopping")  # type: ignore[method-assign]
+
+    CallbackList([backup, stopping], model=model, params={}).call("on_epoch_end", 0)
+
+    assert order == ["EarlyStopping", "BackupAndRestore"]
+
+
+def test_states_go_back_to_callbacks_of_their_kind(model: Model):
+    first = CallbackList([EarlyStopping(), EarlyStopping(patience=3)], model=model, params={})
+    named = first.state_dict()
+    assert named.keys() == {"EarlyStopping", "EarlyStopping 2"}
+    second = [EarlyStopping(), LambdaCallback()]
+
+    CallbackList(second, model=model, params={}).load_state_dict(
+        {**named, "EarlyStopping": {**named["EarlyStopping"], "wait": 2, "best": 0.5}}
+    )
+
+    assert (second[0].wait, second[0].best) == (2, 0.5)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("freq", [0, -1, True, 1.5, "batch", None])
+def test_an_unknown_frequency_is_refused(freq: Any):
+    with pytest.raises(ConfigError, match=r"BackupAndRestore\(save_freq=.*\); give 'epoch', a number of batches, or"):
+        BackupAndRestore("backup", save_freq=freq)

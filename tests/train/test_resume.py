@@ -1,0 +1,186 @@
+"""A fit that fails in its middle, and one that goes on from its backup: bit-equal to one that never failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.train.programs.resumable import Noisy, Tell, train
+from torch import nn
+
+import lockstep as ls
+from lockstep.errors import CallbackError, CheckpointError, UsageError
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.train.model import Model
+
+MakeStrategy = Callable[..., MirroredStrategy]
+
+
+class Failure(Exception):
+    pass
+
+
+def failing_at(place: tuple[int, int]) -> Tell:
+    def hear(now: tuple[int, int]) -> None:
+        if now == place:
+            raise Failure
+
+    return Tell(hear)
+
+
+def interrupted(strategy: MirroredStrategy | None, folder: Path, place: tuple[int, int], freq: Any, **kw: Any) -> None:
+    with pytest.raises(CallbackError, match="Failure"):
+        train(strategy, [ls.BackupAndRestore(folder, save_freq=freq), failing_at(place)], **kw)
+
+
+def state(model: Model) -> dict[str, torch.Tensor]:
+    buffers = {
+        f"{number} {name}": value
+        for number, own in enumerate(model.strategy.mirrored_modules[-1].copies)
+        for name, value in own.named_buffers()
+    }
+    return {name: value.clone() for name, value in {**model.state_dict(), **buffers}.items()}
+
+
+def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize(
+    ("freq", "place", "settings"),
+    [
+        ("epoch", (1, 3), {}),
+        (1, (0, 2), {}),
+        (2, (2, 0), {}),
+        (5, (1, 1), {}),  # the last batch of an epoch: what is left of it is its validation
+        (1, (1, 3), {"accumulate": 2}),  # saves wait for the update
+        (3, (1, 3), {"accumulate": 3}),
+        (1, (1, 2), {"steps_per_epoch": 4}),  # epochs that begin in the middle of an iteration
+        ("epoch", (2, 1), {"steps_per_epoch": 7}),
+    ],
+)
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_going_on_is_bit_equal_to_never_having_stopped(
+    make_strategy: MakeStrategy, tmp_path: Path, replicas: int, freq: Any, place: tuple[int, int], settings: Any
+):
+    make = (lambda: make_strategy(replicas, seed=1)) if replicas else (lambda: None)
+    model, history = train(make(), [], **settings)
+    expected, drawn = state(model), torch.rand(3)
+
+    interrupted(make(), tmp_path / "backup", place, freq, **settings)
+    torch.rand(7)
+    resumed, record = train(make(), [ls.BackupAndRestore(tmp_path / "backup", save_freq=freq)], **settings)
+
+    assert far(state(resumed), expected) == 0
+    assert record.history == history.history
+    assert record.epoch == history.epoch
+    assert torch.equal(torch.rand(3), drawn)
+    assert not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+def test_on_other_replicas_the_numbers_are_those_of_one_device(
+    make_strategy: MakeStrategy, tmp_path: Path, before: int, after: int
+):
+    model, history = train(make_strategy(1, seed=1), [], exact=True)
+
+    interrupted(make_strategy(before, seed=1), tmp_path, (1, 2), 1, exact=True)
+    resumed, record = train(make_strategy(after, seed=1), [ls.BackupAndRestore(tmp_path, save_freq=1)], exact=True)
+
+    assert far(state(resumed), state(model)) < 1e-12
+    for name, values in history.history.items():
+        assert record.history[name] == pytest.approx(values, rel=1e-12), name
+
+
+def test_the_resumed_run_is_that_of_a_plain_loop(make_strategy: MakeStrategy, tmp_path: Path):
+    interrupted(make_strategy(2, seed=1), tmp_path, (1, 2), 2, exact=True)
+    resumed, _ = train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path, save_freq=2)], exact=True)
+
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Identity(), nn.Flatten(), nn.Linear(16, 3)).double()
+    optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60)
+    data = torch.utils.data.DataLoader(Noisy(0.0), 5, shuffle=True)
+    validation = torch.utils.data.DataLoader(Noisy(0.0), 22)
+    losses, best = [], {}
+    for _ in range(3):
+        for x, y in data:
+            F.cross_entropy(network(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        with torch.no_grad():
+            losses += [F.cross_entropy(network(x), y).item() for x, y in validation]
+        if losses[-1] == min(losses):
+            best = {name: value.clone() for name, value in network.state_dict().items()}
+
+    assert far(resumed.state_dict(), best) < 1e-12
+
+
+def test_a_training_that_was_stopped_early_stays_stopped(make_strategy: MakeStrategy, tmp_path: Path):
+    class Stop(ls.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any) -> None:
+            self.model.stop_training = True
+
+    backup = ls.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    train(make_strategy(2, seed=1), [Stop(), backup])
+    model, history = train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path, delete_checkpoint=False)])
+
+    assert history.epoch == [0]
+    assert model.training_state.position.step == 5
+
+
+def test_a_finished_training_goes_on_when_more_epochs_are_asked_for(make_strategy: MakeStrategy, tmp_path: Path):
+    whole, history = train(make_strategy(2, seed=1), [], epochs=3)
+    expected = state(whole)
+
+    train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path, delete_checkpoint=False)], epochs=2)
+    assert len(list(tmp_path.iterdir())) == 1
+    resumed, record = train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path)], epochs=3)
+
+    # The best weights were loaded at the end of the first two epochs; they are not in the backup of the last one.
+    assert record.history == history.history
+    assert far(state(resumed), expected) == 0
+
+
+def test_a_damaged_backup_is_named_and_training_does_not_begin_anew(make_strategy: MakeStrategy, tmp_path: Path):
+    interrupted(make_strategy(2, seed=1), tmp_path, (1, 2), 1)
+    (path,) = tmp_path.iterdir()
+    (path / "checkpoint.json").write_text("{")
+
+    with pytest.raises(CheckpointError, match=r"step-\d+ is damaged \(checkpoint\.json: "):
+        train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path)])
+
+
+def test_two_backups_are_kept_on_request(make_strategy: MakeStrategy, tmp_path: Path):
+    backup = ls.BackupAndRestore(tmp_path, save_freq=1, double_checkpoint=True)
+
+    with pytest.raises(CallbackError, match="Failure"):
+        train(make_strategy(2, seed=1), [backup, failing_at((1, 2))])
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
+
+
+def test_a_save_inside_an_accumulation_cycle_is_refused(make_strategy: MakeStrategy, tmp_path: Path):
+    model = None
+
+    class Save(ls.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            ls.CheckpointManager(self.model.checkpoint(), tmp_path).save(batch)
+
+    with pytest.raises(CallbackError, match=r"1 batches into an accumulation cycle, whose gradients it cannot hold"):
+        train(make_strategy(2, seed=1), [Save()], accumulate=2)
+    assert model is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_an_optimizer_has_no_checkpoint(make_strategy: MakeStrategy):
+    with make_strategy(1).scope():
+        model = Model(nn.Linear(1, 1))
+
+    with pytest.raises(UsageError, match=r"a checkpoint needs an optimizer; call model\.compile"):
+        model.load_checkpoint("folder")
