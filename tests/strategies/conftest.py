@@ -140,10 +140,11 @@ def forks() -> Iterator[Forks]:
 
 
 StartJob = Callable[..., list[Worker]]
+FreePorts = Callable[[int], list[int]]
 
 
 @pytest.fixture(scope="session")
-def free_ports() -> Callable[[int], list[int]]:
+def free_ports() -> FreePorts:
     """``free_ports(n)``: different ports at which nobody listened a moment ago."""
 
     def find(count: int) -> list[int]:
@@ -157,34 +158,46 @@ def free_ports() -> Callable[[int], list[int]]:
 
 
 @pytest.fixture
-def start_job(
-    forks: Forks, free_ports: Callable[[int], list[int]], request: pytest.FixtureRequest
-) -> Iterator[StartJob]:
+def start_job(forks: Forks, free_ports: FreePorts, request: pytest.FixtureRequest) -> Iterator[StartJob]:
     """``start_job(function, *arguments, workers=2)``: workers that find TF_CONFIG call a function of the test's file.
 
-    With ``hosts`` there is one at each address, in the network namespace that ``networks`` names; ``order`` is that in
-    which they are started, all of them unless some are left out. Those that still run after the test are killed.
+    An argument "index" is each worker's own number. With ``hosts`` there is one worker at each address, in the network
+    namespace that ``networks`` names; ``order`` is that in which they are started, all of them unless some are left
+    out. Those that still run after the test are killed.
     """
     with ExitStack() as stack:
+        yield _starter(forks, free_ports, request.path, stack)
 
-        def start(
-            function: Callable[..., Any],
-            *arguments: Any,
-            workers: int = 2,
-            hosts: Sequence[str] = (),
-            networks: Sequence[str] = (),
-            order: Sequence[int] = (),
-        ) -> list[Worker]:
-            hosts = hosts or ["127.0.0.1"] * workers
-            addresses = [f"{host}:{port}" for host, port in zip(hosts, free_ports(len(hosts)), strict=True)]
-            started = {}
-            for index in order or range(len(addresses)):
-                task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-                network = networks[index] if networks else ""
-                worker = forks.start(
-                    str(request.path), function.__name__, arguments, {"TF_CONFIG": json.dumps(task)}, network
-                )
-                started[index] = stack.enter_context(closing(worker))
-            return [started[index] for index in sorted(started)]
 
-        yield start
+@pytest.fixture(scope="module")
+def start_module_job(forks: Forks, free_ports: FreePorts, request: pytest.FixtureRequest) -> Iterator[StartJob]:
+    """The same, for a job that several tests look at."""
+    with ExitStack() as stack:
+        yield _starter(forks, free_ports, request.path, stack)
+
+
+def _starter(forks: Forks, free_ports: FreePorts, path: Path, stack: ExitStack) -> StartJob:
+    def start(
+        function: Callable[..., Any],
+        *arguments: Any,
+        workers: int = 2,
+        hosts: Sequence[str] = (),
+        networks: Sequence[str] = (),
+        order: Sequence[int] = (),
+    ) -> list[Worker]:
+        hosts = hosts or ["127.0.0.1"] * workers
+        addresses = [f"{host}:{port}" for host, port in zip(hosts, free_ports(len(hosts)), strict=True)]
+        started = {}
+        for index in order or range(len(addresses)):
+            task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+            worker = forks.start(
+                str(path),
+                function.__name__,
+                [index if argument == "index" else argument for argument in arguments],
+                {"TF_CONFIG": json.dumps(task)},
+                networks[index] if networks else "",
+            )
+            started[index] = stack.enter_context(closing(worker))
+        return [started[index] for index in sorted(started)]
+
+    return start
