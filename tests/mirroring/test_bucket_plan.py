@@ -1,18 +1,35 @@
 import pytest
 
-from lockstep.mirroring.bucket_plan import FIRST_BUCKET_BYTES, plan_buckets
+from lockstep.mirroring.bucket_plan import FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, plan_buckets
 
 MB = 2**20
 
 
 def test_parameters_go_in_reverse_order_and_every_one_once():
-    plan = plan_buckets([MB] * 7, ["float32"] * 7, 3 * MB)
+    plan = plan_buckets([MB] * 19, ["float32"] * 19, 3 * MB)
 
-    assert plan.buckets == ((6,), (5, 4, 3), (2, 1, 0))
+    assert plan.buckets[:4] == ((18,), (17, 16, 15), (14, 13, 12), (11, 10, 9))
 
 
 def test_the_first_bucket_is_small():
-    assert plan_buckets([FIRST_BUCKET_BYTES // 2] * 5, ["float32"] * 5, 25 * MB).buckets == ((4, 3), (2, 1, 0))
+    (first, second, *_) = plan_buckets([FIRST_BUCKET_BYTES // 2] * 40, ["float32"] * 40, 25 * MB).buckets
+
+    assert first == (39, 38)
+    assert len(second) == 12  # a third of the 38 that are left
+
+
+def test_little_is_left_for_the_last_bucket():
+    sizes = [MB // 8] * 80
+    plan = plan_buckets(sizes, ["float32"] * 80, 25 * MB)
+
+    assert [len(members) for members in plan.buckets] == [8, 24, 16, 10, 7, 5, 3, 2, 2, 2, 1]
+    assert len(plan.buckets[-1]) * MB // 8 <= LAST_BUCKET_BYTES
+
+
+def test_no_bucket_is_larger_than_asked():
+    plan = plan_buckets([MB] * 300, ["float32"] * 300, 25 * MB)
+
+    assert max(len(members) for members in plan.buckets) == 25
 
 
 def test_a_parameter_larger_than_a_bucket_is_alone():

@@ -146,7 +146,9 @@ class BucketExchange(GradientExchange):
 
     def _start(self, position: int) -> None:
         members = self._plan.buckets[position]
-        with torch.no_grad():
+        # A hook runs in its replica's thread, whose function mode would be asked at every call: 1.3 ms of MobileNetV2's
+        # 5.9 for all buckets.
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             bucket = _Bucket(members, [self._parameters[index] for index in members], self._travel_as)
             bucket.work = self._stream.start_sum(bucket.flat)
         self._under_way.append(bucket)
