@@ -4,7 +4,7 @@ The names are those of ``tf.distribute`` where it has one, and PyTorch's otherwi
 """
 
 from lockstep import config, errors
-from lockstep.checkpoint import Checkpoint, CheckpointManager
+from lockstep.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.reduction import ReduceOp
@@ -60,6 +60,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "latest_checkpoint",
     "launch",
     "scale_regularization_loss",
 ]

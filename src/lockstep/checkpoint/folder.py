@@ -5,6 +5,7 @@ There is no file that names the newest one: it is the whole checkpoint with the 
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -19,6 +20,15 @@ _NAME = re.compile(r"step-(\d{8,})")
 def step_name(step: int) -> str:
     """The folder of a step, such as "step-00000120": names sort as steps do."""
     return f"step-{step:08d}"
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest undamaged checkpoint in ``folder``; None if there is none. For this machine's eyes alone.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    return CheckpointFolder(Path(folder)).newest()
 
 
 class CheckpointFolder:
