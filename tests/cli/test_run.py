@@ -254,6 +254,17 @@ def test_every_host_says_which_worker_failed_first(start_lockstep: Start, write,
     assert "lockstep: error: worker 1 of 2 failed: ValueError: lost; its log is " in ends(second)[2]
 
 
+def test_a_host_that_is_done_hears_of_the_failure_of_another(start_lockstep: Start, write, port: int):
+    fail = "import os, select, sys\nif os.environ['RANK'] == '1':\n    sys.stdin.read(); raise ValueError('lost')"
+    words = ("run", "--workers", "1", "--quiet", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index")
+
+    program = write(fail)
+    first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
+
+    assert ends(second)[0] == 1
+    assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
+
+
 def test_hosts_that_come_make_one_job(start_lockstep: Start, write, port: int):
     program = write(
         MEET + "print(os.environ['WORLD_SIZE'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])\n" + LISTENERS

@@ -43,6 +43,7 @@ def test_workers_that_the_launcher_ended_did_not_fail():
     ("code", "record_", "what", "shell"),
     [
         (1, record(0, "KeyError: 'x'"), "failed: KeyError: 'x'", 1),
+        (-6, record(0, "KeyError: 'x'"), "failed: KeyError: 'x'", 1),
         (-9, None, "was killed by SIGKILL", 137),
         (-63, None, "was killed by signal 63", 191),
         (3, None, "ended with exit code 3", 3),

@@ -102,6 +102,12 @@ class Agent(LocalElasticAgent):
         records = {local: Record.read(record_path(self._folder, first + local, attempt)) for local in self.exit_codes}
         return first_failure(self.exit_codes, self._ended_ns, records, first_worker=first, attempt=attempt)
 
+    def pass_exit_barrier(self) -> None:
+        """Lets the launchers of other hosts go, whose workers have finished and who wait for this one's."""
+        self._exit_barrier_timeout = 0.1
+        wait: Callable[[], None] = self._exit_barrier
+        wait()
+
     def kill(self) -> None:
         """Ends what is still running, at once."""
         self._stop_watching()

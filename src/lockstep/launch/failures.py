@@ -89,8 +89,11 @@ class Failure:
 
     @property
     def shell_code(self) -> int:
-        """The exit code that a shell would show: 128 and the signal's number for a signal."""
-        if self.exit_code is None:
+        """The exit code that a shell would show: 128 and the signal's number for a signal.
+
+        After an error it is 1, though a gloo thread may abort the process while Python takes it down.
+        """
+        if self.exit_code is None or self.record is not None:
             return 1
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 

@@ -43,7 +43,7 @@ def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: 
     """Starts the workers of this host and stays until all have ended; none outlives the call.
 
     Raises:
-        ClusterError: they took longer than ``limits`` allow.
+        ClusterError: they took longer than ``limits`` allow, or those of another host have failed for good.
     """
     values: Mapping[int, Any] = {}
     failure = sign = None
@@ -53,7 +53,10 @@ def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: 
             result = agent.run()
             if result is not None:
                 values = result.return_values
-                failure = None if result.state == WorkerState.SUCCEEDED else _failure(spec, agent)
+                if result.state == WorkerState.SUCCEEDED:
+                    spec.rdzv_handler.num_nodes_waiting()  # asks whether another host has failed
+                else:
+                    failure = _failure(spec, agent)
         except SignalException as error:
             sign = error.sigval
         finally:
@@ -68,5 +71,7 @@ def _failure(spec: WorkerSpec, agent: Agent) -> Failure:
     if failure is None:
         raise ClusterError("the workers of this host were ended and none had failed; start them again")
     if isinstance(spec.rdzv_handler, FixedRendezvous):
-        spec.rdzv_handler.give_up(f"worker {failure.worker} of {agent.num_workers} {failure.what}")
+        spec.rdzv_handler.give_up(
+            f"worker {failure.worker} of {agent.num_workers} {failure.what}", agent.pass_exit_barrier
+        )
     return failure

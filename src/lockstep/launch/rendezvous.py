@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -76,15 +77,20 @@ class FixedRendezvous(RendezvousHandler):
             ) from error
         raise ClusterError(cause)
 
-    def give_up(self, cause: str) -> None:
+    def give_up(self, cause: str, release: Callable[[], None]) -> None:
         """Tells the other launchers why this one's workers will not go on; the first cause stays.
 
         The one that serves the store waits a moment until the others have read it.
+
+        Args:
+            cause: which worker failed, and how.
+            release: lets those launchers go on that wait for this one's workers to finish.
         """
         if self._hosts == 1:
             return
         try:
             self._store.compare_set(_GAVE_UP, "", f"{cause} (host {self._index})")
+            release()
             until = time.monotonic() + _READ_LIMIT_S
             while self._index == 0 and self._store.add(_READ, 0) < self._hosts - 1 and time.monotonic() < until:
                 threading.Event().wait(_POLL_S)
