@@ -44,7 +44,7 @@ def test_a_loss_says_for_how_long_and_what_it_last_did():
     assert describe_loss("worker 1", 12.34, "step 3").startswith(
         "worker 1 is lost: nothing has been heard of it for 12.3 s (what it last did: step 3)."
     )
-    assert "(it never said what it did)" in describe_loss("worker 1", 1.0, "")
+    assert "(what it last did: unknown)" in describe_loss("worker 1", 1.0, "")
 
 
 def test_an_ending_is_read_as_it_was_written_and_one_that_cannot_be_read_still_ends():

@@ -68,7 +68,7 @@ def describe_failure(name: str, error: BaseException, doing: str) -> str:
 
 def describe_loss(name: str, silent_s: float, doing: str) -> str:
     """The sentence for a worker of which nothing is heard any more."""
-    last = f"what it last did: {doing}" if doing else "it never said what it did"
+    last = f"what it last did: {doing or 'unknown'}"
     return (
         f"{name} is lost: nothing has been heard of it for {silent_s:.1f} s ({last}). "
         "It was killed or stopped, or its network is cut; look at its own output and its machine"
@@ -102,7 +102,7 @@ def describe_early_end(left: str, name: str, doing: str, addition: str) -> str:
 
 def describe_lost_store(name: str, how: str, doing: str) -> str:
     """The sentence for the worker that serves the store, when the store is gone."""
-    last = f"what it last did: {doing}" if doing else "it never said what it did"
+    last = f"what it last did: {doing or 'unknown'}"
     return (
         f"{name}, which serves the job's store, is lost: {how} ({last}). "
         "It was killed or stopped, or the network to it is cut; look at its own output and its machine"

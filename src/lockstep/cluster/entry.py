@@ -24,7 +24,7 @@ from lockstep.cluster.roll_call import RollCall
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.store import PortTakenError, Route, bind_to, find_route, serve
 
-_TURN_S = 0.2
+_FIRST_TURN_S, _TURN_S = 0.02, 0.25
 _PORT_IS_FREED_S = 5.0
 
 
@@ -70,6 +70,7 @@ class _Entry:
     def come_in(self) -> Entered:
         try:
             host, port = self._serve() if self._serves else self._spec.chief_address
+            turn_s = _FIRST_TURN_S
             while True:
                 try:
                     return self._try(find_route(host, port))
@@ -78,7 +79,8 @@ class _Entry:
                         f"{self._spec.name(0)}, where the job's store is ({error})",
                         "start it, or correct its address, its port or a firewall",
                     )
-                self._pause.wait(_TURN_S)
+                self._pause.wait(turn_s)
+                turn_s = min(1.2 * turn_s, _TURN_S)
         finally:
             self._server = None  # else the store is served for as long as somebody keeps the error with its frames
 

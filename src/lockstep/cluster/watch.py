@@ -98,7 +98,7 @@ class Watch:
         self._patience_s = lost_after_s - _BEATS_TO_SPREAD * self._beat_s
         self._quick_s = min(self._patience_s, max(_QUICK_LEAST_S, _QUICK_BEATS * self._beat_s))
         self.end = JobEnd()
-        self.doing = ""
+        self.doing = "the start of the job"
         self._beat = 0
         self._ended = self._warned = self._over = self._gone = self._alarmed = False
         self._clock = LivedClock(2 * self._beat_s)
