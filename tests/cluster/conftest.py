@@ -141,6 +141,10 @@ class Requests:
             pause.wait(0.05)
         return "nothing happened"
 
+    def work_alone(self, seconds: float) -> None:
+        """Needs nobody for a while."""
+        threading.Event().wait(seconds)
+
     def explain(self, text: str) -> None:
         raise self.member.explain_broken(RuntimeError(text), "the sum of gradients")
 

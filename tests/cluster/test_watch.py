@@ -161,6 +161,7 @@ def test_the_chief_ends_first_and_nobody_minds(members: MakeMembers):
     job = members(3)
     assert job[0].do("close") < LOST_AFTER_S
     job[0].end()
+    job[1].do("work_alone", QUIET_S)
 
     assert [member.do("called") for member in job[1:]] == [[], []]
     assert all(member.do("close") < 1.0 for member in job[1:])
