@@ -154,6 +154,15 @@ def test_a_writer_whose_folder_is_cleared_before_it_is_locked_begins_again(
     assert (tmp_path / "step-1" / RECORD).read_text() == "text"
 
 
+def test_a_folder_that_somebody_removes_while_it_is_written_is_an_error(tmp_path: Path):
+    def write() -> None:
+        with whole_folder(tmp_path / "step-1") as (folder, _):
+            shutil.rmtree(folder)
+
+    with pytest.raises(FileNotFoundError):
+        write()
+
+
 def test_two_writers_of_one_name_both_succeed(tmp_path: Path):
     with whole_folder(tmp_path / "step-1") as (_, write_record):
         write_record("first")

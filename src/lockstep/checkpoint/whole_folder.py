@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.checkpoint.whole_file import sync
@@ -131,7 +131,8 @@ def _put(partial: Path, target: Path) -> None:
     try:
         while not _renamed(partial, target):
             old = _aside(target, _REPLACED)
-            if _renamed(target, old):
+            with suppress(FileNotFoundError):  # the other writer was about to do the same
+                target.rename(old)
                 replaced.append(old)
     except OSError:
         for old in replaced[-1:]:
@@ -142,11 +143,11 @@ def _put(partial: Path, target: Path) -> None:
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """Renames a folder; False where a folder of that name is in the way, or the source has gone."""
+    """Renames a folder; False where one of that name is in the way."""
     try:
         source.rename(target)
     except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) or (error.errno == errno.ENOENT and not source.exists()):
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             return False
         raise
     return True

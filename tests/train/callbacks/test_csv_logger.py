@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from lockstep.errors import CallbackError
-from lockstep.train.callbacks import CSVLogger, LambdaCallback
+from lockstep.train.callbacks import BackupAndRestore, CSVLogger, LambdaCallback
 from lockstep.train.model import Model
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -85,3 +85,18 @@ def test_the_file_is_whole_and_closed_however_fit_ends(
 
     assert [row["epoch"] for row in rows(path)] == ["0"]
     assert not is_open(path)
+
+
+def test_a_resumed_training_writes_no_epoch_twice(model: Model, batches: Batches, tmp_path: Path):
+    log, backup = tmp_path / "log.csv", tmp_path / "backup"
+
+    def fail(epoch: int, logs: Any) -> None:
+        raise ValueError  # after the logger has written the line of the epoch, and before the backup is saved
+
+    callbacks = [CSVLogger(log, append=True), BackupAndRestore(backup, 1), LambdaCallback(on_epoch_end=fail)]
+    with pytest.raises(CallbackError, match="ValueError"):
+        model.fit(batches, epochs=3, callbacks=callbacks, verbose=0)
+    assert len(log.read_text().splitlines()) == 2
+    model.fit(batches, epochs=3, callbacks=[CSVLogger(log, append=True), BackupAndRestore(backup, 1)], verbose=0)
+
+    assert [line.split(",")[0] for line in log.read_text().splitlines()] == ["epoch", "0", "1", "2"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from lockstep.train.callbacks.base import Callback, Logs
 
@@ -19,7 +20,7 @@ class CSVLogger(Callback):
     Args:
         filename: the file; its folder is made.
         separator: between the fields.
-        append: go on in an existing file instead of writing it anew.
+        append: go on in an existing file instead of writing it anew, as a training that is resumed should.
 
     Example:
         >>> callback = CSVLogger("log.csv")
@@ -52,6 +53,16 @@ class CSVLogger(Callback):
         row = {"epoch": epoch, **logs}
         writer.writerow([row.get(column, "NA") for column in self._columns])
         self._file.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long the file is."""
+        return {"bytes": self._file.tell()} if self._file is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cuts off, with ``append``, the lines of epochs that are trained once more."""
+        if self.append and self._file is not None and self._file.tell() > state["bytes"]:
+            self._file.truncate(state["bytes"])
+            self._columns = self._existing_columns()
 
     def close(self) -> None:
         """Closes the file."""
