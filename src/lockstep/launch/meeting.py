@@ -40,10 +40,9 @@ class OneHost(Meeting):
     def meet(self, tell: Tell) -> RendezvousHandler:
         """Serves the store."""
         listener = bind_to(LOOPBACK, 0, "the launcher")
-        port = listener.getsockname()[1]
         store = serve(listener)
         store.set_timeout(READ_LIMIT)
-        return FixedRendezvous(store, host=LOOPBACK, port=port, job_id=new_job_id())
+        return FixedRendezvous(store, host=LOOPBACK, job_id=new_job_id())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +81,7 @@ class FixedHosts(Meeting):
             hall = Hall.find(host, port, self.job, timeout_s=self.timeout_s, tell=tell)
         hall.take_seat(self.index, self.hosts[self.index])
         hall.wait_for_seats(self.hosts, timeout_s=self.timeout_s, tell=tell)
-        return FixedRendezvous(
-            hall.store, host=host, port=port, job_id=hall.job_id, index=self.index, hosts=len(self.hosts)
-        )
+        return FixedRendezvous(hall.store, host=host, job_id=hall.job_id, index=self.index, hosts=len(self.hosts))
 
 
 @dataclass(frozen=True, kw_only=True)

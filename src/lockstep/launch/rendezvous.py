@@ -18,25 +18,27 @@ _READ_LIMIT_S, _POLL_S = 2.0, 0.02
 
 
 class FixedRendezvous(RendezvousHandler):
-    """Launchers whose number and order are known: there is nothing to find out, only a store to share.
+    """Launchers whose number and order are known: there is nothing to find out, only where the workers' store is.
 
-    The store is the workers' too, so that nobody has to find a second free port.
+    The launcher of the first host serves it, a new one for every attempt: workers that are started again would read
+    what those before them had written.
 
     Args:
-        store: where they meet.
-        host: the address at which the workers reach the store.
-        port: its port.
+        store: where the launchers meet.
+        host: the address of the first host, on which the workers' store listens.
         job_id: the prefix of all keys; launchers of another job never read them.
         index: this launcher's number, from 0.
         hosts: how many launchers there are.
     """
 
-    def __init__(self, store: Store, *, host: str, port: int, job_id: str, index: int = 0, hosts: int = 1) -> None:
+    def __init__(self, store: Store, *, host: str, job_id: str, index: int = 0, hosts: int = 1) -> None:
         self._store = PrefixStore(job_id, store)
-        self._meeting = RendezvousStoreInfo(host, port)
+        self._host = host
         self._job_id = job_id
         self._index = index
         self._hosts = hosts
+        self._attempts = 0
+        self._served: Store | None = None
 
     def get_backend(self) -> str:
         """A name for torch's records of events."""
@@ -48,8 +50,16 @@ class FixedRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Gives what is known already."""
-        return RendezvousInfo(self._store, self._index, self._hosts, self._meeting)
+        """Serves the store of the next attempt, or learns where it is."""
+        store = PrefixStore(f"attempt/{self._attempts}", self._store)
+        self._attempts += 1
+        port = 0
+        if self._index == 0:
+            listener = bind_to(self._host, 0, "the launcher")
+            port = listener.getsockname()[1]
+            self._served = serve(listener)
+        meeting = RendezvousStoreInfo.build(self._index, store, self._host, port)
+        return RendezvousInfo(store, self._index, self._hosts, meeting)
 
     def is_closed(self) -> bool:
         """It never is: the launchers of a fixed list may always start their workers again."""
