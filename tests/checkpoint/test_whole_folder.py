@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -152,6 +153,24 @@ def test_a_writer_whose_folder_is_cleared_before_it_is_locked_begins_again(
     fill(tmp_path / "step-1", "text")
 
     assert (tmp_path / "step-1" / RECORD).read_text() == "text"
+
+
+def test_a_writer_whose_record_is_cleared_while_it_is_locked_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lock, once = fcntl.flock, [True]
+
+    def lock_late(record: int, how: int) -> None:
+        if once and not how & fcntl.LOCK_NB:
+            once.clear()
+            clear_leftovers(tmp_path)  # it has the lock first, takes the folder away, and gives the lock up
+        lock(record, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+
+    fill(tmp_path / "step-1", "text")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_a_folder_that_somebody_removes_while_it_is_written_is_an_error(tmp_path: Path):

@@ -20,7 +20,7 @@ from lockstep.cli.training import (
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.run import check_exactness, train_mlm
 from lockstep.strategies.base import Strategy
-from lockstep.train.model import Verbose
+from lockstep.train.fit_settings import Verbose
 
 MLM_EXAMPLE = "Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm"
 

@@ -18,8 +18,8 @@ from lockstep.extras import require
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
+from lockstep.train.fit_settings import Verbose
 from lockstep.train.history import History
-from lockstep.train.model import Verbose
 
 OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Where the logs, the weights and the curves are put.")]
 CheckFlag = Annotated[

@@ -17,8 +17,9 @@ from lockstep.recipes.images.pretrained import save_mobilenet
 from lockstep.recipes.images.source import BrokenPicture
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
+from lockstep.train.fit_settings import Verbose
 from lockstep.train.history import History
-from lockstep.train.model import Model, Verbose
+from lockstep.train.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)

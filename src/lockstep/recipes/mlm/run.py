@@ -20,8 +20,9 @@ from lockstep.recipes.mlm.exactness import check_exactness
 from lockstep.recipes.mlm.loss import masked_token_loss
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
+from lockstep.train.fit_settings import Verbose
 from lockstep.train.history import History
-from lockstep.train.model import Model, Verbose
+from lockstep.train.model import Model
 
 __all__ = ["ExactnessReport", "MlmResult", "check_exactness", "train_mlm"]
 
