@@ -83,6 +83,7 @@ def test_sigterm_when_training_has_ended_goes_to_whom_it_belonged(
     model.fit(batches, callbacks=callbacks, verbose=0)
 
     assert received == [signal.SIGTERM]
+    model.fit(batches, callbacks=[BackupAndRestore(tmp_path / "backup")], verbose=0)  # nobody asks this one to end
 
 
 def test_the_former_handler_is_back_after_an_error(model: Model, batches: Batches, tmp_path: Path, received: list[int]):

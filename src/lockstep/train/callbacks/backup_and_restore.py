@@ -83,7 +83,10 @@ class BackupAndRestore(Callback):
         self._manager = CheckpointManager(self.model.checkpoint(), self.backup_dir, keep=keep)
         restored = self._manager.restore_or_initialize()
         self._manager.run = self.model.training_state.run
-        self._signal.listen(lambda: self.model.strategy.workers.wish(Wish.SAVE))
+        workers = self.model.strategy.workers
+        workers.exchange("beginning of a fit with a backup")  # a signal that came too late for the fit before
+        workers.settle(Wish.SAVE)
+        self._signal.listen(lambda: workers.wish(Wish.SAVE))
         if restored is not None and self.params.get("verbose"):
             self._say(f"going on from {restored}: {self._place()}")
 
