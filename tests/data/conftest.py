@@ -70,6 +70,9 @@ class ThreadWorkers(Workers):
     def wish(self, what: Wish) -> None:
         raise NotImplementedError
 
+    def settle(self, what: Wish) -> None:
+        raise NotImplementedError
+
     @property
     def granted(self) -> Wish:
         return Wish(0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
 from lockstep.data.position import random_state, set_random_state
@@ -54,6 +54,13 @@ SOURCES: dict[str, Callable[[], Iterable[Any]]] = {
     "generator": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(4)),
     "sampler": sampler_of_its_own,
     "processes": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True, num_workers=2),
+    "persistent": lambda: DataLoader(
+        TensorDataset(torch.arange(10)), batch_size=3, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "persistent, read": lambda: DataLoader(
+        list(range(10)), batch_size=3, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=torch.tensor
+    ),
+    "tensors": lambda: DataLoader(TensorDataset(torch.arange(10)), batch_size=3, shuffle=True),
     "stream": lambda: DataLoader(Stream(), batch_size=3),
     "list": lambda: [torch.arange(3)] * 4,
 }
@@ -66,7 +73,8 @@ def test_what_is_passed_over_is_as_if_it_had_been_taken(split_cpu, name: str, ta
     def rest(batches: Iterable[Any]) -> list[list[float]]:
         found = []
         for batch in batches:
-            found.append(torch.cat(tuple(batch)).flatten().tolist())
+            shards = batch[0] if isinstance(batch, list) else batch
+            found.append(torch.cat(tuple(shards)).flatten().tolist())
             if consumer_draws:
                 found[-1].append(torch.rand(()).item())
         return found

@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -23,6 +24,7 @@ from torch.utils.data import (
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset
+from lockstep.errors import ClusterError, CollectiveError, DataError
 
 if TYPE_CHECKING:
     from tests.data.conftest import RunWorkers
@@ -149,3 +151,131 @@ def test_only_the_own_rows_are_loaded(split_cpu, run_workers: RunWorkers):
 
     # The third worker has no row of the last batch, and loads one for its structure.
     assert run_workers((1, 1, 1), body) == [[0, 1, 6], [2, 3, 7], [4, 5, 6]]
+
+
+def test_a_length_that_differs_is_named_at_the_beginning(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(1)
+
+    def body(workers: Workers) -> None:
+        by_hand(workers, [torch.arange(2)] * (4 if workers.index == 1 else 3), devices).iterate()
+
+    with pytest.raises(ClusterError, match="worker 1 has 4 global batches, worker 0 has 3; give every worker the same"):
+        run_workers((1, 1, 1), body)
+
+
+def test_examples_that_differ_within_as_many_batches_are_named(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(1)
+
+    def body(workers: Workers) -> None:
+        by_hand(workers, DataLoader(Logged(8 - workers.index), batch_size=4), devices).iterate()
+
+    with pytest.raises(ClusterError, match="worker 1 has 7 examples, worker 0 has 8"):
+        run_workers((1, 1), body)
+
+
+def test_an_end_that_comes_early_is_named(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(1)
+
+    def body(workers: Workers) -> None:
+        list(by_hand(workers, (torch.arange(2) for _ in range(3 + workers.index)), devices))
+
+    ends = (
+        "worker 0 is at 'the end of the data, after 3 global batches'.*worker 1 is at 'the end of the data, after 4 gl"
+    )
+    with pytest.raises(CollectiveError, match=ends):
+        run_workers((1, 1), body)
+
+
+@pytest.mark.parametrize("kind", ["indices", "batches"])
+def test_another_order_is_found_at_the_next_exchange(split_cpu, run_workers: RunWorkers, kind: str):
+    devices, orders = split_cpu(1), [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3, 2]]
+
+    def body(workers: Workers) -> int:
+        order = orders[workers.index]
+        whole = TensorDataset(torch.arange(4))
+        source = (
+            DataLoader(whole, batch_size=2, sampler=order) if kind == "indices" else list(torch.tensor(order).split(2))
+        )
+        for step, _ in enumerate(by_hand(workers, source, devices)):
+            workers.exchange(f"step {step}")
+        return 0
+
+    with pytest.raises(CollectiveError, match=r"worker 2 was handed other data.* before 'step 1'"):
+        run_workers((1, 1, 1), body)
+
+
+def test_a_part_that_was_taken_already_is_refused(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(1)
+
+    def body(workers: Workers) -> None:
+        sampler = DistributedSampler(Logged(8), num_replicas=2, rank=workers.index)
+        by_hand(workers, DataLoader(Logged(8), sampler=sampler), devices)
+
+    with pytest.raises(DataError, match="whose DistributedSampler takes one worker's part of the data already"):
+        run_workers((1, 1), body)
+
+
+def test_no_batch_costs_an_exchange_of_its_own(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(1)
+
+    def body(workers: Workers) -> list[str]:
+        list(by_hand(workers, DataLoader(Logged(64)), devices))
+        return workers.group.calls
+
+    assert run_workers((1, 1), body)[0] == [
+        "the beginning of an iteration over the data",
+        "the end of the data, after 64 global batches",
+    ]
+
+
+class Drawing(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(1)
+
+    def __len__(self) -> int:
+        return 10
+
+
+def test_rows_loaded_in_processes_draw_other_numbers_on_each_worker(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(1)
+
+    def body(workers: Workers) -> list[float]:
+        loader = DataLoader(Drawing(), batch_size=4, num_workers=2, generator=generator())
+        return torch.cat([batch[0] for batch in by_hand(workers, loader, devices)]).flatten().tolist()
+
+    first, again = run_workers((1, 1), body), run_workers((1, 1), body)
+
+    assert len({number for worker in first for number in worker}) == 10
+    assert first == again
+
+
+@pytest.mark.parametrize("skip", [1, 2])
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_worker_passes_over_the_same(split_cpu, run_workers: RunWorkers, name: str, skip: int):
+    devices = split_cpu(2)
+
+    def body(workers: Workers) -> tuple[Any, Any]:
+        data = by_hand(workers, SOURCES[name](), devices)
+        begun = data.random_state()
+        return seen(data), seen(data.iterate(skip=skip, random=begun))
+
+    for whole, rest in run_workers((2, 1), body):
+        assert rest == whole[skip:]
+
+
+def test_a_collate_fn_that_makes_other_numbers_of_rows_loses_none(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(2)
+
+    def doubled(rows: list[Tensor]) -> Tensor:
+        return torch.cat([torch.stack(rows)[:, 0]] * 2)
+
+    def body(workers: Workers) -> list[Any]:
+        return seen(by_hand(workers, DataLoader(Logged(5), batch_size=4, collate_fn=doubled), devices))
+
+    found = run_workers((2, 1), body)
+    assert [
+        sorted(row for worker in batch for shard in worker for row in shard) for batch in zip(*found, strict=True)
+    ] == [
+        [0, 0, 1, 1, 2, 2, 3, 3],
+        [4, 4],
+    ]

@@ -19,7 +19,6 @@ from lockstep.data.beginning import begin_alike
 from lockstep.data.empty_batch import packed, unpacked, without_rows
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.readers import Alike, Place, Reader
-from lockstep.errors import ClusterError
 
 _UNKNOWN = -1.0
 
@@ -117,7 +116,7 @@ class _Compared:
         handed = next(self._batches, None)
         if handed is None:
             self._ended = True
-            self._all_ended()
+            self._workers.exchange(f"the end of the data, after {self._taken} global batches")
             raise StopIteration
         self._taken += 1
         self._workers.attach(handed.digest)
@@ -127,16 +126,6 @@ class _Compared:
         """Ends the reading; the other workers are expected to do so at the same place."""
         self._ended = True
         self._batches.close()
-
-    def _all_ended(self) -> None:
-        taken = [int(number) for (number,) in self._workers.exchange("the end of the data", (self._taken,))]
-        for name, number in zip(self._workers.names, taken, strict=True):
-            if number != taken[0]:
-                raise ClusterError(
-                    f"the workers' data differ: {name} came to the end after {number} global batches, "
-                    f"{self._workers.names[0]} after {taken[0]}; give every worker the same data, or distribute it "
-                    'with shard="file" or "off" where each has its own'
-                )
 
 
 class _Padded:

@@ -23,7 +23,7 @@ from lockstep.data.position import check_skip, sampling_generators
 from lockstep.data.prefetch import PASSED_OVER
 from lockstep.data.readers import Alike, Place, Reader
 from lockstep.data.shards import LocalCut, local_cut, local_shards, shard_sizes
-from lockstep.data.skipping import draws_at_first, index_batches, rebuilt
+from lockstep.data.skipping import draws_at_first, index_batches, persists, rebuilt
 from lockstep.data.source_random import borrowed_default
 from lockstep.replicas.random import replica_generator
 
@@ -50,6 +50,14 @@ class OwnRows(Reader):
     @property
     def generators(self) -> list[torch.Generator]:
         return sampling_generators(self._loader)
+
+    @property
+    def started(self) -> bool:
+        return self._own is not None and persists(self._own)
+
+    def start(self) -> None:
+        if persists(self._loader) and not self.started:
+            self.begin(0, lambda batch: batch)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         check_skip(skip)

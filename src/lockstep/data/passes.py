@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.config import LogicalDevice
 from lockstep.data.meeting import Meeting
-from lockstep.data.position import RandomState, begin_again, random_state
+from lockstep.data.position import STARTED, RandomState, begin_again, random_state
 from lockstep.data.prefetch import ClosableIterator, read_ahead
 from lockstep.data.readers import Reader
+from lockstep.data.source_random import default_state, set_default_state
 from lockstep.data.transfer import Transfer
 
 
@@ -43,6 +45,10 @@ class Passes:
     def begin(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
         """An iteration without its first ``skip`` batches; see ``DistributedDataset.iterate``."""
         transfer = Transfer(self._devices)
+        if random is not None and STARTED in random:
+            callers = default_state()
+            self._reader.start()
+            set_default_state(callers)
         begun = begin_again(self.dataset, random)
         self._meeting.begin(self._reader)
         # Begun here and now, in the caller's thread: what it draws from torch's generator comes in program order.
@@ -51,7 +57,8 @@ class Passes:
 
     def random_state(self) -> RandomState:
         """The states of all generators that the source may draw from, now."""
-        return random_state(self.dataset)
+        state = random_state(self.dataset)
+        return {**state, STARTED: torch.ones(())} if self._reader.started else state
 
     def length(self) -> int:
         """The number of batches of an iteration.

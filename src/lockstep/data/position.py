@@ -30,6 +30,9 @@ T = TypeVar("T")
 RandomState = dict[str, Tensor]
 """Generator's name -> its state; only tensors, so that a checkpoint can hold it."""
 
+STARTED = "started"
+"""In a state: persistent processes had been started, so the iteration began without drawing a seed for them."""
+
 _DEFAULT = "torch"
 
 

@@ -24,7 +24,7 @@ from lockstep.data.digest import batch_digest
 from lockstep.data.position import all_generators, passing_over
 from lockstep.data.prefetch import PASSED_OVER
 from lockstep.data.shards import join_batches, local_cut, local_shards, per_replica_batch
-from lockstep.data.skipping import begun_later
+from lockstep.data.skipping import begun_later, start, started
 
 Place = Callable[[Any], Any]
 """Puts a batch with PerReplica leaves on the replicas' devices."""
@@ -62,6 +62,15 @@ class Reader(ABC):
     def generators(self) -> list[torch.Generator]:
         """Those that must stand alike on all workers when an iteration begins, beside torch's default one."""
 
+    @property
+    @abstractmethod
+    def started(self) -> bool:
+        """Whether persistent loading processes run: an iteration draws no seed for them any more."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts persistent loading processes, where the data has them, if they do not run."""
+
     @abstractmethod
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         """A new iteration, begun here and now in the caller's thread.
@@ -91,6 +100,13 @@ class LocalBatches(Reader):
     def generators(self) -> list[torch.Generator]:
         return []
 
+    @property
+    def started(self) -> bool:
+        return started(self._dataset)
+
+    def start(self) -> None:
+        start(self._dataset)
+
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         source, replicas = begun_later(self._dataset, skip), self._replicas
         return (batch if batch is PASSED_OVER else place(per_replica_batch(batch, replicas)) for batch in source)
@@ -117,6 +133,13 @@ class Rounds(Reader):
     def generators(self) -> list[torch.Generator]:
         return []
 
+    @property
+    def started(self) -> bool:
+        return started(self._dataset)
+
+    def start(self) -> None:
+        start(self._dataset)
+
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         rounds = passing_over(skip, _rounds(iter(self._dataset), self._replicas))
         return (each if each is PASSED_OVER else place(join_batches(each, self._replicas)) for each in rounds)
@@ -141,6 +164,13 @@ class CutBatches(Reader):
     @property
     def generators(self) -> list[torch.Generator]:
         return all_generators(self._dataset)
+
+    @property
+    def started(self) -> bool:
+        return started(self._dataset)
+
+    def start(self) -> None:
+        start(self._dataset)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         source = begun_later(self._dataset, skip)

@@ -39,7 +39,8 @@ def begun_later(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
     """A new iteration of ``dataset``, begun here and now, without its first ``skip`` items or with them PASSED_OVER."""
     check_skip(skip)
     if skip and loads_by_index(dataset) and draws_at_first(dataset):
-        return iter(rebuilt(dataset, _Later(index_batches(dataset), skip), dataset.generator))
+        seeds = torch.Generator() if started(dataset) else dataset.generator
+        return iter(rebuilt(dataset, _Later(index_batches(dataset), skip), seeds))
     return passing_over(skip, iter(dataset))
 
 
@@ -52,6 +53,22 @@ def loads_by_index(dataset: Any) -> TypeGuard[DataLoader[Any]]:
         and type(dataset).__iter__ is DataLoader.__iter__
         and type(dataset)._get_iterator is DataLoader._get_iterator
     )
+
+
+def persists(dataset: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether this is a DataLoader whose processes live on from one iteration to the next."""
+    return isinstance(dataset, DataLoader) and dataset.persistent_workers and dataset.num_workers > 0
+
+
+def started(dataset: Any) -> bool:
+    """Whether persistent processes have been started: an iteration draws no seed for them any more."""
+    return persists(dataset) and dataset._iterator is not None
+
+
+def start(dataset: Any) -> None:
+    """Starts the persistent processes of a DataLoader that is to go on where another one stopped."""
+    if persists(dataset) and not started(dataset):
+        iter(dataset)
 
 
 def index_batches(loader: DataLoader[Any]) -> Iterable[Any]:
