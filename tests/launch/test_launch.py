@@ -205,6 +205,7 @@ def test_the_workers_end_with_the_process_that_launched_them(sign: signal.Signal
     process = subprocess.Popen(
         [sys.executable, "-c", program + "ls.launch(work, workers=1)"],
         cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -219,3 +220,4 @@ def test_the_workers_end_with_the_process_that_launched_them(sign: signal.Signal
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == -sign
     assert ("KeyboardInterrupt" in err) == (sign == signal.SIGINT)
+    assert list(tmp_path.glob("lockstep-*")) == [] or sign == signal.SIGKILL  # after which nobody can tidy up

@@ -82,7 +82,9 @@ class FunctionJob:
                 folder=Path(name),
             )
             ending = self._run(call, shares)
-            return _result(ending, call.folder)
+            if ending.failure is not None:
+                _raise(ending.failure, ending.num_workers, call.folder)
+        return _result(ending)
 
     def _run(self, call: Call, shares: tuple[Mapping[str, str], ...]) -> Ending:
         spec = WorkerSpec(
@@ -102,12 +104,10 @@ class FunctionJob:
             return run_agent(spec, logs, limits=self.limits, on_restart=lambda failure, restarts: None)
 
 
-def _result(ending: Ending, folder: Path) -> Any:
+def _result(ending: Ending) -> Any:
     if ending.sign is not None:
         signal.raise_signal(ending.sign)  # to whom it was meant for: KeyboardInterrupt, or the end of this process
         raise ClusterError(f"the workers were ended: {ending.sign.name} came; start them again")
-    if ending.failure is not None:
-        _raise(ending.failure, ending.num_workers, folder)
     return unpack(ending.values[0])
 
 
