@@ -40,7 +40,8 @@ def job(program: str, folder: str, replicas: int, end: tuple[int, int] | None, n
             os.kill(os.getpid(), number)
 
     backup = ls.BackupAndRestore(f"{folder}/{index}", save_freq=2, delete_checkpoint=False)
-    model, history = resumable["train"](strategy, [resumable["Tell"](hear), backup], exact=exact)
+    kept = ls.ModelCheckpoint(f"{folder}/{index} kept", save_weights_only=False, keep=1, asynchronous=True)
+    model, history = resumable["train"](strategy, [resumable["Tell"](hear), kept, backup], exact=exact)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     strategy.close()
     return state, history.history
@@ -62,10 +63,12 @@ def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
 
 def test_terminated_then_killed_then_finished_is_bit_equal_to_undisturbed(tmp_path: Path):
     expected, history = run(tmp_path / "undisturbed")
+    assert names(tmp_path / "undisturbed") == ["0", "0 kept"]  # the chief alone writes
+    assert names(tmp_path / "undisturbed" / "0 kept")[-1] == "step-00000015"
 
     with pytest.raises(ClusterError):
         run(tmp_path / "backup", end=(0, 2), number=signal.SIGTERM)
-    assert names(tmp_path / "backup") == ["0"]  # the chief alone writes
+    assert names(tmp_path / "backup") == ["0"]
     saved = names(tmp_path / "backup" / "0")
     assert saved in (["step-00000004"], ["step-00000003"])  # both saved after the same batch, one after the signal
 
