@@ -85,6 +85,11 @@ class Worker:
         named = [line for line in own.splitlines() if ERROR.match(line)]
         return named[-1] if named else f"none, but {self.errors!r}"
 
+    @property
+    def raised_at(self) -> float:
+        """When the error came out of the function, on the clock of ``time.monotonic``. It must have ended."""
+        return float(self.output.partition("\nraised at ")[2])
+
     def close(self) -> None:
         """Kills it if it is still there."""
         if self._code is None:

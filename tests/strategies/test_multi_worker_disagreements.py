@@ -18,7 +18,6 @@ from lockstep.errors import ClusterError
 pytestmark = pytest.mark.workers
 
 STEPS = 4
-ENDS_AFTER_S = 12.0
 NAMES = [rf"worker {worker} \(127\.0\.0\.1:\d+\)" for worker in range(2)]
 ROWS = 8
 
@@ -192,5 +191,5 @@ def test_workers_that_part_ways_are_named(start_job: Any, function: Callable[[in
     job = start_job(function, "index")
 
     for worker in job:
-        assert worker.end(limit_s=ENDS_AFTER_S) == 1
+        assert worker.end() == 1
         assert re.search(error.format(*NAMES), worker.error), worker.error

@@ -7,6 +7,7 @@ to do with the lost one, ends with the same sentence as the one that waited for 
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from dataclasses import asdict, dataclass
 
@@ -14,6 +15,8 @@ from lockstep.errors import ClusterError
 
 _LINES_OF_TRACEBACK = 12
 _LONGEST_MESSAGE = 600
+# Where it stands in gloo's source, and what to ask the author of the program.
+_GLOO_S_ADVICE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +86,12 @@ def describe_lost_launcher(launcher: str, how: str) -> str:
     )
 
 
-def describe_broken_link(name: str, waiting_in: str, message: str) -> str:
+def describe_broken_link(name: str, other: str, waiting_in: str, message: str) -> str:
     """The sentence for a connection between two workers that broke, though both are there."""
+    ends = f"{name} and {other}" if other else f"{name} and another worker"
     return (
-        f"a connection of {name} broke in {waiting_in} though every worker still answers, so the network between two "
-        f"of them is at fault: {' '.join(message.split())[:_LONGEST_MESSAGE]}"
+        f"{ends} do not reach each other any more though both still answer, so the network between them is at fault; "
+        f"{name} waited in {waiting_in}: {_GLOO_S_ADVICE.sub('', ' '.join(message.split()))[:_LONGEST_MESSAGE]}"
     )
 
 

@@ -59,6 +59,7 @@ class Membership:
 
     def __init__(self, spec: ClusterSpec, entered: Entered, lost_after_s: float) -> None:
         self._spec = spec
+        self._lost_after_s = lost_after_s
         self._cards, self._place, self._route = entered.cards, entered.place, entered.route
         self._names = tuple(
             spec.name(card.index) if spec.workers[card.index] else f"worker {card.index} ({card.host})"
@@ -95,6 +96,11 @@ class Membership:
     def address(self) -> str:
         """The IP address of this machine that listeners bind to."""
         return self._cards[self._spec.index].address
+
+    @property
+    def lost_after_s(self) -> float:
+        """After how many seconds of silence a worker is lost."""
+        return self._lost_after_s
 
     def store(self, prefix: str) -> Store:
         """A client of the job's store with a connection of its own, for a process group.
@@ -142,7 +148,12 @@ class Membership:
             error: what the connection said.
             waiting_in: what this worker waited in.
         """
-        return self._watch.explain(error, waiting_in)
+        others = [
+            name
+            for name, card in zip(self._names, self._cards, strict=True)
+            if card.index != self._spec.index and f"[{card.address}]" in str(error)
+        ]
+        return self._watch.explain(error, " or ".join(others), waiting_in)
 
     def failed(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``. The first cause of a job's end is kept, by all."""

@@ -119,7 +119,7 @@ class Watch:
         if (error := self._find_error(self._quick_s)) is not None:
             raise error
 
-    def explain(self, broken: BaseException, waiting_in: str) -> ClusterError:
+    def explain(self, broken: BaseException, other: str, waiting_in: str) -> ClusterError:
         """Why a connection between workers broke; waits until it is known, a few beats for a worker that was killed."""
         here = f"; {self._names[self._index]} waited in {waiting_in}"
         self._alarmed = True
@@ -133,7 +133,7 @@ class Watch:
                 return error
             self.end.wait(self._beat_s)
         own = self._index
-        reason = describe_broken_link(self._names[own], waiting_in, str(broken))
+        reason = describe_broken_link(self._names[own], other, waiting_in, str(broken))
         return self.end_job(Ending(worker=own, found_by=own, reason=reason)).error()
 
     def end_job(self, ending: Ending) -> Ending:

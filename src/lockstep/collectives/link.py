@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lockstep.cluster.membership import Membership
+from lockstep.collectives.connections import broken_after
 from lockstep.errors import CollectiveError
 
 LOOK_EVERY = timedelta(milliseconds=250)
@@ -105,7 +106,8 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Memb
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
     options._threads = _GLOO_THREADS
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    with broken_after(membership.lost_after_s):
+        return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:

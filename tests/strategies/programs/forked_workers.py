@@ -19,6 +19,7 @@ import runpy
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,4 +82,8 @@ if __name__ == "__main__":
     gc.freeze()
     work = serve(socket.socket(fileno=int(sys.argv[1])))
     if work is not None:
-        runpy.run_path(work["file"])[work["function"]](*work["arguments"])
+        try:
+            runpy.run_path(work["file"])[work["function"]](*work["arguments"])
+        except BaseException:
+            os.write(1, f"\nraised at {time.monotonic()}\n".encode())
+            raise
