@@ -37,7 +37,11 @@ RANK = {room: rank for rank, rooms in enumerate(ROWS) for room in rooms}
 FACADE = "lockstep"
 SEES_THE_FACADE = RANK["integrations"]
 
-READS_ENVIRONMENT = ("cluster/", "launch/")
+READS_ENVIRONMENT = (
+    "cluster/",
+    "launch/",
+    "bench/hosts.py",  # tells DDP's gloo its network interface, as its users do; there is no other way
+)
 WRITES_FILES = (
     "checkpoint/",
     "report/",

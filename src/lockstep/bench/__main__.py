@@ -15,12 +15,14 @@ from statistics import median
 from lockstep.bench.efficiency import efficiencies_of
 from lockstep.bench.figures import figures_of
 from lockstep.bench.harness import Absence, Rounds, Sample, run_rounds
+from lockstep.bench.hosts import Link
 from lockstep.bench.lineup import Lineup, line_up
 from lockstep.bench.machine import this_machine
 from lockstep.bench.markdown import Conditions, WorkloadResult, render
 from lockstep.bench.peers import Places
 from lockstep.bench.report import write_report
 from lockstep.bench.trial import Trial
+from lockstep.bench.workers.run import WorkersSettings, measure_workers, write_workers_report
 from lockstep.bench.workloads import WORKLOADS
 from lockstep.errors import LockstepError
 
@@ -32,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     """Runs the benchmark; the exit code is 1 if it could not be run, not if a target was missed."""
     asked = _parser().parse_args(words)
     try:
-        path = _measure(asked, words)
+        path = _measure_workers(asked, words) if asked.workers else _measure(asked, words)
     except LockstepError as error:
         _log.error("error: %s", error)
         return 1
@@ -44,22 +46,36 @@ def main(words: Sequence[str]) -> int:
 
 
 def _measure(asked: argparse.Namespace, words: Sequence[str]) -> Path:
-    machine = this_machine()
-    conditions = Conditions(
+    conditions = _conditions(asked, words)
+    names = tuple(asked.workload or _USUAL)
+    lineup = line_up(names, peers=asked.peers, places=_places(asked), only=asked.only)
+    rounds = run_rounds(_trials(asked, lineup, conditions.machine.cores), rounds=asked.rounds, progress=_say)
+    results = [_result(name, lineup, rounds) for name in names]
+    conditions = replace(conditions, peers=tuple(lineup.versions.items()))
+    _log.info("\n%s", render(conditions, results))
+    return write_report(Path(asked.output), conditions, results, rounds.samples)
+
+
+def _measure_workers(asked: argparse.Namespace, words: Sequence[str]) -> Path:
+    settings = WorkersSettings(
+        workloads=tuple(asked.workload or _USUAL),
+        link=Link(mbit=asked.link_mbit),
+        only=None if asked.only is None else tuple(asked.only),
+    )
+    result = measure_workers(settings, _conditions(asked, words), _say)
+    _log.info("\n%s", result.text)
+    return write_workers_report(Path(asked.output), result)
+
+
+def _conditions(asked: argparse.Namespace, words: Sequence[str]) -> Conditions:
+    return Conditions(
         date=date.today().isoformat(),
-        machine=machine,
+        machine=this_machine(),
         command=shlex.join(["python", "-m", "lockstep.bench", *words]),
         warm_up=asked.warm_up,
         steps=asked.steps,
         rounds=asked.rounds,
     )
-    names = tuple(asked.workload or _USUAL)
-    lineup = line_up(names, peers=asked.peers, places=_places(asked), only=asked.only)
-    rounds = run_rounds(_trials(asked, lineup, machine.cores), rounds=asked.rounds, progress=_say)
-    results = [_result(name, lineup, rounds) for name in names]
-    conditions = replace(conditions, peers=tuple(lineup.versions.items()))
-    _log.info("\n%s", render(conditions, results))
-    return write_report(Path(asked.output), conditions, results, rounds.samples)
 
 
 def _trials(asked: argparse.Namespace, lineup: Lineup, cores: int) -> list[Trial]:
@@ -122,6 +138,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="trials of each contender (default 3)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a trial (default 10)")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before those (default 3)")
+    parser.add_argument(
+        "--workers",
+        action="store_true",
+        help="measure many workers beside DDP instead: on this host, and on two that a slowed link joins (needs root)",
+    )
+    parser.add_argument(
+        "--link-mbit", type=float, default=1000.0, help="with --workers: Mbit/s between the hosts (default 1000)"
+    )
     parser.add_argument(
         "--peers",
         choices=("no", "also", "only"),

@@ -33,6 +33,7 @@ class Sample:
         loss: of the last step, averaged over the processes.
         trained: parameters that the optimizer changes.
         memory: of all processes together, during the last step.
+        sent_mb: MB (10**6 bytes) that left a host in a timed step, on average; 0 where it is not counted.
     """
 
     workload: str
@@ -45,6 +46,7 @@ class Sample:
     loss: float
     trained: int
     memory: Memory
+    sent_mb: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,7 @@ def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memo
         loss=fmean(record.loss for record in records),
         trained=records[0].trained,
         memory=memory,
+        sent_mb=fmean(record.sent_bytes for record in records) / trial.steps / 1e6,  # each counts its whole host's
     )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class LapRecord:
         exchange_s: seconds of each timed step that went into exchange and update; empty where they are not told apart.
         loss: of the last step.
         trained: parameters that the optimizer changes; 0 where nobody has said.
+        sent_bytes: what left this process's host in all timed steps; 0 where it is not counted.
     """
 
     first_step_s: float
@@ -32,6 +34,7 @@ class LapRecord:
     exchange_s: tuple[float, ...]
     loss: float
     trained: int = 0
+    sent_bytes: int = 0
 
 
 class Laps:
@@ -42,22 +45,33 @@ class Laps:
         steps: steps that are.
         started_s: ``time.monotonic()`` at the start of the trial.
         report: receives the record inside the last lap, while the contender still holds all that it holds in a step.
+        interface: the network interface whose traffic is counted; empty counts none.
 
     Attributes:
         total: steps in all.
         trained: parameters that the optimizer changes; the contender sets it.
     """
 
-    def __init__(self, *, warm_up: int, steps: int, started_s: float, report: Callable[[LapRecord], None]) -> None:
+    def __init__(
+        self,
+        *,
+        warm_up: int,
+        steps: int,
+        started_s: float,
+        report: Callable[[LapRecord], None],
+        interface: str = "",
+    ) -> None:
         self._warm_up = warm_up
         self.total = warm_up + steps
         self.trained = 0
         self._started_s = started_s
         self._report = report
+        self._interface = interface
         self._ends: list[float] = []
         self._exchanges: list[float] = []
         self._first_step_s = 0.0
         self._cpu_before_s = 0.0
+        self._sent_before = 0
 
     def lap(self, loss: float, exchange_s: float | None = None) -> None:
         """A step is done.
@@ -71,6 +85,7 @@ class Laps:
             self._first_step_s = time.monotonic() - self._started_s
         if len(self._ends) == self._warm_up:
             self._cpu_before_s = _cpu_s()
+            self._sent_before = _sent_bytes(self._interface)
         if exchange_s is not None and len(self._ends) > self._warm_up:
             self._exchanges.append(exchange_s)
         if len(self._ends) == self.total:
@@ -85,9 +100,19 @@ class Laps:
             exchange_s=tuple(self._exchanges),
             loss=loss,
             trained=self.trained,
+            sent_bytes=_sent_bytes(self._interface) - self._sent_before,
         )
 
 
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def _sent_bytes(interface: str) -> int:
+    """What has left through the interface of the caller's network namespace; 0 where none is named."""
+    if not interface:
+        return 0
+    with Path("/proc/thread-self/net/dev").open(encoding="ascii") as lines:
+        counters = dict(line.strip().split(":") for line in lines if ":" in line)
+    return int(counters[interface].split()[8])

@@ -92,7 +92,7 @@ class Conditions:
 
 def render(conditions: Conditions, results: Sequence[WorkloadResult]) -> str:
     """The whole report."""
-    parts = [_head(conditions), *(_section(result) for result in results), _LEGEND]
+    parts = [head(conditions, "CPU benchmark"), *(_section(result) for result in results), _LEGEND]
     return "\n\n".join(parts) + "\n"
 
 
@@ -109,7 +109,8 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
 
 
-def _head(conditions: Conditions) -> str:
+def head(conditions: Conditions, title: str) -> str:
+    """The title and the circumstances of a run."""
     machine = conditions.machine
     where = f"{machine.processor}, {machine.cores} cores, {machine.memory_gb:.0f} GB, {machine.system}"
     how = f"{conditions.warm_up} steps of warm-up, then {conditions.steps} timed"
@@ -121,7 +122,7 @@ def _head(conditions: Conditions) -> str:
         f"command: `{conditions.command}`",
         f"{conditions.rounds} rounds, the contenders in turn, each in fresh processes; in each trial {how}",
     )
-    return "\n".join([f"# CPU benchmark, {conditions.date}", "", *(f"- {fact}" for fact in facts)])
+    return "\n".join([f"# {title}, {conditions.date}", "", *(f"- {fact}" for fact in facts)])
 
 
 def _section(result: WorkloadResult) -> str:
@@ -130,20 +131,22 @@ def _section(result: WorkloadResult) -> str:
         f"## {result.workload.title}",
         markdown_table(_HEADINGS, rows),
         _parameter_warning(result.figures),
-        _target_table(result.targets),
+        target_table(result.targets),
         _efficiency_table(result.efficiencies),
         "\n".join(
-            [*_settings(result.figures), *(f"- {one.contender}: not run: {one.reason}" for one in result.absences)]
+            [*settings_list(result.figures), *(f"- {one.contender}: not run: {one.reason}" for one in result.absences)]
         ),
     ]
     return "\n\n".join(block for block in blocks if block)
 
 
-def _settings(figures: Sequence[Figures]) -> list[str]:
+def settings_list(figures: Sequence[Figures]) -> list[str]:
+    """A line a contender: what was chosen, and how."""
     return [f"- {row.contender.name}: {row.contender.settings}" for row in figures]
 
 
-def _target_table(targets: Sequence[Target]) -> str:
+def target_table(targets: Sequence[Target]) -> str:
+    """Limits beside what was measured; empty without targets."""
     rows = [[target.text, *_verdict(target)] for target in targets]
     return markdown_table(("target", "limit", "measured", "reached"), rows) if rows else ""
 

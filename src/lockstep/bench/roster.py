@@ -23,7 +23,7 @@ def roster(workload: str) -> tuple[Contender, ...]:
 
     Rivals try both memory formats where there are convolutions, and the faster one counts.
     """
-    layouts: tuple[Layout, ...] = ("channels_last", "contiguous") if workload in _CONVOLUTIONAL else ("contiguous",)
+    layouts = layouts_of(workload)
     return (
         *(_replicas(shares) for shares in _SHARES),
         *(_halves(processes) for processes in (1, 2)),
@@ -33,6 +33,11 @@ def roster(workload: str) -> tuple[Contender, ...]:
         _keeping(_alone(layouts[0]), train_alone_keeping),
         _keeping(_ddp(2, layouts[0]), train_ddp_keeping),
     )
+
+
+def layouts_of(workload: str) -> tuple[Layout, ...]:
+    """The memory formats that are worth a try, the faster one first."""
+    return ("channels_last", "contiguous") if workload in _CONVOLUTIONAL else ("contiguous",)
 
 
 def _replicas(shares: int) -> Contender:

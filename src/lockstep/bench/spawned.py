@@ -1,15 +1,20 @@
-"""Trials in fresh processes of this Python: each imports the package and runs the contender's function."""
+"""Trials in fresh processes of this Python: each imports the package and runs the contender's function.
+
+Where a contender asks for a link, its processes run on two hosts that it joins, the first half of them on the first.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from lockstep.bench.hosts import Host, Link, two_hosts
 from lockstep.bench.laps import LapRecord, Laps
 from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
 from lockstep.bench.trial import Trial
@@ -24,11 +29,13 @@ class Seat:
         rank: 0 to processes - 1.
         started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
         store: path of a file, not there yet, at which the processes of the trial meet.
+        host: on which host the process runs; None is this machine as it is.
     """
 
     rank: int
     started_s: float
     store: str
+    host: Host | None = None
 
 
 Body = Callable[[Trial, Seat, Laps], None]
@@ -41,30 +48,30 @@ class SpawnedBody(Launcher):
 
     Args:
         body: the function; it travels by its name.
+        link: what joins the two hosts that the processes run on; None is one host, this machine.
     """
 
     body: Body
+    link: Link | None = None
 
     def launch(self, trial: Trial, folder: Path) -> Team:
         """Starts ``trial.contender.processes`` processes."""
-        return _SpawnedTeam(self.body, trial, folder)
+        return _SpawnedTeam(self.body, self.link, trial, folder)
 
 
 class _SpawnedTeam(Team):
-    def __init__(self, body: Body, trial: Trial, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, body: Body, link: Link | None, trial: Trial, folder: Path) -> None:
         self._trial = trial
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
-        started_s = time.monotonic()
-        for rank in range(trial.contender.processes):
-            near, far = context.Pipe()
-            seat = Seat(rank=rank, started_s=started_s, store=str(folder / "store"))
-            process = context.Process(target=occupy, args=(body, trial, seat, far), daemon=True)
-            process.start()
-            far.close()
-            self._processes.append(process)
-            self._connections.append(near)
+        with ExitStack() as stack:
+            hosts = None if link is None else stack.enter_context(two_hosts(link))
+            stack.callback(self._end_processes)
+            started_s = time.monotonic()
+            for rank in range(trial.contender.processes):
+                host = None if hosts is None else hosts[rank * len(hosts) // trial.contender.processes]
+                self._start(body, Seat(rank=rank, started_s=started_s, store=str(folder / "store"), host=host))
+            self._resources = stack.pop_all()
 
     @property
     def pids(self) -> list[int]:
@@ -84,6 +91,18 @@ class _SpawnedTeam(Team):
         return [records[rank] for rank in sorted(records)]
 
     def end(self) -> None:
+        self._resources.close()
+
+    def _start(self, body: Body, seat: Seat) -> None:
+        context = multiprocessing.get_context("spawn")
+        near, far = context.Pipe()
+        process = context.Process(target=occupy, args=(body, self._trial, seat, far), daemon=True)
+        process.start()
+        far.close()
+        self._processes.append(process)
+        self._connections.append(near)
+
+    def _end_processes(self) -> None:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -112,4 +131,13 @@ def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None
         connection.send(record)
         connection.poll(TRIAL_LIMIT_S)  # the other end says nothing; it closes when the memory has been read
 
-    body(trial, seat, Laps(warm_up=trial.warm_up, steps=trial.steps, started_s=seat.started_s, report=report))
+    if seat.host is not None:
+        seat.host.enter()
+    laps = Laps(
+        warm_up=trial.warm_up,
+        steps=trial.steps,
+        started_s=seat.started_s,
+        report=report,
+        interface="" if seat.host is None else seat.host.interface,
+    )
+    body(trial, seat, laps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.bench.contenders.plain import laid_out, memory_format, train
@@ -15,10 +16,17 @@ from lockstep.data.shards import split_batch
 SETTINGS = "gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
 
 
-def train_ddp(trial: Trial, seat: Seat, laps: Laps) -> None:
+def train_ddp(trial: Trial, seat: Seat, laps: Laps, *, halved: bool = False) -> None:
     """One of ``trial.contender.processes`` processes. All of them must call it: they meet at ``seat.store``.
 
     DDP averages the processes' gradients, so each divides its sum by its part of the count.
+
+    Args:
+        trial: the work.
+        seat: this process's.
+        laps: the stopwatch.
+        halved: whether gradients travel in half precision, by torch's own hook. It is the one for fp16, which needs
+            small gradients: DDP refuses the one for bf16 over gloo.
     """
     torch.set_num_threads(trial.threads_per_process)
     torch.manual_seed(0)
@@ -28,6 +36,8 @@ def train_ddp(trial: Trial, seat: Seat, laps: Laps) -> None:
     wrapped = DistributedDataParallel(
         module, forward_sync_buffers=False, gradient_as_bucket_view=True, static_graph=True
     )
+    if halved:
+        wrapped.register_comm_hook(None, fp16_compress_hook)
     shards = [split_batch(batch, world)[seat.rank] for batch in trial.workload.make_batches(laps.total)]
     train(trial, wrapped, laid_out(shards, layout), laps, divisor=trial.workload.count / world)
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """The plain loops with the allocator settings that our strategies make, to tell what those alone bring.
 
-Nobody's usual set-up, so these rows are shown and take no part in the targets.
+Nobody's usual set-up, so beside one process's replicas these rows are shown and take no part in the targets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def train_alone_keeping(trial: Trial, seat: Seat, laps: Laps) -> None:
     train_alone(trial, seat, laps)
 
 
-def train_ddp_keeping(trial: Trial, seat: Seat, laps: Laps) -> None:
-    """One of the DDP processes, keeping freed memory. All of them must call it."""
+def train_ddp_keeping(trial: Trial, seat: Seat, laps: Laps, *, halved: bool = False) -> None:
+    """One of the DDP processes, keeping freed memory; see ``train_ddp``. All of them must call it."""
     keep_freed_memory()
-    train_ddp(trial, seat, laps)
+    train_ddp(trial, seat, laps, halved=halved)

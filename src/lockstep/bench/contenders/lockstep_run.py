@@ -30,10 +30,7 @@ def run_replicas(trial: Trial, seat: Seat, laps: Laps) -> None:
 
 
 def train_replicas(workload: Workload, batches: Iterable[Batch], laps: Laps, *, replicas: int) -> None:
-    """The hand-written loop.
-
-    Exchange and update are told apart by the replicas' clocks: from the arrival of the last replica at
-    ``optimizer.step`` to the moment when all have left it. What the others wait for the last one is no exchange.
+    """The hand-written loop with a MirroredStrategy.
 
     Args:
         workload: the work; its count is that of the batches.
@@ -42,7 +39,21 @@ def train_replicas(workload: Workload, batches: Iterable[Batch], laps: Laps, *, 
         replicas: among how many each batch is divided; they share the intra-op threads that the caller has set.
     """
     torch.manual_seed(0)
-    strategy = ls.MirroredStrategy(split_cpu(replicas))
+    train_with(ls.MirroredStrategy(split_cpu(replicas)), workload, batches, laps)
+
+
+def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batch], laps: Laps) -> None:
+    """The hand-written loop; the strategy is closed at its end.
+
+    Exchange and update are told apart by the replicas' clocks: from the arrival of the last replica at
+    ``optimizer.step`` to the moment when all have left it. What the others wait for the last one is no exchange.
+
+    Args:
+        strategy: which runs the steps; the caller has seeded torch.
+        workload: the work; its count is that of the batches.
+        batches: global batches.
+        laps: the stopwatch.
+    """
     module = strategy.mirror(workload.make_module())
     laps.trained = trained_parameters(module)
     optimizer = strategy.mirror(torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True))
