@@ -44,6 +44,7 @@ READS_ENVIRONMENT = (
 )
 WRITES_FILES = (
     "checkpoint/",
+    "collectives/values.py",  # torch.save into memory: bytes for other workers
     "report/",
     "bench/report",
     "bench/inputs.py",
