@@ -6,6 +6,7 @@ The names are those of ``tf.distribute`` where it has one, and PyTorch's otherwi
 from lockstep import config, errors
 from lockstep.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from lockstep.cluster.spec import ClusterSpec
+from lockstep.collectives.communication import CommunicationOptions
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.input_context import InputContext
@@ -38,6 +39,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "ClusterSpec",
+    "CommunicationOptions",
     "EarlyStopping",
     "History",
     "InputContext",

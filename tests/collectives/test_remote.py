@@ -23,7 +23,7 @@ WORKERS = 3
 
 
 def conversation() -> dict[str, Any]:
-    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], lost_after_s=60)
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], communication=ls.CommunicationOptions(lost_after_s=60))
     workers = strategy.workers
     index = workers.index
     own = torch.tensor([[1, 2], [3, 4]]) + index
@@ -156,7 +156,7 @@ def test_the_first_difference_is_named():
 
 
 def other_calls(kind: str) -> str:
-    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], lost_after_s=60)
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], communication=ls.CommunicationOptions(lost_after_s=60))
     workers = strategy.workers
     assert isinstance(workers, RemoteWorkers)
     try:

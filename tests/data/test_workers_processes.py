@@ -54,7 +54,7 @@ def job() -> dict[str, Any]:
     cpu = ls.config.list_physical_devices("CPU")[0]
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * max(REPLICAS))
     index = int(os.environ["RANK"])
-    strategy = ls.MultiWorkerMirroredStrategy([f"cpu:{n}" for n in range(REPLICAS[index])], lost_after_s=60)
+    strategy = ls.MultiWorkerMirroredStrategy([f"cpu:{n}" for n in range(REPLICAS[index])], communication=ls.CommunicationOptions(lost_after_s=60))
     found: dict[str, Any] = {}
     plain = loader(TensorDataset(torch.arange(10)), shuffle=True)
     for name, source in {

@@ -69,7 +69,8 @@ def run_job(replicas: int) -> dict[str, Any]:
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * replicas)
     # What a worker draws before it is in the job must not matter.
     torch.manual_seed(100 + len(ls.config.list_logical_devices("CPU")))
-    strategy = ls.MultiWorkerMirroredStrategy(seed=7, bucket_mb=0.0005, lost_after_s=60)
+    options = ls.CommunicationOptions(bucket_mb=0.0005, lost_after_s=60)
+    strategy = ls.MultiWorkerMirroredStrategy(seed=7, communication=options)
     results: dict[str, Any] = {
         "replicas": strategy.num_replicas_in_sync,
         "collectives": collectives(strategy),

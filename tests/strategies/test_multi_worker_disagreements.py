@@ -31,7 +31,8 @@ def joined(seed: int = 7) -> ls.MultiWorkerMirroredStrategy:
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
-    return ls.MultiWorkerMirroredStrategy(seed=seed, lost_after_s=3, timeout_s=60)
+    options = ls.CommunicationOptions(lost_after_s=3)
+    return ls.MultiWorkerMirroredStrategy(seed=seed, communication=options, timeout_s=60)
 
 
 def net(hidden: int = 8, bias: bool = True) -> nn.Sequential:

@@ -133,7 +133,8 @@ def joined() -> ls.MultiWorkerMirroredStrategy:
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
-    return ls.MultiWorkerMirroredStrategy(seed=7, lost_after_s=LOST_AFTER_S, timeout_s=60)
+    options = ls.CommunicationOptions(lost_after_s=LOST_AFTER_S)
+    return ls.MultiWorkerMirroredStrategy(seed=7, communication=options, timeout_s=60)
 
 
 def net() -> nn.Sequential:
@@ -155,6 +156,7 @@ def per_example(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def assert_ends(worker: Any, error: str, *, since: float | None = None) -> None:
     """It raises this error, in time, and then really ends."""
+    sys.__stderr__.write(f"\n{worker.end()} found {worker.raised_at-(since or 0):.2f} {worker.error[:150]}\n")
     assert worker.end() == 1
     assert re.search(error, worker.error), worker.errors
     if since is not None:

@@ -39,7 +39,8 @@ def train(folder: str, out: str) -> None:
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
-    strategy = ls.MultiWorkerMirroredStrategy(seed=7, lost_after_s=2, timeout_s=60)
+    options = ls.CommunicationOptions(lost_after_s=2)
+    strategy = ls.MultiWorkerMirroredStrategy(seed=7, communication=options, timeout_s=60)
     torch.manual_seed(1)
     numbers = torch.Generator().manual_seed(0)
     rows = 8 * BATCHES - 3  # the last batch is short

@@ -123,7 +123,8 @@ def network() -> Iterator[Network]:
 def train(steps: int, width: int, settings: dict[str, Any]) -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     torch.set_num_threads(1)
-    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], seed=7, lost_after_s=LOST_AFTER_S, bucket_mb=1, **settings)
+    options = ls.CommunicationOptions(lost_after_s=LOST_AFTER_S, bucket_mb=1)
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], seed=7, communication=options, **settings)
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
     replicated = strategy.mirror(module)
@@ -163,9 +164,7 @@ def start(start_job: Any, network: Network) -> Any:
     """``start(steps, width, hosts=2)`` starts a worker on each of the first hosts."""
 
     def begin(steps: int, width: int, *, hosts: int = 2, order: tuple[int, ...] = (), **settings: Any) -> Any:
-        return start_job(
-            train, steps, width, {"timeout_s": 60} | settings, hosts=HOSTS[:hosts], networks=network.names, order=order
-        )
+        return start_job(train, steps, width, settings, hosts=HOSTS[:hosts], networks=network.names, order=order)
 
     return begin
 
@@ -176,6 +175,7 @@ def name(worker: int) -> str:
 
 def assert_ends(worker: Any, *errors: str, since: float, found_after_s: float = FOUND_AFTER_S) -> None:
     """It raises one of these errors in time, and then really ends."""
+    sys.__stderr__.write(f"\n{worker.end()} found {worker.raised_at - since:.2f} {worker.error[:150]}\n")
     assert worker.end() == 1
     assert any(re.search(error, worker.error) for error in errors), worker.errors
     assert worker.raised_at - since < found_after_s
@@ -215,8 +215,9 @@ def test_a_host_whose_link_is_cut_is_named_and_names_the_others(
     assert_ends(job[far], *(f"{name(other)}.* is lost: " for other in others), since=since)
 
 
-def test_two_hosts_that_reach_the_chief_but_not_each_other_are_named(start: Any, network: Network):
-    job = start(FOR_EVER, SMALL, hosts=3)
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_two_hosts_that_reach_the_chief_but_not_each_other_are_named(start: Any, network: Network, width: int):
+    job = start(FOR_EVER, width, hosts=3)
     job[0].wait_for("step 5\n")
     since = time.monotonic()
 
@@ -242,6 +243,15 @@ def test_a_slow_link_makes_the_run_slower_and_nothing_else(start: Any, network: 
     assert weights[None] == weights[100]
     assert len(weights[None]) == 1
     assert took[100] > 2 * took[None]
+
+
+def test_a_transfer_that_takes_longer_than_silence_may_is_no_loss(start: Any, network: Network):
+    network.slow_down(1, 20)
+    job = start(1, LARGE, lost_after_s=1.0, bucket_mb=64)
+
+    assert [worker.end() for worker in job] == [0, 0], [worker.errors for worker in job]
+    job[0].wait_for("took ")
+    assert float(job[0].wait_for("\n")) > 1.0
 
 
 def test_nobody_listens_on_all_addresses(start: Any):

@@ -42,8 +42,10 @@ class Group:
         rank, size = membership.spec.index, membership.spec.num_workers
         self.nccl = nccl
         self._under_way = 0
-        self._backend: Any = (
-            _nccl(store, rank, size, timeout_s) if nccl else _gloo(store, rank, size, timeout_s, membership)
+        # In a thread of its own: with a worker that was stopped since the roll call it would hang for ``timeout_s``.
+        self._backend: Any = membership.watched(
+            lambda: _nccl(store, rank, size, timeout_s) if nccl else _gloo(store, rank, size, timeout_s, membership),
+            "the making of a process group",
         )
         # The destructor of a group with an operation under way waits for that, for hours if its partner has died. So
         # nothing may delete this one before ``close``, the end of the interpreter included.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.cluster.resolve import declared_job
+from lockstep.collectives.communication import check_waiting_time
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
@@ -54,7 +55,7 @@ class MirroredStrategy(Strategy):
         super().__init__()
         if isinstance(devices, str):
             raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
-        check_timeout("timeout_s", timeout_s)
+        check_waiting_time("timeout_s", timeout_s)
         job = declared_job()
         if job is not None:
             raise UsageError(
@@ -103,13 +104,3 @@ def observed(devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
     """The devices that an observer wants in place of these; without one, these."""
     observer = current_observer()
     return devices if observer is None else observer.devices_chosen(devices)
-
-
-def check_timeout(name: str, seconds: float) -> None:
-    """Refuses what is no waiting time.
-
-    Raises:
-        ConfigError: not above 0.
-    """
-    if not seconds > 0:
-        raise ConfigError(f"{name}={seconds!r} is no waiting time; give a number of seconds above 0")

@@ -6,7 +6,7 @@ import hashlib
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.agreement import agree
 from lockstep.collectives.caller import caller
+from lockstep.collectives.communication import CommunicationOptions, check_waiting_time
 from lockstep.collectives.remote import RemoteWorkers
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, resolve_devices
@@ -25,13 +26,9 @@ from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.mirrored import DEFAULT_TIMEOUT_S, check_timeout, observed
+from lockstep.strategies.mirrored import observed
 
 START_TIMEOUT_S = 600.0
-LOST_AFTER_S = 15.0
-BUCKET_MB = 25.0
-
-Compression = Literal["bf16"]
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -49,10 +46,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             any, this process is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
-        lost_after_s: after how many seconds without a sign of life a worker counts as lost.
-        collective_timeout_s: how many seconds a worker or replica waits in a collective for one that is alive.
-        bucket_mb: the size in MB (2**20 bytes) of the buckets in which gradients travel between workers.
-        compression: "bf16" sends gradients in bfloat16, half the bytes, with its rounding; None sends them as they are.
+        communication: how they talk to each other afterwards.
 
     Raises:
         ConfigError: an unknown device, or one named twice; a number that cannot be.
@@ -72,38 +66,25 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster: ClusterSpec | None = None,
         seed: int | None = None,
         timeout_s: float = START_TIMEOUT_S,
-        lost_after_s: float = LOST_AFTER_S,
-        collective_timeout_s: float = DEFAULT_TIMEOUT_S,
-        bucket_mb: float = BUCKET_MB,
-        compression: Compression | None = None,
+        communication: CommunicationOptions | None = None,
     ) -> None:
         if isinstance(devices, str):
             raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
-        for name, seconds in (
-            ("timeout_s", timeout_s),
-            ("lost_after_s", lost_after_s),
-            ("collective_timeout_s", collective_timeout_s),
-        ):
-            check_timeout(name, seconds)
-        if not bucket_mb > 0:
-            raise ConfigError(f"bucket_mb={bucket_mb!r} is no size; give a number of MB above 0, such as 25")
-        if compression not in (None, "bf16"):
-            raise ConfigError(f"compression={compression!r} is unknown; choose 'bf16' or None")
+        check_waiting_time("timeout_s", timeout_s)
+        self.communication = options = communication or CommunicationOptions()
         super().__init__(self._make_exchange)
-        self._bucket_bytes = int(bucket_mb * 2**20)
-        self._travel_as = torch.bfloat16 if compression == "bf16" else None
         self._optimizers = 0
         self._devices = observed(resolve_devices(devices))
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        self._membership = _join(self.cluster, self._devices, timeout_s, lost_after_s)
-        self._workers = _workers(self._membership, self._devices, collective_timeout_s)
+        self._membership = _join(self.cluster, self._devices, timeout_s, options.lost_after_s)
+        self._workers = _workers(self._membership, self._devices, options.timeout_s)
         try:
             seed = self._agree(seed)
         except BaseException as error:
             self._fail(error)
             raise
         self._runner = ReplicaRunner(
-            self._devices, seed=seed, timeout_s=collective_timeout_s, first_replica=self._workers.first_replica
+            self._devices, seed=seed, timeout_s=options.timeout_s, first_replica=self._workers.first_replica
         )
         if self._membership is not None:
             self._membership.subscribe(self._runner.abort)
@@ -136,7 +117,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _agree(self, seed: int | None) -> int:
         """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike."""
         agree(self._workers, "the seed", [f"seed={seed}"])
-        agree(self._workers, "the settings of the strategy", [f"{self._bucket_bytes} {self._travel_as}"])
+        agree(self._workers, "the settings of the strategy", [repr(self.communication)])
         drawn = self._workers.exchange_bytes("the chief's seed", str(torch.initial_seed()).encode())
         state = torch.default_generator.get_state()
         self._workers.broadcast("the chief's random numbers", [state])
@@ -172,10 +153,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             plan=plan_buckets(
                 [parameter.numel() * parameter.element_size() for parameter in firsts],
                 [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
-                self._bucket_bytes,
+                self.communication.bucket_bytes,
             ),
             stream=self._workers.stream(f"gradients of optimizer {self._optimizers}", firsts[0].device),
-            travel_as=self._travel_as,
+            travel_as=self.communication.travel_as,
         )
 
     def __repr__(self) -> str:

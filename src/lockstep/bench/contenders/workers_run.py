@@ -30,7 +30,7 @@ def run_worker(trial: Trial, seat: Seat, laps: Laps, *, compression: Compression
     torch.manual_seed(0)
     devices = split_cpu(trial.contender.shares // trial.contender.processes)
     cluster = _cluster(trial.contender.processes, seat)
-    strategy = ls.MultiWorkerMirroredStrategy(devices, cluster=cluster, compression=compression)
+    strategy = ls.MultiWorkerMirroredStrategy(devices, cluster=cluster, communication=ls.CommunicationOptions(compression=compression))
     train_with(strategy, trial.workload, trial.workload.make_batches(laps.total), laps)
 
 
