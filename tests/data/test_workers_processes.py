@@ -54,7 +54,9 @@ def job() -> dict[str, Any]:
     cpu = ls.config.list_physical_devices("CPU")[0]
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * max(REPLICAS))
     index = int(os.environ["RANK"])
-    strategy = ls.MultiWorkerMirroredStrategy([f"cpu:{n}" for n in range(REPLICAS[index])], communication=ls.CommunicationOptions(lost_after_s=60))
+    devices = [f"cpu:{n}" for n in range(REPLICAS[index])]
+    options = ls.CommunicationOptions(lost_after_s=60)
+    strategy = ls.MultiWorkerMirroredStrategy(devices, communication=options)
     found: dict[str, Any] = {}
     plain = loader(TensorDataset(torch.arange(10)), shuffle=True)
     for name, source in {

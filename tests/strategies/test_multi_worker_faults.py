@@ -156,7 +156,7 @@ def per_example(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def assert_ends(worker: Any, error: str, *, since: float | None = None) -> None:
     """It raises this error, in time, and then really ends."""
-    sys.__stderr__.write(f"\n{worker.end()} found {worker.raised_at-(since or 0):.2f} {worker.error[:150]}\n")
+    sys.__stderr__.write(f"\n{worker.end()} found {worker.raised_at - (since or 0):.2f} {worker.error[:150]}\n")
     assert worker.end() == 1
     assert re.search(error, worker.error), worker.errors
     if since is not None:

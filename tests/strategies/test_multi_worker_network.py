@@ -120,11 +120,11 @@ def network() -> Iterator[Network]:
 # What the workers run.
 
 
-def train(steps: int, width: int, settings: dict[str, Any]) -> None:
+def train(steps: int, width: int, timeout_s: float, communication: dict[str, float]) -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     torch.set_num_threads(1)
-    options = ls.CommunicationOptions(lost_after_s=LOST_AFTER_S, bucket_mb=1)
-    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], seed=7, communication=options, **settings)
+    options = ls.CommunicationOptions(**{"lost_after_s": LOST_AFTER_S, "bucket_mb": 1} | communication)
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], seed=7, timeout_s=timeout_s, communication=options)
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
     replicated = strategy.mirror(module)
@@ -163,8 +163,17 @@ SMALL, LARGE = 16, 1024
 def start(start_job: Any, network: Network) -> Any:
     """``start(steps, width, hosts=2)`` starts a worker on each of the first hosts."""
 
-    def begin(steps: int, width: int, *, hosts: int = 2, order: tuple[int, ...] = (), **settings: Any) -> Any:
-        return start_job(train, steps, width, settings, hosts=HOSTS[:hosts], networks=network.names, order=order)
+    def begin(
+        steps: int,
+        width: int,
+        *,
+        hosts: int = 2,
+        order: tuple[int, ...] = (),
+        timeout_s: float = 60.0,
+        **communication: float,
+    ) -> Any:
+        given = (steps, width, timeout_s, communication)
+        return start_job(train, *given, hosts=HOSTS[:hosts], networks=network.names, order=order)
 
     return begin
 

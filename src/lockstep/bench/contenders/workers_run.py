@@ -12,7 +12,7 @@ from lockstep.bench.contenders.lockstep_run import split_cpu, train_with
 from lockstep.bench.laps import Laps
 from lockstep.bench.spawned import Seat
 from lockstep.bench.trial import Trial
-from lockstep.strategies.multi_worker import Compression
+from lockstep.collectives.communication import Compression
 
 _LOOPBACK = "127.0.0.1"
 
@@ -30,7 +30,8 @@ def run_worker(trial: Trial, seat: Seat, laps: Laps, *, compression: Compression
     torch.manual_seed(0)
     devices = split_cpu(trial.contender.shares // trial.contender.processes)
     cluster = _cluster(trial.contender.processes, seat)
-    strategy = ls.MultiWorkerMirroredStrategy(devices, cluster=cluster, communication=ls.CommunicationOptions(compression=compression))
+    options = ls.CommunicationOptions(compression=compression)
+    strategy = ls.MultiWorkerMirroredStrategy(devices, cluster=cluster, communication=options)
     train_with(strategy, trial.workload, trial.workload.make_batches(laps.total), laps)
 
 

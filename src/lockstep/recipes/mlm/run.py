@@ -104,7 +104,7 @@ def _own_callbacks(config: MlmConfig, log_dir: Path | None) -> list[Callback]:
 
 
 def _save(model: Model, task: MlmTask, folder: Path) -> None:
-    """A folder that ``--pretrained`` and transformers' BertForMaskedLM load. Every worker calls it; the chief writes."""
+    """A folder that ``--pretrained`` and transformers' BertForMaskedLM load. The chief writes; all call it."""
     model.save_weights(folder / "model.safetensors")
     on_chief(model.strategy.workers, "describe the model", lambda: _describe(task, folder))
 
