@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -221,3 +222,11 @@ def test_the_workers_end_with_the_process_that_launched_them(sign: signal.Signal
     assert process.returncode == -sign
     assert ("KeyboardInterrupt" in err) == (sign == signal.SIGINT)
     assert list(tmp_path.glob("lockstep-*")) == [] or sign == signal.SIGKILL  # after which nobody can tidy up
+
+
+def start_method() -> str:
+    return multiprocessing.get_start_method()
+
+
+def test_what_a_worker_starts_is_started_as_in_any_program():
+    assert ls.launch(start_method, workers=1) == multiprocessing.get_start_method()
