@@ -134,6 +134,16 @@ def test_a_training_that_was_stopped_early_stays_stopped(make_strategy: MakeStra
     assert model.training_state.position.step == 5
 
 
+def test_callbacks_go_on_with_what_they_had_seen(make_strategy: MakeStrategy, tmp_path: Path):
+    def stopping() -> ls.EarlyStopping:
+        return ls.EarlyStopping("val_loss", mode="max", patience=1)  # it falls, so the second epoch is the last
+
+    interrupted(make_strategy(2, seed=1), tmp_path, (1, 2), 1, stopping=stopping())
+    _, history = train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path, 1)], stopping=stopping())
+
+    assert history.epoch == [0, 1]
+
+
 def test_a_finished_training_goes_on_when_more_epochs_are_asked_for(make_strategy: MakeStrategy, tmp_path: Path):
     whole, history = train(make_strategy(2, seed=1), [], epochs=3)
     expected = state(whole)

@@ -62,6 +62,7 @@ def train(
     accumulate: int = 1,
     steps_per_epoch: int | None = None,
     exact: bool = False,
+    stopping: ls.EarlyStopping | None = None,
 ) -> tuple[ls.Model, ls.History]:
     """Trains a small network with everything that has a state; ``exact`` leaves out what differs between layouts."""
     torch.manual_seed(3)
@@ -76,7 +77,7 @@ def train(
             scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60),
             accumulate=accumulate,
         )
-    stopping = ls.EarlyStopping("val_loss", patience=50, restore_best_weights=True)
+    stopping = stopping or ls.EarlyStopping("val_loss", patience=50, restore_best_weights=True)
     history = model.fit(
         DataLoader(Noisy(0.0 if exact else 0.1), BATCH, shuffle=True),
         DataLoader(Noisy(0.0), ROWS),
