@@ -29,6 +29,7 @@ pytestmark = pytest.mark.workers
 LOST_AFTER_S = 2.0
 # Room for a machine that has other things to do.
 FOUND_AFTER_S = LOST_AFTER_S + 3.0
+HANGS_S = 2 * FOUND_AFTER_S
 STEPS = 6
 ROWS = 12  # so that every replica has some
 TROUBLE_AT = 3
@@ -107,6 +108,8 @@ class Trouble:
         assert context is not None
         if context.local_replica == 1:
             self.at("step", step)
+        elif self._here and self._kind == "raises beside" and step == TROUBLE_AT:
+            threading.Event().wait(HANGS_S)  # nothing interrupts this
 
 
 def say(text: str) -> None:
@@ -126,11 +129,16 @@ def raise_error() -> None:
     raise ValueError("no such picture")
 
 
-KINDS: dict[str, Callable[[], Any]] = {"waits": wait_for_ever, "raises": raise_error, "exits": sys.exit}
+KINDS: dict[str, Callable[[], Any]] = {
+    "waits": wait_for_ever,
+    "raises": raise_error,
+    "raises beside": raise_error,
+    "exits": sys.exit,
+}
 
 
 def joined() -> ls.MultiWorkerMirroredStrategy:
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)  # so that both replicas run at a time
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
     options = ls.CommunicationOptions(lost_after_s=LOST_AFTER_S)
@@ -156,7 +164,6 @@ def per_example(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def assert_ends(worker: Any, error: str, *, since: float | None = None) -> None:
     """It raises this error, in time, and then really ends."""
-    sys.__stderr__.write(f"\n{worker.end()} found {worker.raised_at - (since or 0):.2f} {worker.error[:150]}\n")
     assert worker.end() == 1
     assert re.search(error, worker.error), worker.errors
     if since is not None:
@@ -235,6 +242,14 @@ def test_an_exception_in_one_worker_is_the_other_s_error(
     assert re.search("(ValueError|CallbackError): ", job[worker].error)
     assert_ends(job[1 - worker], f"ClusterError: {name(worker)} failed with {kind}.*; it was in ")
     assert 'raise ValueError("no such picture")' in job[1 - worker].errors  # where it was raised
+
+
+def test_the_others_hear_of_an_exception_before_all_replicas_have_stopped(start_job: Any):
+    job = start_job(own_loop, 1, "step", "raises beside")
+    job[1].wait_for("in trouble")
+    since = time.monotonic()
+
+    assert_ends(job[0], f"ClusterError: {name(1)} failed with ValueError: no such picture", since=since)
 
 
 @pytest.mark.parametrize(("loop", "place", "worker"), [(own_loop, "loop", 0), (fit, "callback", 1)])

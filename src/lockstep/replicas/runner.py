@@ -65,10 +65,17 @@ class ReplicaRunner:
         seed: of all replicas' random numbers.
         timeout_s: how many seconds a replica waits in one collective.
         first_replica: the number of the first of them among the replicas of all workers.
+        failing: hears of the error of a run that has failed at once, before its other replicas have stopped.
     """
 
     def __init__(
-        self, devices: Sequence[LogicalDevice], *, seed: int, timeout_s: float, first_replica: int = 0
+        self,
+        devices: Sequence[LogicalDevice],
+        *,
+        seed: int,
+        timeout_s: float,
+        first_replica: int = 0,
+        failing: Callable[[BaseException], None] | None = None,
     ) -> None:
         cores = torch.get_num_threads()
         shares = core_shares(devices, cores)
@@ -76,6 +83,7 @@ class ReplicaRunner:
         numbers = range(first_replica, first_replica + len(devices))
         self._names = [f"replica {number} ({device.name})" for number, device in zip(numbers, devices, strict=True)]
         self._timeout_s = timeout_s
+        self._failing = failing
         generators = [replica_generator(seed, number) for number in numbers]
         self._random = [
             ReplicaRandom(generator, applies=in_a_replica, instead=_instead(device))
@@ -138,10 +146,10 @@ class ReplicaRunner:
                 run.rendezvous.wait_until_settled()
             except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
                 run.rendezvous.abort(interruption)
-                self._stop(run)
+                self._stop(run, interruption)
                 raise
             if run.rendezvous.cause is not None:
-                self._stop(run)
+                self._stop(run, run.rendezvous.cause)
                 raise run.rendezvous.cause
             for policy in self._policies.values():
                 policy.record(fn, time.perf_counter() - began)
@@ -186,8 +194,10 @@ class ReplicaRunner:
             turns.append(gate if state is None else CudaTurn(gate, device, state, length))
         return turns
 
-    def _stop(self, run: _Run) -> None:
+    def _stop(self, run: _Run, cause: BaseException) -> None:
         self._stopped = run.rendezvous
+        if self._failing is not None:
+            self._failing(cause)
         for replica in range(run.submitted, len(self._devices)):
             run.rendezvous.leave(replica, ReplicaStopped())
         if run.rendezvous.wait_until_left(STOP_GRACE_S):

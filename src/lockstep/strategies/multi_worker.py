@@ -84,7 +84,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._fail(error)
             raise
         self._runner = ReplicaRunner(
-            self._devices, seed=seed, timeout_s=options.timeout_s, first_replica=self._workers.first_replica
+            self._devices,
+            seed=seed,
+            timeout_s=options.timeout_s,
+            first_replica=self._workers.first_replica,
+            failing=self._fail,
         )
         if self._membership is not None:
             self._membership.subscribe(self._runner.abort)
@@ -129,16 +133,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         self._workers.doing(f"a run of {_name(fn)} ({caller()})")
-        try:
-            return self._runner.run(self, fn, bodies, rows)
-        except NonFiniteLossError:  # all workers raise it together, and may go on together
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
+        return self._runner.run(self, fn, bodies, rows)
 
     def _fail(self, error: BaseException) -> None:
-        if self._membership is not None:
+        # A loss that is not finite all workers raise together, and may go on together.
+        if self._membership is not None and not isinstance(error, NonFiniteLossError):
             self._membership.failed(error)
 
     def _make_exchange(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
