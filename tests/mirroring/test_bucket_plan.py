@@ -15,14 +15,14 @@ def test_the_first_bucket_is_small():
     (first, second, *_) = plan_buckets([FIRST_BUCKET_BYTES // 2] * 40, ["float32"] * 40, 25 * MB).buckets
 
     assert first == (39, 38)
-    assert len(second) == 12  # a third of the 38 that are left
+    assert len(second) == 19  # half of the 38 that are left
 
 
 def test_little_is_left_for_the_last_bucket():
     sizes = [MB // 8] * 80
     plan = plan_buckets(sizes, ["float32"] * 80, 25 * MB)
 
-    assert [len(members) for members in plan.buckets] == [8, 24, 16, 10, 7, 5, 3, 2, 2, 2, 1]
+    assert [len(members) for members in plan.buckets] == [8, 36, 18, 9, 4, 2, 2, 1]
     assert len(plan.buckets[-1]) * MB // 8 <= LAST_BUCKET_BYTES
 
 

@@ -5,8 +5,8 @@ order in which the backward pass is done with them, so that the first buckets tr
 plan follows from the parameters alone and never from timing, so all workers have the same one.
 
     backward pass   |=====|==============|==========|=======|====|==|     what is still to travel at its end is all
-    buckets            1 MB   a third of    a third    ...      256 kB    that a step waits for
-                              what is left  of the rest
+    buckets            1 MB   half of what   half of    ...     256 kB    that a step waits for
+                              is left        the rest
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that something is under way soon."""
 LAST_BUCKET_BYTES = 2**18
 """The last ones are smaller, since nothing is computed while they travel."""
-SHARE_OF_REST = 3
-"""A bucket holds at most the third part of what is left. Over 1 Gbit/s MobileNetV2 (9 MB) waited 67 ms a step for one
-bucket of all but the first megabyte, 0.1 to 1 ms for eight equal ones, and 0.1 ms for these."""
+SHARE_OF_REST = 2
+"""A bucket holds at most half of what is left. Over 1 Gbit/s MobileNetV2 (9 MB) waited 67 ms a step for one bucket of
+all but the first megabyte, and 0.1 ms for these, or for thirds, whose number costs another 3 ms of CPU time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,8 @@ _LEGEND = """\
 - first step: from the start of the processes to the end of the slowest one's first step, imports, model, and the
   meeting of all workers included.
 - peak: the sum of all processes' resident peaks (VmHWM).
-- loss: of the last step, as each process knows it, averaged. Ours also sums it over all workers in every step, which
-  DDP's loop does not. All train the same model on the same batches; they differ by dropout, by batch statistics and
-  by rounding.
+- loss: of the last step, of each process's own part, averaged. All train the same model on the same batches; they
+  differ by dropout, by batch statistics and by rounding.
 - keeping: with the allocator settings that our strategies make, which no user of DDP has without looking for them.
 - quotients: of the two contenders' median steps of the same round; the median, the lowest and the highest over the
   rounds."""
