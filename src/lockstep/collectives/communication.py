@@ -17,7 +17,8 @@ class CommunicationOptions:
     """The settings of the exchanges between workers; equal on all of them.
 
     Args:
-        bucket_mb: the size in MB (2**20 bytes) of the buckets in which gradients travel.
+        bucket_mb: the most, in MB (2**20 bytes), of the gradients that travel together; the last buckets of a step are
+            smaller, since nothing is computed meanwhile.
         compression: "bf16" sends gradients in bfloat16, half the bytes, with its rounding; None sends them as they are.
         lost_after_s: after how many seconds without a sign of life a worker counts as lost.
         timeout_s: how many seconds a worker or replica waits in a collective for one that is alive and does not come.

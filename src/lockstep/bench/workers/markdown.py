@@ -26,7 +26,7 @@ _LEGEND = """\
 - step ms, p10, p90: of the timed steps of all rounds together; a step of several processes is the mean of theirs.
 - link not slowed ms: the median step of the same contender on the same hosts where nothing slows the link: what
   computing and the processes' own work takes. for the link ms: how much longer the step is over the slowed link, the
-  median over the rounds: what was not hidden behind the backward pass.
+  median over the rounds: what was not hidden behind the backward pass. Not measured in half precision.
 - sent MB: 10**6 bytes that leave each host in a step, headers included, as the interface counts them. Among four
   processes each number passes the link one and a half times in each direction, between two workers once.
 - CPU ms: CPU time of a step, of all threads of all processes.

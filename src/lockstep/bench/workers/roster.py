@@ -50,10 +50,11 @@ def on_two_hosts(workload: str, link: Link) -> tuple[Contender, ...]:
 
 
 def on_free_hosts(workload: str) -> tuple[Contender, ...]:
-    """The contenders on two hosts, where the link is not slowed."""
+    """Those on two hosts that send full precision, where the link is not slowed: who rounds computes the same."""
     return tuple(
         replace(contender, name=free_name(contender.name), role="yardstick")
         for contender in on_two_hosts(workload, Link(mbit=None))
+        if not is_halved(contender)
     )
 
 

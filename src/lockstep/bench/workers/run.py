@@ -13,7 +13,7 @@ from lockstep.bench.markdown import Conditions
 from lockstep.bench.trial import Contender, Trial
 from lockstep.bench.workers.figures import ONE_HOST_LIMIT, TWO_HOSTS_LIMIT, comparisons_of, rows_of
 from lockstep.bench.workers.markdown import Place, Section, render_workers
-from lockstep.bench.workers.roster import on_free_hosts, on_one_host, on_two_hosts
+from lockstep.bench.workers.roster import free_name, on_free_hosts, on_one_host, on_two_hosts
 from lockstep.bench.workloads import find_workload
 from lockstep.checkpoint.whole_file import write_whole
 from lockstep.errors import ConfigError
@@ -116,10 +116,9 @@ def _places(workload: str, link: Link) -> tuple[tuple[Place, tuple[Contender, ..
 def _taking_part(settings: WorkersSettings, workload: str, *, hosts: bool) -> list[Contender]:
     """In the order in which they run; one with a free link right after its own."""
     chosen = _chosen(settings, on_one_host(workload))
-    if hosts:
-        free = on_free_hosts(workload)
-        pairs = zip(on_two_hosts(workload, settings.link), free, strict=True)
-        chosen += [one for pair in pairs if _chosen(settings, pair[:1]) for one in pair]
+    free = {contender.name: contender for contender in on_free_hosts(workload)}
+    for contender in _chosen(settings, on_two_hosts(workload, settings.link)) if hosts else ():
+        chosen += [contender, *([free[name]] if (name := free_name(contender.name)) in free else [])]
     return chosen
 
 
