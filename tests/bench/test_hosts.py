@@ -24,7 +24,7 @@ FAST = Link(mbit=1000.0)
 
 def made() -> list[str]:
     """The namespaces of this process's hosts."""
-    return sorted(path.name for path in NAMESPACES.glob(f"lockstep{os.getpid()}x*")) if NAMESPACES.exists() else []
+    return sorted(path.name for path in NAMESPACES.glob(f"lockstep-bench-{os.getpid()}x*"))
 
 
 def queues(host: Host) -> str:
@@ -55,6 +55,17 @@ def test_hosts_are_joined_by_a_link_of_the_rate_and_are_gone_after_an_error():
         look_and_fail()
     assert seen[0] == seen[1]
     assert made() == []
+
+
+@pytest.mark.usefixtures("permitted")
+def test_hosts_of_a_run_that_was_killed_are_removed_by_the_next():
+    ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    left = f"lockstep-bench-{ended}x0h0"
+    subprocess.run(["ip", "netns", "add", left], check=True)
+
+    with two_hosts(FAST):
+        assert not (NAMESPACES / left).exists()
+        assert len(made()) == 2
 
 
 @pytest.mark.usefixtures("permitted")

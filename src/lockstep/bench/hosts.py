@@ -3,7 +3,8 @@
     host 0: cores 0 .. n/2   10.83.0.1 --- veth, tc tbf on both ends --- 10.83.0.2   host 1: cores n/2 .. n
 
 Needs root, or CAP_NET_ADMIN and CAP_SYS_ADMIN, and iproute2. Nothing outside the namespaces is touched: what is in them
-cannot reach anything but each other, and they are gone when the block ends.
+cannot reach anything but each other, and they are gone when the block ends. Those of a run that was killed are removed
+by the next one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _ADDRESSES = ("10.83.0.1", "10.83.0.2")
 _PREFIX_BITS = 24
 _COMMAND_LIMIT_S = 20.0
 _CLONE_NEWNET = 0x40000000
+_STEM = "lockstep-bench-"
 _numbers = count()
 
 
@@ -97,7 +99,8 @@ def two_hosts(link: Link) -> Iterator[tuple[Host, Host]]:
     """
     if shutil.which("ip") is None or shutil.which("tc") is None:
         raise ReplicaError("hosts are made with ip and tc, which are not installed; install iproute2")
-    stem = f"lockstep{os.getpid()}x{next(_numbers)}"
+    _remove_abandoned()
+    stem = f"{_STEM}{os.getpid()}x{next(_numbers)}"
     parts = divide_cores(sorted(os.sched_getaffinity(0)))
     hosts = tuple(
         Host(namespace=f"{stem}h{index}", interface=f"link{index}", address=address, cores=cores)
@@ -118,6 +121,14 @@ def why_no_hosts() -> str:
             return ""
     except ReplicaError as error:
         return str(error)
+
+
+def _remove_abandoned() -> None:
+    """Removes the hosts whose maker is no longer there: it was killed."""
+    for path in sorted(_NAMESPACES.glob(f"{_STEM}*x*")):
+        maker = path.name.removeprefix(_STEM).partition("x")[0]
+        if not Path("/proc", maker).exists():
+            _run("ip", "netns", "del", path.name)
 
 
 def _join(one: Host, other: Host, link: Link) -> None:
