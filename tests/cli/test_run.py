@@ -28,6 +28,7 @@ import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = torch.tensor([float(os.environ["RANK"])])
 dist.all_reduce(rank)
+dist.destroy_process_group()  # else gloo's threads may abort the interpreter's end
 """
 WAIT = """
 import os, signal

@@ -54,7 +54,7 @@ def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: 
             if result is not None:
                 values = result.return_values
                 if result.state == WorkerState.SUCCEEDED:
-                    spec.rdzv_handler.num_nodes_waiting()  # asks whether another host has failed
+                    _take_leave(spec)
                 else:
                     failure = _failure(spec, agent)
         except SignalException as error:
@@ -63,6 +63,12 @@ def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: 
             agent.kill()
             spec.rdzv_handler.shutdown()
     return Ending(num_workers=agent.num_workers, values=values, failure=failure, sign=sign, exit_codes=agent.exit_codes)
+
+
+def _take_leave(spec: WorkerSpec) -> None:
+    """The workers of this host have finished; those of another may have failed, of which nothing was heard yet."""
+    if isinstance(spec.rdzv_handler, FixedRendezvous):
+        spec.rdzv_handler.take_leave()
 
 
 def _failure(spec: WorkerSpec, agent: Agent) -> Failure:

@@ -87,6 +87,25 @@ class FixedRendezvous(RendezvousHandler):
             ) from error
         raise ClusterError(cause)
 
+    def take_leave(self) -> None:
+        """Ends in good order, when the workers of all hosts have ended.
+
+        The one that serves the store waits a moment until the others have asked. For those a store that has ended is
+        no error any more.
+
+        Raises:
+            ClusterError: another launcher gave up.
+        """
+        if self._hosts == 1:
+            return
+        try:
+            cause = self._store.get(_GAVE_UP).decode() if self._store.check([_GAVE_UP]) else ""
+            self._be_read()
+        except RuntimeError:
+            return
+        if cause:
+            raise ClusterError(cause)
+
     def give_up(self, cause: str, release: Callable[[], None]) -> None:
         """Tells the other launchers why this one's workers will not go on; the first cause stays.
 
@@ -101,11 +120,16 @@ class FixedRendezvous(RendezvousHandler):
         try:
             self._store.compare_set(_GAVE_UP, "", f"{cause} (host {self._index})")
             release()
-            until = time.monotonic() + _READ_LIMIT_S
-            while self._index == 0 and self._store.add(_READ, 0) < self._hosts - 1 and time.monotonic() < until:
-                threading.Event().wait(_POLL_S)
+            self._be_read()
         except RuntimeError:
             return  # the store has ended: the others know
+
+    def _be_read(self) -> None:
+        """Says that this launcher has read how the job ended; the one that serves the store waits for all others."""
+        until = time.monotonic() + _READ_LIMIT_S
+        self._store.add(_READ, int(self._index != 0))
+        while self._index == 0 and self._store.add(_READ, 0) < self._hosts - 1 and time.monotonic() < until:
+            threading.Event().wait(_POLL_S)
 
     def get_run_id(self) -> str:
         """The job's id, which the workers find in TORCHELASTIC_RUN_ID."""
