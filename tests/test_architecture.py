@@ -23,6 +23,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"extras"}),
     frozenset({"config", "cluster"}),
+    frozenset({"membership"}),
     frozenset({"collectives"}),
     frozenset({"replicas"}),
     frozenset({"mirroring", "parallel", "data"}),

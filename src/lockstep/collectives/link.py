@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.membership import Membership
 from lockstep.collectives.connections import broken_after
 from lockstep.errors import CollectiveError
+from lockstep.membership.membership import Membership
 
 LOOK_EVERY = timedelta(milliseconds=250)
 NCCL_LOOK_EVERY_S = 0.0005

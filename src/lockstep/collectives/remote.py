@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.cluster.membership import Membership
 from lockstep.collectives.caller import caller
 from lockstep.collectives.link import Group
 from lockstep.collectives.record import Record, check_met
 from lockstep.collectives.workers import Wish, Workers
+from lockstep.membership.membership import Membership
 
 _CHUNK_BYTES = 25 * 2**20
 _DIGEST_BITS = 2**64 - 1

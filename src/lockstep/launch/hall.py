@@ -20,10 +20,10 @@ from datetime import datetime, timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.cluster.address import join_address
-from lockstep.cluster.line import StoreBrokenError
-from lockstep.cluster.store import find_route, serve
 from lockstep.errors import ClusterError
 from lockstep.launch.telling import Tell
+from lockstep.membership.line import StoreBrokenError
+from lockstep.membership.store import find_route, serve
 
 _PREFIX = "lockstep/launch"
 _READ_LIMIT = timedelta(seconds=300)

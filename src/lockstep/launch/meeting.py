@@ -11,11 +11,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from lockstep.cluster.address import parse_address
-from lockstep.cluster.store import bind_to, serve
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.hall import Hall, new_job_id
 from lockstep.launch.rendezvous import FixedRendezvous, FreshStores
 from lockstep.launch.telling import Tell
+from lockstep.membership.store import bind_to, serve
 
 LOOPBACK = "127.0.0.1"
 READ_LIMIT = timedelta(seconds=300)

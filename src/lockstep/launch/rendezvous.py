@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from lockstep.cluster.store import bind_to, serve
 from lockstep.errors import ClusterError
+from lockstep.membership.store import bind_to, serve
 
 _GAVE_UP, _READ = "lockstep/gave_up", "lockstep/read"
 _READ_LIMIT_S, _POLL_S = 2.0, 0.02

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lockstep.cluster.membership import Membership, join
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.agreement import agree
@@ -20,6 +19,7 @@ from lockstep.collectives.remote import RemoteWorkers
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, NonFiniteLossError
+from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.bucket_plan import plan_buckets
 from lockstep.mirroring.buckets import BucketExchange
 from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange

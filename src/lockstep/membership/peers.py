@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lockstep.cluster.status import Status
+from lockstep.membership.status import Status
 
 
 @dataclass

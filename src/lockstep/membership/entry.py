@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.board import Place, place_of, read, run_key
-from lockstep.cluster.card import Card, terms_of
-from lockstep.cluster.deadline import Deadline
-from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.cluster.opening import NOT_OPENED, SILENT_S, claim_store, open_run
-from lockstep.cluster.roll_call import RollCall
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.store import PortTakenError, Route, bind_to, find_route, serve
+from lockstep.membership.board import Place, place_of, read, run_key
+from lockstep.membership.card import Card, terms_of
+from lockstep.membership.deadline import Deadline
+from lockstep.membership.line import Line, StoreBrokenError, StoreSilentError
+from lockstep.membership.opening import NOT_OPENED, SILENT_S, claim_store, open_run
+from lockstep.membership.roll_call import RollCall
+from lockstep.membership.store import PortTakenError, Route, bind_to, find_route, serve
 
 _FIRST_TURN_S, _TURN_S = 0.02, 0.25
 _PORT_IS_FREED_S = 5.0

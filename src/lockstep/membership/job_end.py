@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lockstep.cluster.ending import Ending
 from lockstep.errors import ClusterError
+from lockstep.membership.ending import Ending
 
 Callback = Callable[[ClusterError], None]
 

@@ -13,9 +13,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore
 
 from lockstep.cluster.address import join_address
-from lockstep.cluster.line import StoreBrokenError
-from lockstep.cluster.occupant import describe_occupant
 from lockstep.errors import ClusterError
+from lockstep.membership.line import StoreBrokenError
+from lockstep.membership.occupant import describe_occupant
 
 _BACKLOG = 1024
 _PROBE_S = 2.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.card import Card, find_disagreement, read_card
-from lockstep.cluster.ending import Ending, describe_failure, describe_loss, read_ending, shorten_traceback
-from lockstep.cluster.job_end import JobEnd
-from lockstep.cluster.membership import join
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
+from lockstep.membership.card import Card, find_disagreement, read_card
+from lockstep.membership.ending import Ending, describe_failure, describe_loss, read_ending, shorten_traceback
+from lockstep.membership.job_end import JobEnd
+from lockstep.membership.membership import join
 
 
 def noted(error: BaseException, *notes: str) -> BaseException:

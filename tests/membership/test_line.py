@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.cluster.occupant import describe_occupant
-from lockstep.cluster.watched import call_watched
 from lockstep.errors import ClusterError
+from lockstep.membership.line import Line, StoreBrokenError, StoreSilentError
+from lockstep.membership.occupant import describe_occupant
+from lockstep.membership.watched import call_watched
 
 
 @pytest.fixture

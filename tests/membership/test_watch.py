@@ -201,7 +201,7 @@ def test_a_fork_of_a_member_is_none(members: MakeMembers):
 
 PROGRAM = """
 import sys
-from lockstep.cluster.membership import join
+from lockstep.membership.membership import join
 from lockstep.cluster.spec import ClusterSpec
 
 member = join(ClusterSpec(workers={workers!r}, index=1), timeout_s=60.0, lost_after_s=2.0)

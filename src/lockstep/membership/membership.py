@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lockstep.cluster.ending import Ending, describe_failure, shorten_traceback
-from lockstep.cluster.entry import Entered, enter
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.watch import Watch, WorkerEndedError
-from lockstep.cluster.watched import call_watched
 from lockstep.errors import ClusterError, LockstepError
+from lockstep.membership.ending import Ending, describe_failure, shorten_traceback
+from lockstep.membership.entry import Entered, enter
+from lockstep.membership.watch import Watch, WorkerEndedError
+from lockstep.membership.watched import call_watched
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.ending import Ending, read_ending
 from lockstep.cluster.spec import ClusterSpec
+from lockstep.membership.ending import Ending, read_ending
 
 OWNER_KEY = "lockstep/job"
 REFUSED_KEY = "lockstep/refused"

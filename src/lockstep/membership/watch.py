@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.board import Place, read
-from lockstep.cluster.ending import (
+from lockstep.errors import ClusterError
+from lockstep.membership.board import Place, read
+from lockstep.membership.ending import (
     Ending,
     describe_broken_link,
     describe_early_end,
@@ -24,11 +25,10 @@ from lockstep.cluster.ending import (
     describe_lost_store,
     read_ending,
 )
-from lockstep.cluster.job_end import JobEnd
-from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.cluster.peers import LivedClock, Peers
-from lockstep.cluster.status import Status, read_status
-from lockstep.errors import ClusterError
+from lockstep.membership.job_end import JobEnd
+from lockstep.membership.line import Line, StoreBrokenError, StoreSilentError
+from lockstep.membership.peers import LivedClock, Peers
+from lockstep.membership.status import Status, read_status
 
 _BEATS_TO_LOSS = 15
 _BEATS_TO_SPREAD = 3

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster.membership import Membership, join
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
+from lockstep.membership.membership import Membership, join
 
 LIMIT_S = 60.0
 LOST_AFTER_S = 2.0
@@ -48,7 +48,7 @@ class Member:
 
     def __init__(self, spec: Mapping[str, Any], stack: ExitStack, **settings: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "lockstep", "lockstep.cluster.membership"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "lockstep", "lockstep.membership.membership"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=live, args=(theirs, dict(spec), settings))
         self.process.start()

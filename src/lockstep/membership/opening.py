@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.board import OWNER_KEY, REFUSED_KEY, place_of, read, run_key
-from lockstep.cluster.card import read_card, this_process
-from lockstep.cluster.deadline import Deadline
-from lockstep.cluster.line import Line, StoreBrokenError
-from lockstep.cluster.peers import Peers
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.status import Status, read_status
 from lockstep.errors import ClusterError
+from lockstep.membership.board import OWNER_KEY, REFUSED_KEY, place_of, read, run_key
+from lockstep.membership.card import read_card, this_process
+from lockstep.membership.deadline import Deadline
+from lockstep.membership.line import Line, StoreBrokenError
+from lockstep.membership.peers import Peers
+from lockstep.membership.status import Status, read_status
 
 NOT_OPENED = "its store is there, but worker 0 has not opened the job yet"
 SILENT_S = 3.0

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed
 
-from lockstep.cluster.card import terms_of
-from lockstep.cluster.membership import join
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
+from lockstep.membership.card import terms_of
+from lockstep.membership.membership import join
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import MakeMembers, Member
@@ -169,8 +169,8 @@ def test_the_same_processes_can_form_the_job_again(members: MakeMembers):
     ("change", "term", "there"),
     [
         (("torch", "__version__", "2.1.7"), "torch", "2.1"),
-        (("lockstep.cluster.card", "version", "0.0.1"), "lockstep", "0.0.1"),
-        (("lockstep.cluster.card", "PROTOCOL", 99), "protocol", "99"),
+        (("lockstep.membership.card", "version", "0.0.1"), "lockstep", "0.0.1"),
+        (("lockstep.membership.card", "PROTOCOL", 99), "protocol", "99"),
     ],
 )
 def test_versions_that_disagree_end_all(

@@ -16,16 +16,16 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.cluster.board import REFUSED_KEY, Place, read, run_key
-from lockstep.cluster.card import Card, find_disagreement, read_card
-from lockstep.cluster.deadline import Deadline
-from lockstep.cluster.ending import Ending, describe_failure, read_ending
-from lockstep.cluster.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.cluster.opening import SILENT_S, there_already
-from lockstep.cluster.peers import Peers
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.status import Status, read_status
 from lockstep.errors import ClusterError
+from lockstep.membership.board import REFUSED_KEY, Place, read, run_key
+from lockstep.membership.card import Card, find_disagreement, read_card
+from lockstep.membership.deadline import Deadline
+from lockstep.membership.ending import Ending, describe_failure, read_ending
+from lockstep.membership.line import Line, StoreBrokenError, StoreSilentError
+from lockstep.membership.opening import SILENT_S, there_already
+from lockstep.membership.peers import Peers
+from lockstep.membership.status import Status, read_status
 
 T = TypeVar("T")
 
