@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train the masked language model on four logical devices, then show that it is exact
 	@$(BIN)/lockstep train mlm --devices cpu:4 --epochs 3 --output runs/demo --check-exact
 
+# Three processes on any number of cores: many tests wait for workers that were killed or hosts that do not come.
 test: $(STAMP) ## run every test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
 check: $(STAMP) ## lint, formatting, types and import order
 	@$(BIN)/ruff check .
