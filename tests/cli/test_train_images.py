@@ -198,3 +198,16 @@ def test_ctrl_c_while_decoding_ends_the_workers_too(pictures: Path, start_lockst
     assert (process.returncode, said) == (130, "lockstep: interrupted\n")
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.workers
+def test_workers_train_together_and_the_chief_alone_prints_and_writes(run_lockstep, tmp_path: Path):
+    recipe = ("-m", "lockstep.cli", "train", "images", *SMALL, "--devices", "cpu:1", "--epochs", "1")
+
+    done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", *recipe)
+
+    assert done.returncode == 0, done.stderr
+    assert "[0] 2 workers, 2 replicas: worker 0 (" in done.stdout
+    assert [line[:3] for line in done.stdout.splitlines() if "test    loss" in line] == ["[0]"]
+    assert not any(line.startswith("[1]") for line in done.stdout.splitlines())
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
