@@ -142,6 +142,10 @@ class Workers(ABC):
     def doing(self, text: str) -> None:
         """Notes what this worker does, for the messages of the others should it be lost."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the job. Idempotent."""
+
 
 class OneWorker(Workers):
     """A process by itself: everything is here already.
@@ -193,3 +197,6 @@ class OneWorker(Workers):
 
     def doing(self, text: str) -> None:
         """Nobody asks."""
+
+    def close(self) -> None:
+        """There is no job to leave."""

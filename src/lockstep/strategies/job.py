@@ -1,0 +1,120 @@
+"""A process's part in a job of several workers: joined, agreed on how to train, and able to exchange gradients.
+
+For a process that is the only worker, or stands beside the training as an evaluator, all of it is nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.collectives.agreement import agree
+from lockstep.collectives.communication import CommunicationOptions
+from lockstep.collectives.remote import RemoteWorkers
+from lockstep.collectives.workers import OneWorker, Workers
+from lockstep.config import LogicalDevice
+from lockstep.errors import LockstepError, NonFiniteLossError
+from lockstep.membership.membership import Membership, join
+from lockstep.mirroring.bucket_plan import plan_buckets
+from lockstep.mirroring.buckets import BucketExchange
+from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
+
+
+class Job:
+    """Waits until all workers are there. Every worker must make one.
+
+    Args:
+        cluster: who takes part; None is this process alone.
+        devices: this worker's.
+        timeout_s: how many seconds to wait for all.
+        options: how the workers talk to each other.
+
+    Raises:
+        ClusterError: workers that did not come, or disagree.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec | None,
+        devices: Sequence[LogicalDevice],
+        *,
+        timeout_s: float,
+        options: CommunicationOptions,
+    ) -> None:
+        self._options = options
+        self._optimizers = 0
+        self._membership: Membership | None = None
+        self.workers: Workers = OneWorker(len(devices))
+        if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
+            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device)}
+            self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
+            self.workers = _remote(self._membership, options.timeout_s)
+
+    def agree(self, seed: int | None) -> int:
+        """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike.
+
+        Raises:
+            ClusterError: the workers were given different seeds or options.
+        """
+        try:
+            agree(self.workers, "the seed", [f"seed={seed}"])
+            agree(self.workers, "the settings of the strategy", [repr(self._options)])
+            chiefs = self.workers.exchange_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
+            state = torch.default_generator.get_state()
+            self.workers.broadcast("the chief's random numbers", [state])
+        except LockstepError as error:
+            self.fail(error)
+            self.workers.close()
+            raise
+        if self.workers.size > 1:
+            torch.default_generator.set_state(state)
+        return int(chiefs) if seed is None else seed
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this worker ends with ``error``."""
+        # A loss that is not finite all workers raise together, and may go on together.
+        if self._membership is not None and not isinstance(error, NonFiniteLossError):
+            self._membership.failed(error)
+
+    def when_over(self, stop: Callable[[BaseException], None]) -> None:
+        """Has ``stop`` called once, from another thread, when another worker has ended the job."""
+        if self._membership is not None:
+            self._membership.subscribe(stop)
+
+    def make_exchange(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
+        """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it."""
+        if not isinstance(self.workers, RemoteWorkers):
+            return LocalExchange(parameters, groups)
+        firsts = [copies[0] for copies in parameters]
+        self._optimizers += 1
+        return BucketExchange(
+            parameters,
+            [group[0] for group in groups],
+            workers=self.workers,
+            plan=plan_buckets(
+                [parameter.numel() * parameter.element_size() for parameter in firsts],
+                [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
+                self._options.bucket_bytes,
+            ),
+            stream=self.workers.stream(f"gradients of optimizer {self._optimizers}", firsts[0].device),
+            travel_as=self._options.travel_as,
+        )
+
+
+def _remote(membership: Membership, timeout_s: float) -> RemoteWorkers:
+    gpus = [info["gpu"] for info in membership.infos]
+    # NCCL refuses two workers on one GPU.
+    nccl = all(gpus) and len(set(gpus)) == len(gpus) and torch.distributed.is_nccl_available()
+    return RemoteWorkers(membership, [info["replicas"] for info in membership.infos], nccl=nccl, timeout_s=timeout_s)
+
+
+def _gpu_id(device: torch.device) -> int:
+    """A number for the GPU in this host; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    name = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) or 1
