@@ -80,8 +80,8 @@ class Reader(ABC):
         """
 
 
-class LocalBatches(Reader):
-    """Batches that are all this worker's, divided among its replicas.
+class _OwnSource(Reader):
+    """A source that is this worker's alone: nothing in it must stand as on other workers.
 
     Args:
         dataset: the source.
@@ -93,10 +93,6 @@ class LocalBatches(Reader):
         self._replicas = replicas
 
     @property
-    def length(self) -> int | None:
-        return batches_in(self._dataset)
-
-    @property
     def generators(self) -> list[torch.Generator]:
         return []
 
@@ -106,39 +102,27 @@ class LocalBatches(Reader):
 
     def start(self) -> None:
         start(self._dataset)
+
+
+class LocalBatches(_OwnSource):
+    """Batches that are all this worker's, divided among its replicas."""
+
+    @property
+    def length(self) -> int | None:
+        return batches_in(self._dataset)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         source, replicas = begun_later(self._dataset, skip), self._replicas
         return (batch if batch is PASSED_OVER else place(per_replica_batch(batch, replicas)) for batch in source)
 
 
-class Rounds(Reader):
-    """Batches that are per-replica already: a round of them is one for each local replica.
-
-    Args:
-        dataset: the source.
-        replicas: how many local replicas there are.
-    """
-
-    def __init__(self, dataset: Iterable[Any], replicas: int) -> None:
-        super().__init__(dataset)
-        self._replicas = replicas
+class Rounds(_OwnSource):
+    """Batches that are per-replica already: a round of them is one for each local replica."""
 
     @property
     def length(self) -> int | None:
         batches = batches_in(self._dataset)
         return None if batches is None else math.ceil(batches / self._replicas)
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return []
-
-    @property
-    def started(self) -> bool:
-        return started(self._dataset)
-
-    def start(self) -> None:
-        start(self._dataset)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         rounds = passing_over(skip, _rounds(iter(self._dataset), self._replicas))
