@@ -9,7 +9,7 @@ PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers gpu docs clean
+.PHONY: help demo test check bench bench-peers bench-workers gpu docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 
 bench-peers: $(STAMP) $(PEER_STAMPS) ## the same beside Accelerate, Fabric, TensorFlow and JAX too, in .venv-peers
 	@$(BIN)/python -m lockstep.bench --peers also
+
+bench-workers: $(STAMP) ## measure many workers beside DDP, on one host and on two that a slowed link joins
+	@$(BIN)/python -m lockstep.bench --workers
 
 gpu: ## run the tests that need a GPU, with a Python whose torch has CUDA: make gpu GPU_PYTHON=python3
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/config tests/data tests/strategies

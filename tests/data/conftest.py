@@ -83,6 +83,10 @@ class ThreadWorkers(Workers):
     def doing(self, text: str) -> None:
         pass
 
+    def close(self) -> None:
+        """Its thread ends by itself."""
+
+
 
 RunWorkers = Callable[..., list[Any]]
 
