@@ -2,12 +2,12 @@
 
 Every worker runs this file. On one host, with two workers:
 
-    lockstep run --workers 2 examples/multi_worker.py
+  lockstep run --workers 2 examples/multi_worker.py
 
 Without a launcher, each in a terminal of its own, with "index" 0 and 1:
 
-    TF_CONFIG='{"cluster": {"worker": ["localhost:20000", "localhost:20001"]}, "task": {"type": "worker", "index": 0}}' \\
-        python examples/multi_worker.py
+  TF_CONFIG='{"cluster": {"worker": ["localhost:20000", "localhost:20001"]}, "task": {"type": "worker", "index": 0}}' \\
+      python examples/multi_worker.py
 """
 
 from __future__ import annotations

@@ -87,7 +87,6 @@ class ThreadWorkers(Workers):
         """Its thread ends by itself."""
 
 
-
 RunWorkers = Callable[..., list[Any]]
 
 

@@ -23,6 +23,8 @@ from lockstep.membership.membership import Membership
 LOOK_EVERY = timedelta(milliseconds=250)
 NCCL_LOOK_EVERY_S = 0.0005
 _GLOO_THREADS = 2
+# Of ``lost_after_s``: the rest is for finding out whether a worker has been lost, or the network between two.
+_SHARE_UNANSWERED = 0.4
 
 
 class Group:
@@ -108,7 +110,7 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Memb
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
     options._threads = _GLOO_THREADS
     options._timeout = timedelta(seconds=timeout_s)
-    with broken_after(membership.lost_after_s):
+    with broken_after(membership.lost_after_s * _SHARE_UNANSWERED):
         return dist.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -123,7 +123,8 @@ class Watch:
         """Why a connection between workers broke; waits until it is known, a few beats for a worker that was killed."""
         here = f"; {self._names[self._index]} waited in {waiting_in}"
         self._alarmed = True
-        limit = time.monotonic() + self._lost_after_s + 2 * self._beat_s
+        # Being alarmed, this worker would have found a silent one after ``quick_s``.
+        limit = time.monotonic() + max(self._lost_after_s / 2, self._quick_s + _BEATS_TO_SPREAD * self._beat_s)
         seen = self._rounds
         while time.monotonic() < limit:
             # What a worker that ended had to say came before its connections broke: the next round brings it.
