@@ -26,7 +26,7 @@ demo: $(STAMP) ## train the masked language model on four logical devices, then 
 
 # Three processes on any number of cores: many tests wait for workers that were killed or hosts that do not come.
 test: $(STAMP) ## run every test
-	@$(BIN)/python -m pytest -n 3 --dist loadfile
+	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP) ## lint, formatting, types and import order
 	@$(BIN)/ruff check .

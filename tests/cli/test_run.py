@@ -24,12 +24,12 @@ Start = Callable[..., subprocess.Popen[str]]
 
 LIMIT_S = 60
 MEET = """
-import os, sys, torch, torch.distributed as dist
+import atexit, os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
+atexit.register(dist.destroy_process_group)  # else gloo's threads may abort the end of the interpreter
 rank = torch.tensor([float(os.environ["RANK"])])
 dist.all_reduce(rank)
 """
-PART = "\ndist.destroy_process_group()"  # else gloo's threads may abort the end of the interpreter
 
 WAIT = """
 import os, signal
@@ -234,7 +234,7 @@ def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def test_hosts_of_a_list_make_one_job(start_lockstep: Start, write, port: int):
     hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
-    program = write(MEET + "print(os.environ['RANK'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])" + PART)
+    program = write(MEET + "print(os.environ['RANK'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])")
     words = ("run", "--workers", "1", "--output", "all", "--quiet", "--hosts", hosts, "--index")
 
     late, first = [start_lockstep(*words, index, program) for index in ("1", "0")]

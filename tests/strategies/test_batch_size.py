@@ -74,7 +74,7 @@ def test_rows_of_known_size_fill_the_budget_and_the_memory_comes_back(replicas: 
 
     assert found % replicas == 0
     assert 120 * 0.8 <= found <= 120 * 1.4  # what is free within the heap, after other tests, is memory too
-    assert resident_mb() - before < 15
+    assert resident_mb() - before < 30  # of 120; other tests of this process leave their own in the heap
 
 
 def test_no_size_is_run_that_would_break_the_budget(make_strategy: MakeStrategy):
