@@ -23,10 +23,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
 LIMIT_S = 60
+# Groups are destroyed, or gloo's threads may abort the end of the interpreter.
 MEET = """
 import atexit, os, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-atexit.register(dist.destroy_process_group)  # else gloo's threads may abort the end of the interpreter
+dist.init_process_group("gloo"), atexit.register(dist.destroy_process_group)
 rank = torch.tensor([float(os.environ["RANK"])])
 dist.all_reduce(rank)
 """
