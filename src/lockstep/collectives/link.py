@@ -24,7 +24,7 @@ LOOK_EVERY = timedelta(milliseconds=250)
 NCCL_LOOK_EVERY_S = 0.0005
 _GLOO_THREADS = 2
 # Of ``lost_after_s``: the rest is for finding out whether a worker has been lost, or the network between two.
-_SHARE_UNANSWERED = 0.4
+_SHARE_UNANSWERED = 0.35
 
 
 class Group:

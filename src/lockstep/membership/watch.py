@@ -124,7 +124,7 @@ class Watch:
         here = f"; {self._names[self._index]} waited in {waiting_in}"
         self._alarmed = True
         # Being alarmed, this worker would have found a silent one after ``quick_s``.
-        limit = time.monotonic() + max(self._lost_after_s / 2, self._quick_s + _BEATS_TO_SPREAD * self._beat_s)
+        limit = time.monotonic() + self._quick_s + _BEATS_TO_SPREAD * self._beat_s
         seen = self._rounds
         while time.monotonic() < limit:
             # What a worker that ended had to say came before its connections broke: the next round brings it.
