@@ -5,7 +5,8 @@
     update:  the buckets that are not full yet -> wait for all -> the leaders' ".grad"
 
 Workers may be in different buckets at a time, but all begin them in the order of the plan. A gradient that changes
-after its bucket has gone (a second backward pass before the update) is noticed, and all buckets go again.
+after its bucket has gone (a second backward pass before the update, clipping by hand) is noticed at the update, and
+all buckets go again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import nn
@@ -63,8 +64,9 @@ class BucketExchange(GradientExchange):
 
     def open(self, total: float, count: float) -> tuple[float, float]:
         """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
-        met = self._workers.exchange("optimizer update", [total, count, self._changed])
-        self._finish(again=any(changed for *_, changed in met))
+        changed = any(bucket.changed for bucket in self._under_way)
+        met = self._workers.exchange("optimizer update", [total, count, changed])
+        self._finish(again=any(each for *_, each in met))
         return sum(each for each, _, _ in met), sum(each for _, each, _ in met)
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
@@ -105,24 +107,22 @@ class BucketExchange(GradientExchange):
         self._seen: set[tuple[int, int]] = set()
         self._under_way: list[_Bucket] = []
         self._starting = False
-        self._changed = False
 
     def _hook(self) -> frozenset[int]:
         """Has the gradients of all trained parameters reported as the backward pass completes them."""
-        own = WeakMethod(self._is_there)
+        own, handles = WeakMethod(self._is_there), []
         hooked = [index for index, copies in enumerate(self._parameters) if copies[0].requires_grad]
         for index in hooked:
             for replica, copy in enumerate(self._parameters[index]):
-                copy.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(_report, own, replica, index)
-                )
+                report = partial(_report, own, replica, index)
+                handles.append(copy.register_post_accumulate_grad_hook(report))  # type: ignore[no-untyped-call]
+        finalize(self, _remove, handles)
         return frozenset(hooked)
 
     def _is_there(self, replica: int, index: int) -> None:
         bucket = self._bucket_of[index]
         with self._lock:
             if (replica, index) in self._seen:
-                self._changed = True
                 return
             self._seen.add((replica, index))
             self._missing[bucket] -= 1
@@ -173,6 +173,9 @@ class _Bucket:
         self._members = members
         self._parameters = [copies[0] for copies in parameters]
         self._numbers = [parameter.numel() for parameter in self._parameters]
+        # Before anything is read: a replica may be in its next backward pass already, and then this must show.
+        every = [copy for copies in parameters for copy in copies]
+        self._taken = [(copy, copy.grad, _version(copy.grad)) for copy in every]
         home = self._parameters[0]
         size = sum(self._numbers) + len(members)
         # Made anew each time: the last one's memory is the gradients that the user may still hold.
@@ -183,6 +186,11 @@ class _Bucket:
         travels = travel_as is not None and own.is_floating_point()
         self.flat = own.to(travel_as) if travels else own
         self.work: Any = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether a gradient is another one, or was written to, since it was taken."""
+        return any(copy.grad is not taken or _version(taken) != version for copy, taken, version in self._taken)
 
     def wait(self, stream: Group) -> None:
         """Waits until the sums have arrived."""
@@ -245,6 +253,16 @@ def _is_permuted(parameter: torch.Tensor) -> bool:
 
 def _count(copies: Copies) -> int:
     return sum(copy.grad is not None for copy in copies)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    """How often it was written to in place."""
+    return 0 if gradient is None else gradient._version
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _report(exchange: WeakMethod[Any], replica: int, index: int, _: torch.Tensor) -> None:

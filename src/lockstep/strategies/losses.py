@@ -6,13 +6,17 @@ averaged between replicas, and uneven shards come out right.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.scope import in_cross_replica_context
+
+_NAME = "compute_average_loss"
 
 
 def compute_average_loss(
@@ -27,7 +31,7 @@ def compute_average_loss(
         per_example_loss: [rows, ...], not reduced; 0 rows give 0.
         sample_weight: [rows] or broadcastable to the losses; multiplies them. The divisor stays the number of examples.
         global_batch_size: examples in the whole global batch. None adds up the rows of all replicas, and then every
-            replica must call it.
+            replica must call it; with several workers that is an exchange between them more.
 
     Returns:
         A scalar; the sum over all replicas is the average loss of the global batch.
@@ -59,7 +63,7 @@ def compute_average_loss(
         return total / global_batch_size
     rows: Any = per_example_loss.shape[0]
     if context is not None:
-        rows = context.meet("compute_average_loss", rows, sum)
+        rows = context.meet(_NAME, rows, partial(_rows_of_all, context.workers))
     average: torch.Tensor = total / max(rows, 1)
     return average
 
@@ -80,6 +84,10 @@ def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
     if in_cross_replica_context():
         raise UsageError("scale_regularization_loss belongs inside the function given to strategy.run")
     return loss.sum()
+
+
+def _rows_of_all(workers: Workers, rows: list[int]) -> int:
+    return int(sum(of_one for (of_one,) in workers.exchange(_NAME, [sum(rows)])))
 
 
 def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:

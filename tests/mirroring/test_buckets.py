@@ -1,0 +1,126 @@
+"""What happens to gradients between the backward pass and the update, where they are exchanged during the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep as ls
+
+pytestmark = pytest.mark.workers
+
+Change = Callable[[list[nn.Parameter], int], None]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 4, generator=random).double(), torch.arange(n) % 3) for n in (8, 7, 8, 4)]
+
+
+def written_to(parameters: list[nn.Parameter], _: int) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+def replaced(parameters: list[nn.Parameter], _: int) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+
+def dropped(parameters: list[nn.Parameter], _: int) -> None:
+    parameters[2].grad = None
+
+
+def by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
+    """Of one worker alone: the others have changed nothing, and must exchange again all the same."""
+    if replica == 3:
+        written_to(parameters, replica)
+
+
+CHANGES: dict[str, Change] = {
+    "written to": written_to,
+    "replaced": replaced,
+    "dropped": dropped,
+    "by the last replica": by_the_last_replica,
+}
+
+
+def train(strategy: ls.Strategy, change: Change) -> dict[str, Tensor]:
+    module = net()
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        context = ls.get_replica_context()
+        assert context is not None
+        x, y = batch
+        ls.compute_average_loss(F.cross_entropy(replicated(x), y, reduction="none")).backward()
+        change(list(replicated.parameters()), context.replica_id_in_sync_group)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in strategy.distribute_dataset(batches()):
+        strategy.run(step, (batch,))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def run_job() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    (cpu,) = ls.config.list_physical_devices("CPU")
+    ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
+    strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(bucket_mb=0.0005))
+    results = {name: train(strategy, change) for name, change in CHANGES.items()}
+    strategy.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return ls.launch(run_job, workers=2, timeout_s=120)
+
+
+def one_device(name: str) -> nn.Sequential:
+    """The loop by hand, shard after shard."""
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    for x, y in batches():
+        total: dict[int, Tensor] = {}
+        rows = -(-len(x) // 4)
+        for replica in range(4):
+            optimizer.zero_grad()
+            shard = slice(replica * rows, (replica + 1) * rows)
+            (F.cross_entropy(module(x[shard]), y[shard], reduction="none").sum() / len(x)).backward()
+            CHANGES[name](list(module.parameters()), replica)
+            for index, parameter in enumerate(module.parameters()):
+                if parameter.grad is not None:
+                    total[index] = total.get(index, torch.zeros(())) + parameter.grad
+        for index, parameter in enumerate(module.parameters()):
+            parameter.grad = total.get(index)
+        optimizer.step()
+    return module
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_gradient_that_is_changed_before_the_update_is_exchanged_as_it_then_is(results: dict[str, Any], name: str):
+    torch.testing.assert_close(results[name], dict(one_device(name).state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def test_the_changes_are_not_all_alike(results: dict[str, Any]):
+    """Else the test above would say nothing of them."""
+    weights = [result["0.weight"] for result in results.values()]
+
+    assert torch.equal(weights[0], weights[1])
+    assert not any(torch.allclose(weights[0], other) for other in weights[2:])
+    assert not torch.allclose(weights[2], weights[3])
