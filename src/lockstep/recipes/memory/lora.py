@@ -1,0 +1,196 @@
+"""LoRA as a setting, and its adapters put into a transformers model by peft.
+
+LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models") freezes the weights and trains beside chosen
+linear layers two narrow matrices each: gradients and optimizer state are needed for these alone.
+
+    x -> W x  (frozen)  +  alpha / r * B (A x)       A: [r, in], B: [out, r], B begins with zeros
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+from lockstep.recipes.settings import at_least
+
+Task = Literal["SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION"]
+"""peft's names for what a model does; it trains a classifier's head in full beside the adapters."""
+
+ALL_LINEAR = "all-linear"
+"""As the only target: every linear layer but the head."""
+_EXAMPLE = "r=8,alpha=16,dropout=0.05,targets=query+value"
+_LARGEST_R = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The adapters' settings.
+
+    Args:
+        r: rank: the width of the adapters.
+        alpha: what the adapters are multiplied by, over r; None is 2 r.
+        dropout: probability, for what goes into the adapters.
+        targets: names of the linear layers that get adapters, such as query and value; none are peft's choice for the
+            kind of model, and ``all-linear`` is every linear layer but the head.
+        modules_to_save: parts that are trained in full beside the adapters, and saved with them; peft adds the head of
+            a classifier.
+
+    Example:
+        >>> Lora.parse("r=8,targets=query+value")
+        Lora(r=8, alpha=None, dropout=0.0, targets=('query', 'value'), modules_to_save=())
+    """
+
+    r: int = 8
+    alpha: int | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least("lora r", self.r, 1)
+        if self.r > _LARGEST_R:
+            raise ConfigError(f"lora r={self.r} was given, expected at most {_LARGEST_R}; 4 to 64 is usual")
+        if self.alpha is not None:
+            at_least("lora alpha", self.alpha, 1)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora dropout={self.dropout} was given, expected a probability in [0, 1); try 0.05")
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ConfigError(f"lora targets={'+'.join(self.targets)} was given; {ALL_LINEAR} stands alone")
+
+    @classmethod
+    def parse(cls, text: str) -> Lora:
+        """From ``name=value`` pairs with commas between them, several names of layers with a plus.
+
+        Raises:
+            ConfigError: no pair, no such setting, twice the same, or a bad value.
+        """
+        values: dict[str, Any] = {}
+        for name, value in _pairs(text):
+            if name not in _READERS:
+                raise ConfigError(f"lora has no setting {name!r}; choose from {', '.join(_READERS)}: {_EXAMPLE}")
+            if name in values:
+                raise ConfigError(f"lora={text!r} sets {name} twice; give it once")
+            values[name] = _READERS[name](name, value)
+        return cls(**values)
+
+    @property
+    def scaled_by(self) -> int:
+        """``alpha``, or what stands for it."""
+        return 2 * self.r if self.alpha is None else self.alpha
+
+
+def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
+    """Freezes ``model`` and puts adapters into it, in place; drawn from torch's default generator.
+
+    Call it before ``strategy.mirror`` or ``Trainer``. Afterwards only adapters, and parts trained in full, require
+    gradients; ``merge_and_unload()`` of the result gives the plain model back with the adapters added to its weights.
+
+    Args:
+        model: a transformers model, on any device and of any dtype; the adapters are float32.
+        lora: the adapters.
+        task: what the model does; None trains no head.
+
+    Returns:
+        The peft.PeftModel around ``model``.
+
+    Raises:
+        ConfigError: the model has no such layers, or layers that take no adapters, or peft knows none to choose for it.
+        MissingExtraError: peft is not installed.
+    """
+    peft = require("peft", "reviews")
+    _check_parts(model, lora)
+    config = peft.LoraConfig(
+        task_type=task,
+        r=lora.r,
+        lora_alpha=lora.scaled_by,
+        lora_dropout=lora.dropout,
+        target_modules=_targets(lora),
+        modules_to_save=list(lora.modules_to_save) or None,
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        if lora.targets:
+            raise ConfigError(f"lora does not go into {type(model).__name__}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"lora has no targets, and peft knows none for {type(model).__name__}; name some with "
+            f"targets={'+'.join(_linear_layers(model)[:2])}, or targets={ALL_LINEAR}"
+        ) from error
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """How many numbers are trained: elements of parameters that require a gradient, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _targets(lora: Lora) -> list[str] | str | None:
+    if lora.targets == (ALL_LINEAR,):
+        return ALL_LINEAR
+    return list(lora.targets) or None
+
+
+def _check_parts(model: nn.Module, lora: Lora) -> None:
+    """Refuses names of no layer: peft passes over one that it does not find, as long as it finds another."""
+    if lora.targets and lora.targets != (ALL_LINEAR,):
+        known = _linear_layers(model)
+        for target in lora.targets:
+            if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+                raise ConfigError(f"{type(model).__name__} has no layer {target!r} for lora; its own: {_listed(known)}")
+    for part in lora.modules_to_save:
+        if not any(name.endswith(part) for name, _ in model.named_modules() if name):
+            children = [name for name, _ in model.named_children()]
+            raise ConfigError(f"{type(model).__name__} has no part {part!r} to train; its own: {_listed(children)}")
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """The last words of the names of linear layers, each once, in the model's order."""
+    return list(
+        dict.fromkeys(name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for pair in text.split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not (name and equals and value):
+            raise ConfigError(f"lora={text!r} was given, expected name=value with commas between: {_EXAMPLE}")
+        yield name, value
+
+
+def _whole(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"lora {name}={value} was given, expected a whole number; try {name}=16") from None
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(f"lora {name}={value} was given, expected a number; try {name}=0.05") from None
+
+
+def _names(name: str, value: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in value.split("+"))
+    if not all(names):
+        raise ConfigError(f"lora {name}={value} was given, expected names with + between: query+value")
+    return names
+
+
+_READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "r": _whole,
+    "alpha": _whole,
+    "dropout": _number,
+    "targets": _names,
+    "modules_to_save": _names,
+}

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError, MissingExtraError
+from lockstep.recipes.memory.lora import Lora, add_lora, trained_parameters
+
+WIDTH, LAYERS = 16, 2
+
+
+@pytest.fixture
+def bert() -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForSequenceClassification(BertConfig(vocab_size=50, **shape))
+
+
+def adapted(model: nn.Module) -> set[str]:
+    return {
+        name.rpartition(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("r=8", Lora(r=8)),
+        ("r=4,alpha=16", Lora(r=4, alpha=16)),
+        (
+            "targets = query + value , dropout=0.05,modules_to_save=classifier,r=2",
+            Lora(r=2, dropout=0.05, targets=("query", "value"), modules_to_save=("classifier",)),
+        ),
+        ("targets=all-linear", Lora(targets=("all-linear",))),
+    ],
+)
+def test_parse_reads_what_is_given_and_leaves_the_rest(text: str, expected: Lora):
+    assert Lora.parse(text) == expected
+
+
+def test_alpha_is_twice_r_unless_given():
+    assert (Lora(r=4).scaled_by, Lora(r=4, alpha=1).scaled_by) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "lora='' was given, expected name=value with commas between: r=8,alpha=16,dropout=0.05,targets=query"),
+        ("8", "lora='8' was given, expected name=value"),
+        ("r=8,", "lora='r=8,' was given, expected name=value"),
+        ("r=", "lora='r=' was given, expected name=value"),
+        ("rank=8", "lora has no setting 'rank'; choose from r, alpha, dropout, targets, modules_to_save: r=8,"),
+        ("r=8,r=4", "lora='r=8,r=4' sets r twice; give it once"),
+        ("r=8.5", "lora r=8.5 was given, expected a whole number; try r=16"),
+        ("r=0", "lora r=0 was given, expected at least 1"),
+        ("r=5000", "lora r=5000 was given, expected at most 4096; 4 to 64 is usual"),
+        ("alpha=much", "lora alpha=much was given, expected a whole number; try alpha=16"),
+        ("alpha=-1", "lora alpha=-1 was given, expected at least 1"),
+        ("dropout=some", "lora dropout=some was given, expected a number; try dropout=0.05"),
+        ("dropout=1", r"lora dropout=1.0 was given, expected a probability in \[0, 1\); try 0.05"),
+        ("targets=query+", r"lora targets=query\+ was given, expected names with \+ between: query\+value"),
+        ("targets=query+all-linear", r"lora targets=query\+all-linear was given; all-linear stands alone"),
+    ],
+)
+def test_parse_refuses_in_one_line(text: str, message: str):
+    with pytest.raises(ConfigError, match=f"^{message}") as caught:
+        Lora.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_are_trained_and_the_rest_is_frozen(bert: Any):
+    before = {name: value.clone() for name, value in bert.state_dict().items()}
+    model = add_lora(bert, Lora(r=4), task="SEQ_CLS")
+
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert adapted(model) == {"query", "value"}  # peft's choice for BERT
+    assert all("lora_" in name or "classifier" in name for name in trained)
+    head = 2 * WIDTH + 2
+    assert trained_parameters(model) == LAYERS * 2 * (4 * WIDTH + WIDTH * 4) + head
+
+    plain = model.unload().state_dict()
+    assert plain.keys() == before.keys()
+    assert all(torch.equal(plain[name], value) for name, value in before.items())
+
+
+def test_the_settings_reach_peft(bert: Any):
+    lora = Lora(r=3, alpha=12, dropout=0.25, targets=("key",), modules_to_save=("pooler",))
+    model = add_lora(bert, lora)
+
+    layer = model.base_model.model.bert.encoder.layer[0].attention.self.key
+    assert layer.scaling["default"] == 12 / 3
+    assert layer.lora_dropout["default"].p == 0.25
+    assert layer.lora_A["default"].weight.shape == (3, WIDTH)
+    assert adapted(model) == {"key"}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert any("pooler.modules_to_save" in name for name in trained)
+    assert not any("classifier" in name for name in trained)
+
+
+def test_all_linear_is_every_layer_but_the_head(bert: Any):
+    model = add_lora(bert, Lora(targets=("all-linear",)), task="SEQ_CLS")
+
+    assert adapted(model) == {"query", "key", "value", "dense"}
+
+
+def test_adapters_of_bf16_weights_are_float32(bert: Any):
+    model = add_lora(bert.to(torch.bfloat16), Lora(r=2), task="SEQ_CLS")
+
+    kinds = {parameter.dtype for name, parameter in model.named_parameters() if "lora_" in name}
+    assert kinds == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (
+            Lora(targets=("query", "quary")),
+            "BertForSequenceClassification has no layer 'quary' for lora; its own: query, key, value, dense, classif.*",
+        ),
+        (Lora(targets=("dropout",)), "lora does not go into BertForSequenceClassification: Target module Dropout.*"),
+        (
+            Lora(modules_to_save=("head",)),
+            "BertForSequenceClassification has no part 'head' to train; its own: bert, dropout, classifier",
+        ),
+    ],
+)
+def test_a_layer_that_is_not_there_is_named_before_anything_is_changed(bert: Any, lora: Lora, message: str):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        add_lora(bert, lora, task="SEQ_CLS")
+    assert not adapted(bert)
+    assert all(parameter.requires_grad for parameter in bert.parameters())
+
+
+def test_a_kind_that_peft_does_not_know_needs_targets():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    message = r"^lora has no targets, and peft knows none for Sequential; name some with targets=0\+2, or targets=all-"
+
+    with pytest.raises(ConfigError, match=message):
+        add_lora(model, Lora())
+    assert adapted(add_lora(model, Lora(targets=("0",)))) == {"0"}
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+
+    with pytest.raises(MissingExtraError, match=r"^the package 'peft' is not installed; .*'lockstep\[reviews\]'$"):
+        add_lora(nn.Linear(2, 2), Lora(targets=("0",)))
