@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.collectives.record import Record, check_met
-from lockstep.collectives.workers import Wish, Workers
+from lockstep.collectives.workers import Workers
 
 LIMIT_S = 30.0
 
@@ -66,16 +66,6 @@ class ThreadWorkers(Workers):
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         raise NotImplementedError
-
-    def wish(self, what: Wish) -> None:
-        raise NotImplementedError
-
-    def settle(self, what: Wish) -> None:
-        raise NotImplementedError
-
-    @property
-    def granted(self) -> Wish:
-        return Wish(0)
 
     def attach(self, digest: int) -> None:
         self.digest = hash((self.digest, digest)) & (2**63 - 1)

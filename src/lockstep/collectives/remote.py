@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 
@@ -47,7 +49,6 @@ class RemoteWorkers(Workers):
         self._control = self._group("control", nccl=False)
         self._sequence = 0
         self._digest = 0
-        self._wishes = self._granted = Wish(0)
         self._one_call = threading.Lock()
 
     def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
@@ -100,16 +101,6 @@ class RemoteWorkers(Workers):
         self.exchange(f"stream {name}")
         return self._group(name, nccl=self._nccl and device.type == "cuda")
 
-    def wish(self, what: Wish) -> None:
-        self._wishes |= what
-
-    @property
-    def granted(self) -> Wish:
-        return self._granted
-
-    def settle(self, wishes: Wish) -> None:
-        self._granted &= ~wishes
-
     def attach(self, digest: int) -> None:
         self._digest = ((self._digest ^ (digest & _DIGEST_BITS)) * _DIGEST_FACTOR + 1) & _DIGEST_BITS
 
@@ -125,13 +116,14 @@ class RemoteWorkers(Workers):
 
     def _exchange(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[Record]:
         self.membership.check()
+        wishes = self._wishes
         mine = Record(
             name=name,
             where=caller(),
             sequence=self._sequence,
             numbers=tuple(map(float, numbers)),
             length=length,
-            wishes=int(self._wishes),
+            wishes=int(wishes),
             digest=self._digest,
         )
         self.membership.doing(f"{name} ({mine.where})" if mine.where else name)
@@ -140,9 +132,8 @@ class RemoteWorkers(Workers):
         records = [Record.unpack(each.numpy().tobytes()) for each in gathered]
         check_met(records, self.names)
         self._sequence += 1
-        self._digest, self._wishes = 0, Wish(0)
-        for record in records:
-            self._granted |= Wish(record.wishes)
+        self._digest = 0
+        self._grant(reduce(or_, (Wish(record.wishes) for record in records)), sent=wishes)
         return records
 
     def _gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:

@@ -41,6 +41,7 @@ class Workers(ABC):
         self._index = index
         self._replicas = tuple(replicas)
         self._names = tuple(names)
+        self._wishes = self._granted = Wish(0)
 
     @property
     def index(self) -> int:
@@ -76,6 +77,24 @@ class Workers(ABC):
     def first_replica(self) -> int:
         """The number, among the replicas of all workers, of this worker's first."""
         return sum(self._replicas[: self._index])
+
+    def wish(self, what: Wish) -> None:
+        """Notes a wish, which the next exchange of any kind makes known to all workers."""
+        self._wishes |= what
+
+    @property
+    def granted(self) -> Wish:
+        """All workers' wishes that exchanges have told of and nobody has settled: the same on every worker."""
+        return self._granted
+
+    def settle(self, wishes: Wish) -> None:
+        """Strikes out wishes that have been granted. Every worker must call it at the same point of the program."""
+        self._granted &= ~wishes
+
+    def _grant(self, everyones: Wish, *, sent: Wish) -> None:
+        """Of each exchange: the wishes of all workers, and those of this one that went with it."""
+        self._granted |= everyones
+        self._wishes &= ~sent  # a signal may have added to them since
 
     @abstractmethod
     def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
@@ -118,19 +137,6 @@ class Workers(ABC):
         """Writes the chief's values into ``tensors``, in place. Every worker must call it with the same shapes."""
 
     @abstractmethod
-    def wish(self, what: Wish) -> None:
-        """Notes a wish, which the next exchange of any kind makes known to all workers."""
-
-    @property
-    @abstractmethod
-    def granted(self) -> Wish:
-        """All workers' wishes that exchanges have told of and nobody has settled: the same on every worker."""
-
-    @abstractmethod
-    def settle(self, wishes: Wish) -> None:
-        """Strikes out wishes that have been granted. Every worker must call it at the same point of the program."""
-
-    @abstractmethod
     def attach(self, digest: int) -> None:
         """Lets a digest of something that must be equal on all workers ride on the next exchange, and be compared.
 
@@ -156,12 +162,11 @@ class OneWorker(Workers):
 
     def __init__(self, replicas: int) -> None:
         super().__init__(0, (replicas,), ("worker 0",))
-        self._wishes = Wish(0)
-        self._granted = Wish(0)
 
     def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         """The numbers alone."""
-        self._granted, self._wishes = self._granted | self._wishes, Wish(0)
+        wishes = self._wishes
+        self._grant(wishes, sent=wishes)
         return [tuple(numbers)]
 
     def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
@@ -178,19 +183,6 @@ class OneWorker(Workers):
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing has to be done."""
-
-    def wish(self, what: Wish) -> None:
-        """Notes it for the next exchange."""
-        self._wishes |= what
-
-    @property
-    def granted(self) -> Wish:
-        """This worker's own wishes that an exchange has told of."""
-        return self._granted
-
-    def settle(self, wishes: Wish) -> None:
-        """Strikes them out."""
-        self._granted &= ~wishes
 
     def attach(self, digest: int) -> None:
         """There is nothing to compare it with."""
