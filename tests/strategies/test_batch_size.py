@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 import lockstep as ls
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError, UsageError
-from lockstep.replicas.host_memory import give_back_freed_memory
-from lockstep.replicas.resident_memory import resident_mb
 from lockstep.strategies.default import DefaultStrategy
 
 if TYPE_CHECKING:
@@ -57,38 +55,6 @@ def full_above(most: int, *, replica: int | None = None, seen: list[int] | None 
         together()
 
     return step
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_rows_of_known_size_fill_the_budget_and_the_memory_comes_back(replicas: int, make_strategy: MakeStrategy):
-    strategy = make_strategy(replicas)
-
-    def step(shard: tuple[Tensor, Tensor]) -> None:
-        held = torch.ones(rows_of(shard), MB // 4)  # one megabyte a row
-        together()
-        del held
-
-    strategy.find_batch_size(step, make_batch, 4, limit=8)  # what the first steps of a process load
-    before = resident_mb()
-    found = strategy.find_batch_size(step, make_batch, 16, memory_mb=before + 120)
-
-    assert found % replicas == 0
-    assert 120 * 0.8 <= found <= 120 * 1.4  # what is free within the heap, after other tests, is memory too
-    assert resident_mb() - before < 30  # of 120; other tests of this process leave their own in the heap
-
-
-def test_no_size_is_run_that_would_break_the_budget(make_strategy: MakeStrategy):
-    seen: list[int] = []
-
-    def step(shard: tuple[Tensor, Tensor]) -> None:
-        seen.append(rows_of(shard))
-        held = torch.ones(rows_of(shard), MB // 4)
-        together()
-        del held
-
-    make_strategy(2).find_batch_size(step, make_batch, 10**9, memory_mb=resident_mb() + 100)
-
-    assert max(seen) * 2 <= 105  # 10**9 rows would have been the end of this process
 
 
 @pytest.mark.parametrize(
@@ -157,18 +123,6 @@ def test_where_nothing_fits_the_error_says_what_was_in_the_way(make_strategy: Ma
         r"a batch of 2 ended in no room for 1 rows raised in replica \d \(cpu:\d\); use shorter or smaller examples",
     ):
         make_strategy(2).find_batch_size(full_above(0), make_batch, 64)
-
-
-def test_a_smallest_batch_above_the_budget_is_named_with_the_budget(make_strategy: MakeStrategy):
-    def step(shard: tuple[Tensor, Tensor]) -> None:
-        held = torch.ones(50 * MB // 4)
-        together()
-        del held
-
-    with pytest.raises(
-        DeviceMemoryError, match=r"a batch of 2 took this process to [\d,]+ MB of a budget of [\d,]+ MB"
-    ):
-        make_strategy(2).find_batch_size(step, make_batch, 64, memory_mb=resident_mb() + 40)
 
 
 class Network(nn.Module):
@@ -328,28 +282,6 @@ def test_no_batch_activation_or_result_stays_referenced(make_strategy: MakeStrat
     assert len(held) > 10
     assert [reference for reference in held if reference() is not None] == []
     assert float(strategy.reduce("sum", strategy.run(lambda: torch.ones(())))) == 2  # and it runs on
-
-
-def test_a_first_step_that_makes_optimizer_state_counts_what_the_second_takes(make_strategy: MakeStrategy):
-    strategy = make_strategy(1)
-    network = nn.Linear(8 * MB // 4, 2, bias=False)  # 16 MB, and twice as much for Adam
-    model = strategy.mirror(network)
-    optimizer = strategy.mirror(torch.optim.Adam(network.parameters(), fused=True))
-
-    def step(shard: tuple[Tensor, Tensor]) -> None:
-        model(torch.ones(rows_of(shard), 8 * MB // 4)).sum().backward()  # 8 MB a row
-        optimizer.step()
-        optimizer.zero_grad()
-
-    strategy.find_batch_size(step, make_batch, 1, limit=1)
-    before = resident_mb()
-    found = strategy.find_batch_size(step, make_batch, 1, memory_mb=before + 400)
-
-    give_back_freed_memory()
-    # 16 of the copy of the weights, 16 of gradients, 32 of state, and 8 a row; a gap in the heap may hold 16 more
-    assert (400 - 64) / 8 * 0.75 <= found <= (400 - 64) / 8 + 2
-    assert resident_mb() - before < 15
-    assert optimizer.state_dict()["state"] == {}
 
 
 def test_the_default_strategy_searches_too():
