@@ -23,7 +23,7 @@ from lockstep.cluster.address import join_address
 from lockstep.errors import ClusterError
 from lockstep.launch.telling import Tell
 from lockstep.membership.line import StoreBrokenError
-from lockstep.membership.store import find_route, serve
+from lockstep.membership.store import NotHereError, PortTakenError, bind_to, find_route, serve
 
 _PREFIX = "lockstep/launch"
 _READ_LIMIT = timedelta(seconds=300)
@@ -53,7 +53,7 @@ class Hall:
 
     @classmethod
     def serve(cls, listener: socket.socket, job: str) -> Hall:
-        """Serves the store on a bound socket, which it takes over."""
+        """Serves the store on a listening socket, which it takes over."""
         own_host = listener.getsockname()[0]
         store = serve(listener)
         store.set_timeout(_READ_LIMIT)
@@ -68,16 +68,47 @@ class Hall:
         Raises:
             ClusterError: nobody serves it in time, or it is another job's.
         """
-        where = join_address(host, port)
         wait = _Waiting(timeout_s, tell)
         while True:
             try:
-                route = find_route(host, port)
-                break
+                return cls._enter(host, port, job)
             except StoreBrokenError as error:
                 wait.on(f"the launcher of the first host ({error})")
-        store = route.connect()
-        job_id = _compare(PrefixStore(_PREFIX, store), job, where)
+
+    @classmethod
+    def serve_or_find(cls, host: str, port: int, job: str, *, timeout_s: float, tell: Tell) -> Hall:
+        """Serves the store as soon as the address is this machine's and free; reaches it when another launcher does.
+
+        A machine may come to know its own name or address only after a while, as a Kubernetes pod does.
+
+        Raises:
+            ClusterError: nobody serves it in time, this launcher must not, or it is another job's.
+        """
+        wait = _Waiting(timeout_s, tell)
+        while True:
+            try:
+                return cls.serve(bind_to(host, port, "the launcher"), job)
+            except (NotHereError, PortTakenError):
+                pass  # another launcher may serve it, elsewhere or here
+            try:
+                return cls._enter(host, port, job)
+            except StoreBrokenError as error:
+                wait.on(f"the launcher that serves the rendezvous ({error})")
+
+    @classmethod
+    def _enter(cls, host: str, port: int, job: str) -> Hall:
+        """Reaches the store if it is served now.
+
+        Raises:
+            StoreBrokenError: it is not.
+            ClusterError: it is another job's.
+        """
+        route = find_route(host, port)
+        try:
+            store = route.connect()
+        except RuntimeError as error:  # it has ended just now
+            raise StoreBrokenError(str(error).partition("\n")[0]) from None
+        job_id = _compare(PrefixStore(_PREFIX, store), job, join_address(host, port))
         store.set_timeout(_READ_LIMIT)
         return cls(store=store, job_id=job_id, own_host=route.own_host)
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from lockstep.cluster.address import parse_address
-from lockstep.errors import ClusterError, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.launch.hall import Hall, new_job_id
 from lockstep.launch.rendezvous import FixedRendezvous, FreshStores
 from lockstep.launch.telling import Tell
@@ -110,10 +110,7 @@ class ComingHosts(Meeting):
     def meet(self, tell: Tell) -> RendezvousHandler:
         """Serves the store where the address is this machine's and free; reaches it elsewhere."""
         host, port = parse_address(self.address)
-        try:
-            hall = Hall.serve(bind_to(host, port, "the launcher"), self.job)
-        except ClusterError:  # another launcher serves it, here or elsewhere; if none does, nobody will answer
-            hall = Hall.find(host, port, self.job, timeout_s=self.timeout_s, tell=tell)
+        hall = Hall.serve_or_find(host, port, self.job, timeout_s=self.timeout_s, tell=tell)
         handler: RendezvousHandler = FreshStores.from_backend(
             hall.job_id,
             hall.store,

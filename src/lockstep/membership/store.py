@@ -26,6 +26,10 @@ class PortTakenError(ClusterError):
     """Somebody listens already where the chief is to serve the store."""
 
 
+class NotHereError(ClusterError):
+    """As far as this machine knows now, the address at which the store is to be served is none of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """How this process reaches the store.
@@ -46,7 +50,7 @@ class Route:
 
 
 def bind_to(host: str, port: int, who: str) -> socket.socket:
-    """A socket bound to ``port`` of this machine's address ``host``; the caller must close it.
+    """A socket that listens at ``port`` of this machine's address ``host``; the caller must close it.
 
     Args:
         host: a name or an IP address.
@@ -55,7 +59,8 @@ def bind_to(host: str, port: int, who: str) -> socket.socket:
 
     Raises:
         PortTakenError: another program listens there.
-        ClusterError: the host cannot be looked up, or is not this machine.
+        NotHereError: the host cannot be looked up, or is not this machine.
+        ClusterError: the port cannot be had.
     """
     failure: OSError | None = None
     for family, address in _look_up(host, port, who):
@@ -63,6 +68,7 @@ def bind_to(host: str, port: int, who: str) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen(_BACKLOG)  # or another process, at the same moment, could bind the address too
             return bound
         except OSError as error:
             bound.close()
@@ -71,8 +77,7 @@ def bind_to(host: str, port: int, who: str) -> socket.socket:
 
 
 def serve(listener: socket.socket) -> Store:
-    """Serves the store on a bound socket, which it takes over, for as long as the returned object lives."""
-    listener.listen(_BACKLOG)
+    """Serves the store on a listening socket, which it takes over, for as long as the returned object lives."""
     host, port = listener.getsockname()[:2]
     limit = timedelta(seconds=_CONNECT_S)
     # Without a socket handed in, TCPStore listens on all of the machine's addresses.
@@ -102,7 +107,7 @@ def _look_up(host: str, port: int, who: str) -> list[tuple[int, tuple[str, int]]
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise ClusterError(
+        raise NotHereError(
             f"the host of {who} cannot be looked up ({error.strerror}); name it by an address that resolves here"
         ) from None
     return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]
@@ -116,7 +121,7 @@ def _explain_bind(failure: OSError | None, host: str, port: int, who: str) -> Cl
             "end that one, choose another port, or give this process an index of its own if that is this worker already"
         )
     if code == errno.EADDRNOTAVAIL:
-        return ClusterError(
+        return NotHereError(
             f"{who} cannot listen: {host} is not an address of this machine ({socket.gethostname()}); "
             "start it where that address is, or correct the cluster or this process's index"
         )
