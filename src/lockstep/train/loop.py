@@ -5,7 +5,7 @@ fit -> TrainLoop.run_epoch -> strategy.run -> train_step (in each replica): forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from lockstep.mirroring.averages import weights_digest
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult
 from lockstep.strategies.base import Strategy
+from lockstep.train.agreed_stop import AgreedStop
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.feed import Feed
 from lockstep.train.metrics import ReplicaMetrics
@@ -46,7 +47,7 @@ class TrainLoop:
         job: what the replicas share.
         scheduler: stepped here, in the caller's thread, once per update.
         callbacks: hear of every batch.
-        should_stop: asked after each batch.
+        stop: asked after each batch.
 
     Attributes:
         epoch: the epoch that is under way or comes next, from 0.
@@ -64,13 +65,13 @@ class TrainLoop:
         *,
         scheduler: LRScheduler | None,
         callbacks: CallbackList,
-        should_stop: Callable[[], bool],
+        stop: AgreedStop,
     ) -> None:
         self._strategy = strategy
         self._job = job
         self._scheduler = scheduler
         self._callbacks = callbacks
-        self._should_stop = should_stop
+        self._stop = stop
         self._workers = strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
         self.loss = RunningLoss()
@@ -114,8 +115,8 @@ class TrainLoop:
                 wishes = self._wishes(exchanged=due)
                 metrics = self.metrics.compute() if Wish.LOGS in wishes else {}
                 self._callbacks.call("on_train_batch_end", step - 1, logs={"loss": loss.value, **metrics})
-                self._workers.settle(wishes)
-                if self._stops(wishes):
+                self._workers.settle(wishes & ~Wish.STOP)
+                if self._stop.after_batch():
                     break
                 clock.start()
         if step % self._job.config.accumulate:
@@ -143,20 +144,14 @@ class TrainLoop:
             self._workers.exchange("end of a batch")
         return self._workers.granted
 
-    def _stops(self, wishes: Wish) -> bool:
-        """Whether all end after this batch. One worker among several can only wish it, for the batch after."""
-        if self._should_stop():
-            if self._workers.size == 1:
-                return True
-            self._workers.wish(Wish.STOP)
-        return Wish.STOP in wishes
-
     def _end_of_epoch(self, rows: int) -> int:
-        """The rows of all workers; and a check that all have the same weights still."""
+        """The rows of all workers; a check that all have the same weights still; a stop wished after the last batch."""
         if self._workers.size == 1:
             return rows
         self._workers.attach(weights_digest(self._job.module.module))
-        return int(sum(each for (each,) in self._workers.exchange("end of an epoch", [rows])))
+        everyones = self._workers.exchange("end of an epoch", [rows])
+        self._stop.heard()
+        return int(sum(each for (each,) in everyones))
 
     def _after_update(self, update: StepResult | None) -> None:
         if self._scheduler is not None and update is not None and not update.skipped:

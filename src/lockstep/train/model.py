@@ -22,6 +22,7 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
+from lockstep.train.agreed_stop import AgreedStop
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.compile_config import CompileConfig, Loss
@@ -50,7 +51,8 @@ class Model:
         memory_format: "auto", "preserve" and so on, as in ``strategy.mirror``.
 
     Attributes:
-        stop_training: set it in a callback to end fit after the current batch.
+        stop_training: set it in a callback to end fit after the current batch; among several workers, where one of
+            them is enough, after the next.
         history: the History of the last fit.
         clock: the times of the pass under way, or of the last one.
 
@@ -191,14 +193,14 @@ class Model:
             closing(feed),
             ExitStack() as resources,
         ):
-            loop = TrainLoop(
-                self.strategy, job, scheduler=self._scheduler, callbacks=called, should_stop=lambda: self.stop_training
-            )
+            stop = AgreedStop(self.strategy.workers, self)
+            loop = TrainLoop(self.strategy, job, scheduler=self._scheduler, callbacks=called, stop=stop)
             resources.enter_context(self.training_state.of_fit(loop, feed, called, epoch=initial_epoch))
             called.call("on_train_begin")
             logs: dict[str, float] = {}
             # A callback may have restored a later epoch, or a training that was stopped.
-            for epoch in range(loop.epoch, loop.epoch if self.stop_training else epochs):
+            stopped = stop.agreed("beginning of the epochs")
+            for epoch in range(loop.epoch, loop.epoch if stopped else epochs):
                 called.call("on_epoch_begin", epoch)
                 self.clock = StepClock()
                 logs = loop.run_epoch(feed, self.clock)
@@ -207,7 +209,7 @@ class Model:
                 self.history.timing.append(self.clock.summary(epoch))
                 self.history.add(epoch, logs)
                 called.call("on_epoch_end", epoch, logs=logs)
-                if self.stop_training:
+                if stop.agreed("end of an epoch's callbacks"):
                     break
             called.call("on_train_end", logs=logs)
         return self.history

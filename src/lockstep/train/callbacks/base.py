@@ -18,7 +18,8 @@ class Callback:
     """Code that runs at set moments of fit, evaluate and predict, in the caller's thread and outside the replicas.
 
     Override the hooks you need. ``self.model`` is the Model and ``self.params`` a dict with "epochs", "steps" (None
-    where unknown) and "verbose". Setting ``self.model.stop_training = True`` ends fit after the current batch.
+    where unknown) and "verbose". Setting ``self.model.stop_training = True`` ends fit after the current batch; among
+    several workers one of them is enough, and all end after the next.
 
     Example:
         >>> class Shout(Callback):
