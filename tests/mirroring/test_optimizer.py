@@ -272,8 +272,10 @@ def test_what_cannot_be_mirrored_says_why(make_strategy: MakeStrategy):
         strategy.mirror(torch.optim.LBFGS(module.parameters()))
     optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.1))
     assert strategy.mirror(optimizer) is optimizer
-    with pytest.raises(UsageError, match="step meets all replicas; call it inside the function that"):
-        optimizer.step()
+    with pytest.raises(UsageError, match=r"step\(closure\) evaluates the closure in every replica; call it inside"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(UsageError, match="a run of all replicas was asked for in a merge_call"):
+        strategy.run(lambda: get_replica_context().merge_call(optimizer.step))
     with pytest.raises(UsageError, match="mirrored by another strategy than the one that runs this replica"):
         make_strategy(2).run(optimizer.step)
     with pytest.raises(UsageError, match="load_state_dict reaches all replicas"):

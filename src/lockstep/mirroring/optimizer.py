@@ -7,7 +7,7 @@ savers work on it as on the plain one. What happens in a step is ``mirroring.upd
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,13 @@ MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExc
 """Given the parameters' copies and the replicas by storage: how the gradients are summed."""
 
 
+class Owner(Protocol):
+    """What an optimizer needs of its strategy."""
+
+    def run(self, fn: Callable[[], Any], /) -> Any:
+        """Runs ``fn`` in every replica."""
+
+
 class MirroredOptimizer(Optimizer):
     """An optimizer whose ``step`` is a collective. Made by ``strategy.mirror(optimizer)``.
 
@@ -37,7 +44,7 @@ class MirroredOptimizer(Optimizer):
 
     def __init__(
         self,
-        owner: object,
+        owner: Owner,
         optimizer: Optimizer,
         groups: Sequence[Sequence[int]],
         find_copies: FindCopies,
@@ -51,6 +58,7 @@ class MirroredOptimizer(Optimizer):
         self._groups = groups
         self._find_copies = find_copies
         self._make_exchange = make_exchange
+        self._holds_sums = False
         self._prepare()
 
     @property
@@ -84,20 +92,65 @@ class MirroredOptimizer(Optimizer):
         Afterwards replica 0's parameters hold the summed gradients and the other replicas' none, so that without
         ``zero_grad`` further gradients add up as they do on one device.
 
+        Outside replicas it is a step of all of them, on every worker that calls it, as all must: by the gradients that
+        ``sum_gradients`` left with the user's module, whatever has been done with them since; or, if it has not been
+        called since the last step, by the sums.
+
         Args:
-            closure: evaluated on each replica before; its result is returned.
+            closure: evaluated on each replica before; its result is returned. Only inside a replica.
 
         Raises:
-            UsageError: called outside a replica, or in a replica of another strategy.
+            UsageError: called in a replica of another strategy, or outside replicas with a closure; or gradients were
+                added to those that ``sum_gradients`` had summed.
         """
-        context = self._context()
+        context = get_replica_context()
+        if context is None:
+            return self._step_outside(closure)
+        self._check_owner(context)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._holds_sums:
+            self._update.apply(context)
+            self._holds_sums = False
+            return loss
         # The counts add up to 1: what the replicas back-propagated are parts of one loss, summed and not averaged.
         self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
         return loss
+
+    def sum_gradients(self) -> None:
+        """The first half of a step, for a program that looks at the gradients, clips or changes them before the rest.
+
+        Leaves the gradients of all replicas of all workers, summed, with the parameters of the user's module, on every
+        worker. What follows happens outside replicas, alike on all workers, and ends with ``step()`` there, or with
+        ``zero_grad()``. Inside a replica every replica must call it; outside, every worker.
+
+        Raises:
+            UsageError: called in a replica of another strategy.
+
+        Example:
+            >>> import torch, lockstep as ls
+            >>> strategy = ls.MirroredStrategy()
+            >>> mirrored = strategy.mirror(torch.nn.Linear(2, 1))
+            >>> optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+            >>> def backward(x):
+            ...     mirrored(x).sum().backward()
+            ...     optimizer.sum_gradients()
+            >>> for x in strategy.distribute_dataset([torch.ones(4, 2)]):
+            ...     strategy.run(backward, (x,))
+            ...     norm = torch.nn.utils.clip_grad_norm_(mirrored.parameters(), 1.0)
+            ...     optimizer.step()
+            >>> round(float(norm), 4)  # of (4, 4) for the weights and 4 for the bias
+            6.9282
+        """
+        context = get_replica_context()
+        if context is None:
+            self._owner.run(self.sum_gradients)
+            return
+        self._check_owner(context)
+        self._update.sum(context)
+        self._holds_sums = True
 
     def update(
         self,
@@ -136,6 +189,8 @@ class MirroredOptimizer(Optimizer):
                         parameter.grad = None
                     else:
                         parameter.grad = torch.zeros_like(parameter.grad)
+        if context is None:
+            self._holds_sums = False
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's."""
@@ -192,14 +247,30 @@ class MirroredOptimizer(Optimizer):
             self._plain, self._parameters, self._groups, self._make_exchange(self._parameters, self._groups)
         )
 
-    def _context(self) -> ReplicaContext:
-        context = get_replica_context()
-        if context is None:
+    def _step_outside(self, closure: Callable[[], Any] | None) -> None:
+        if closure is not None:
             raise UsageError(
-                "a mirrored optimizer's step meets all replicas; call it inside the function that strategy.run runs"
+                "step(closure) evaluates the closure in every replica; call it inside the function that strategy.run "
+                "runs, or call step() outside without a closure"
             )
-        self._check_owner(context)
-        return context
+        if self._holds_sums:
+            self._check_only_sums()
+        else:
+            self.sum_gradients()
+        self._owner.run(self._apply)
+        self._holds_sums = False
+
+    def _apply(self) -> None:
+        context = get_replica_context()
+        if context is not None:
+            self._update.apply(context)
+
+    def _check_only_sums(self) -> None:
+        if any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):
+            raise UsageError(
+                "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "
+                "before the next backward pass"
+            )
 
     def _check_owner(self, context: ReplicaContext) -> None:
         if context.strategy is not self._owner:

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, settings
+from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner, settings
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.issue import code_of
@@ -78,7 +78,7 @@ class MirroredObjects:
         return mirrored
 
     def mirror_optimizer(
-        self, owner: object, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
+        self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
     ) -> MirroredOptimizer:
         """An optimizer whose step is a step of all replicas.
 

@@ -4,7 +4,8 @@
                 -> update a slice -> meet: done
 
 Gradients are summed, never averaged; the count, where one is given, divides them once. The arithmetic is in
-``exchange`` and ``updaters``.
+``exchange`` and ``updaters``. The two halves also stand alone: ``sum``, then what the program does with the sums
+outside replicas, then ``apply``.
 """
 
 from __future__ import annotations
@@ -114,6 +115,42 @@ class LockstepUpdate:
             observer.update_ended(context, own)
             return result
 
+    def sum(self, context: ReplicaContext) -> None:
+        """The first half: leaves the sums over all replicas with replica 0's copies, on every worker.
+
+        Every replica must call it.
+        """
+        observer, replica = current_observer(), context.local_replica
+        with torch._C.DisableTorchFunction():
+            if observer is not None:
+                own = [copies[replica] for copies in self._parameters]
+                observer.update_begins(context, own, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
+            context.meet("sum of gradients", None, lambda _: self._exchange.open(0.0, 1.0))
+            self._exchange.run(context, self._slices[replica])
+            context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
+
+    def apply(self, context: ReplicaContext) -> None:
+        """The second half: updates every storage by the gradients that replica 0's copies hold. All must call it."""
+        observer, replica = current_observer(), context.local_replica
+        leader = self._groups[replica][0]
+        with torch._C.DisableTorchFunction():
+            context.meet("optimizer update", None, self._take_over)
+            if self.updaters.divisible:
+                mine = [self._parameters[index][leader] for index in self._slices[replica]]
+                self.updaters.step_slice(leader, mine)
+            context.meet("end of the optimizer update", None, self._close)
+            if observer is not None:
+                observer.update_ended(context, [copies[replica] for copies in self._parameters])
+
+    def _take_over(self, _: list[None]) -> None:
+        """Gives all leaders the first one's gradients as they are now."""
+        first, *others = self._leaders
+        for copies in self._parameters:
+            gradient = copies[first].grad
+            for leader in others:
+                copies[leader].grad = None if gradient is None else gradient.to(copies[leader].device, copy=True)
+        self.updaters.align()
+
     def _run(
         self,
         context: ReplicaContext,
@@ -164,9 +201,11 @@ class LockstepUpdate:
         self._leave_sums_with_first()
 
     def _leave_sums_with_first(self) -> None:
-        cleared = self._leaders[1:] if self._exchange.keeps_sums else self._leaders
+        self._clear(self._leaders[1:] if self._exchange.keeps_sums else self._leaders)
+
+    def _clear(self, leaders: Sequence[int]) -> None:
         for copies in self._parameters:
-            for leader in cleared:
+            for leader in leaders:
                 copies[leader].grad = None
 
     def _norms(self, indices: Sequence[int], leader: int) -> dict[int, torch.Tensor]:

@@ -126,10 +126,15 @@ class ReplicaRunner:
         Raises:
             BaseException: the first failing replica's own exception, with the replica and device as a note.
             CollectiveError: the replicas did not meet at the same collective.
-            UsageError: the strategy has been closed.
+            UsageError: the strategy has been closed, or a replica of it asks, from a ``merge_call``.
         """
         if self._threads.closed:
             raise UsageError("the strategy has been closed and its threads have ended; make a new one")
+        if self._threads.has_current:
+            raise UsageError(
+                "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
+                "in the replicas, before or after the merge_call"
+            )
         with self._one_run:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)

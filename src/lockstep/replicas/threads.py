@@ -55,6 +55,11 @@ class ReplicaThreads:
         """Whether the threads have been ended."""
         return not self._finalizer.alive
 
+    @property
+    def has_current(self) -> bool:
+        """Whether the calling thread is one of these."""
+        return threading.current_thread() in self._threads
+
     def submit(self, replica: int, job: Job) -> None:
         """Hands the replica's thread a job; jobs run one after another. A job must not raise."""
         self._inboxes[replica].put(job)
