@@ -11,9 +11,10 @@ from typing import Any
 
 from lockstep.strategies.batch_size import default_budget_mb
 from lockstep.train.compile_config import CompileConfig
+from lockstep.train.job import Job
 from lockstep.train.model import Model
 from lockstep.train.precision import Precision
-from lockstep.train.step import Job, ReplicaState, train_step
+from lockstep.train.step import ReplicaState, train_step
 
 
 @dataclass(frozen=True, kw_only=True)

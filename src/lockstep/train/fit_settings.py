@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from lockstep.collectives.agreement import agree
 from lockstep.collectives.workers import Workers
@@ -16,15 +17,32 @@ from lockstep.train.feed import Feed
 Verbose = Literal[0, 1, 2]
 
 
-def check_numbers(**numbers: tuple[Any, int]) -> None:
-    """Refuses what is no whole number, or below the least that is given beside it.
+@dataclass(frozen=True, kw_only=True)
+class Epochs:
+    """Which epochs a fit trains, and which of them it validates.
+
+    Args:
+        epochs: the number of the last, counted from 1.
+        initial_epoch: the first, counted from 0.
+        validation_freq: validate after every this many.
 
     Raises:
-        ConfigError: such a number.
+        ConfigError: what is no whole number, or too small a one.
     """
-    for name, (value, least) in numbers.items():
-        if type(value) is not int or value < least:
-            raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
+
+    epochs: int = 1
+    initial_epoch: int = 0
+    validation_freq: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 0 if name == "initial_epoch" else 1
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
+
+    def validates(self, epoch: int) -> bool:
+        """Whether this epoch, counted from 0, ends with a validation."""
+        return (epoch + 1) % self.validation_freq == 0
 
 
 def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Callback]:
@@ -43,15 +61,13 @@ def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Ca
     return callbacks
 
 
-def agree_on_fit(
-    workers: Workers, config: CompileConfig, feed: Feed, validation: Feed | None, numbers: Mapping[str, int]
-) -> None:
+def agree_on_fit(workers: Workers, config: CompileConfig, feed: Feed, validation: Feed | None, epochs: Epochs) -> None:
     """Finds workers that were told to train in another way. Every worker must call it.
 
     Raises:
         ClusterError: a worker differs from the chief.
     """
-    lines = [f"{name}={value}" for name, value in numbers.items()]
+    lines = [f"{name}={value}" for name, value in asdict(epochs).items()]
     lines += [f"steps={feed.steps}", f"validation steps={None if validation is None else validation.steps}"]
     lines += [f"accumulate={config.accumulate}", f"clip_norm={config.clip_norm}"]
     lines += [f"precision={config.precision}", f"metrics={list(config.metrics)}"]

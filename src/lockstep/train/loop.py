@@ -1,41 +1,26 @@
-"""The loops over batches, outside the replicas: one epoch of training, one evaluation, one prediction.
+"""The training loop over batches, outside the replicas.
 
-fit -> TrainLoop.run_epoch -> strategy.run -> train_step (in each replica): forward, backward, update
+run_fit -> TrainLoop.run_epoch -> strategy.run -> train_step (in each replica): forward, backward, update
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
-
-import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.workers import Wish
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.averages import weights_digest
-from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult
 from lockstep.strategies.base import Strategy
 from lockstep.train.agreed_stop import AgreedStop
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.feed import Feed
+from lockstep.train.job import Job
 from lockstep.train.metrics import ReplicaMetrics
-from lockstep.train.outputs import CollectedOutputs
-from lockstep.train.precision import Precision
 from lockstep.train.running_loss import RunningLoss
-from lockstep.train.step import (
-    Job,
-    ReplicaState,
-    StepOutput,
-    clear_gradients,
-    evaluate_step,
-    finish_cycle,
-    predict_step,
-    train_step,
-)
+from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle, train_step
 from lockstep.train.timing import StepClock
 
 
@@ -45,7 +30,6 @@ class TrainLoop:
     Args:
         strategy: runs the steps.
         job: what the replicas share.
-        scheduler: stepped here, in the caller's thread, once per update.
         callbacks: hear of every batch.
         stop: asked after each batch.
 
@@ -58,24 +42,15 @@ class TrainLoop:
         metrics: of the epoch so far.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        job: Job,
-        *,
-        scheduler: LRScheduler | None,
-        callbacks: CallbackList,
-        stop: AgreedStop,
-    ) -> None:
+    def __init__(self, strategy: Strategy, job: Job, *, callbacks: CallbackList, stop: AgreedStop) -> None:
         self._strategy = strategy
         self._job = job
-        self._scheduler = scheduler
         self._callbacks = callbacks
         self._stop = stop
         self._workers = strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
         self.loss = RunningLoss()
-        self.metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy), strategy.workers)
+        self.metrics = ReplicaMetrics.on(strategy, job.config.metrics)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         strategy.run(clear_gradients, (job, self._states))
 
@@ -154,66 +129,8 @@ class TrainLoop:
         return int(sum(each for (each,) in everyones))
 
     def _after_update(self, update: StepResult | None) -> None:
-        if self._scheduler is not None and update is not None and not update.skipped:
-            self._scheduler.step()
-
-
-def run_evaluation(
-    strategy: Strategy, job: Job, feed: Feed, *, callbacks: CallbackList, clock: StepClock
-) -> dict[str, float]:
-    """The loss and metrics over the data; nothing is trained."""
-    metrics = ReplicaMetrics(job.config.metrics, _torch_devices(strategy), strategy.workers)
-    states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
-    loss = RunningLoss()
-    callbacks.call("on_test_begin")
-    clock.start()
-    with torch.no_grad(), closing(feed.epoch(0)) as batches:
-        for step, batch in enumerate(batches):
-            clock.pause()
-            callbacks.call("on_test_batch_begin", step)
-            clock.start()
-            outputs = strategy.local_results(strategy.run(evaluate_step, (job, states, batch)))
-            for output in outputs:
-                loss.add(output.total, output.count)
-            clock.stop(rows=sum(output.rows for output in outputs))
-            callbacks.call("on_test_batch_end", step, logs={"loss": loss.value})
-            clock.start()
-    totals = strategy.workers.exchange("end of an evaluation", [loss.total, loss.count, clock.examples])
-    total, count, rows = (sum(column) for column in zip(*totals, strict=True))
-    clock.examples = int(rows)
-    logs = {"loss": RunningLoss(total, count).final(), **metrics.compute()}
-    callbacks.call("on_test_end", logs=logs)
-    return logs
-
-
-def run_prediction(
-    strategy: Strategy,
-    module: MirroredModule,
-    precision: Precision,
-    feed: Feed,
-    *,
-    callbacks: CallbackList,
-    clock: StepClock,
-) -> Any:
-    """The module's outputs for all rows, in the order of the data, on the CPU."""
-    collected = CollectedOutputs()
-    callbacks.call("on_predict_begin")
-    clock.start()
-    with torch.no_grad(), closing(feed.epoch(0)) as batches:
-        for step, batch in enumerate(batches):
-            clock.pause()
-            callbacks.call("on_predict_batch_begin", step)
-            clock.start()
-            shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
-            collected.begin_batch()
-            for shard in shards:
-                if shard.rows:
-                    collected.add(shard.rows, shard.outputs)
-            clock.stop(rows=sum(shard.rows for shard in shards))
-            callbacks.call("on_predict_batch_end", step)
-            clock.start()
-    callbacks.call("on_predict_end")
-    return collected.joined(strategy.workers)
+        if self._job.scheduler is not None and update is not None and not update.skipped:
+            self._job.scheduler.step()
 
 
 @contextmanager
@@ -223,7 +140,3 @@ def _located(epoch: int, step: int) -> Iterator[None]:
         yield
     except NonFiniteLossError as error:
         raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error}") from error
-
-
-def _torch_devices(strategy: Strategy) -> list[torch.device]:
-    return [device.torch_device for device in strategy.devices]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from lockstep.collectives.values import exchange_values
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.strategies.base import Strategy
 
 Reduction = Callable[[Any], Any]
 
@@ -62,6 +63,11 @@ class ReplicaMetrics:
     def __init__(self, metrics: Mapping[str, Any], devices: Sequence[torch.device], workers: Workers) -> None:
         self._workers = workers
         self._copies = [{name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
+
+    @classmethod
+    def on(cls, strategy: Strategy, metrics: Mapping[str, Any]) -> Self:
+        """The metrics on all replicas of a strategy."""
+        return cls(metrics, [device.torch_device for device in strategy.devices], strategy.workers)
 
     @property
     def per_replica(self) -> list[dict[str, Any]]:

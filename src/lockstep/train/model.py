@@ -1,39 +1,37 @@
 """Model: a module with compile, fit, evaluate and predict, on whatever strategy it was made under.
 
-It holds what the user gave and starts the loops of ``loop.py``; what runs in a replica is in ``step.py``.
+It holds what the user gave, and hands it to ``fit.py``, ``evaluation.py``, ``prediction.py`` and ``saving.py``.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
-from lockstep.collectives.values import on_chief
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
-from lockstep.train.agreed_stop import AgreedStop
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.compile_config import CompileConfig, Loss
+from lockstep.train.evaluation import run_evaluation
 from lockstep.train.feed import Distributed, Feed, distribute
-from lockstep.train.fit_settings import Verbose, agree_on_fit, check_numbers, with_progress
+from lockstep.train.fit import run_fit
+from lockstep.train.fit_settings import Epochs, Verbose, agree_on_fit, with_progress
 from lockstep.train.history import History
-from lockstep.train.loop import TrainLoop, run_evaluation, run_prediction
-from lockstep.train.mode import module_mode
-from lockstep.train.optimizing import OptimizerLike, SchedulerLike, make_optimizer, make_scheduler
+from lockstep.train.job import Job, make_job
+from lockstep.train.optimizing import OptimizerLike, SchedulerLike
 from lockstep.train.precision import Precision, PrecisionName
-from lockstep.train.step import Job
+from lockstep.train.prediction import run_prediction
+from lockstep.train.saving import checkpoint_of, load_weights, save_weights
 from lockstep.train.timing import StepClock
 from lockstep.train.training_state import Position, TrainingState
 
@@ -71,10 +69,7 @@ class Model:
         self.strategy: Strategy = get_strategy()
         self.training_state = TrainingState(self)
         self._module = _mirrored(self.strategy, module, sync_batchnorm, memory_format)
-        self._config: CompileConfig | None = None
-        self._optimizer: MirroredOptimizer | None = None
-        self._scheduler: LRScheduler | None = None
-        self._precision = Precision("fp32", self.strategy.devices[0].torch_device.type)
+        self._job: Job | None = None
         self.stop_training = False
         self.history = History()
         self.clock = StepClock()
@@ -87,22 +82,22 @@ class Model:
     @property
     def optimizer(self) -> MirroredOptimizer | None:
         """The mirrored optimizer; None before compile."""
-        return self._optimizer
+        return self._job.optimizer if self._job is not None else None
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """The scheduler that is stepped once per update, if there is one."""
-        return self._scheduler
+        return self._job.scheduler if self._job is not None else None
 
     @property
     def metrics(self) -> Mapping[str, Any]:
         """The metrics given to compile, by name."""
-        return self._config.metrics if self._config is not None else {}
+        return self._job.config.metrics if self._job is not None else {}
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the optimizer's first group."""
-        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else 0.0
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
     def compile(
         self,
@@ -133,15 +128,10 @@ class Model:
         """
         if loss is None:
             raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
-        self._config = CompileConfig(
+        config = CompileConfig(
             loss=loss, metrics=metrics or {}, precision=precision, accumulate=accumulate, clip_norm=clip_norm
         )
-        self._precision = Precision(precision, self.strategy.devices[0].torch_device.type)
-        self._optimizer, self._scheduler = None, None
-        if optimizer is not None:
-            made = make_optimizer(optimizer, self.module)
-            self._scheduler = make_scheduler(scheduler, made)
-            self._optimizer = made if isinstance(made, MirroredOptimizer) else self.strategy.mirror(made)
+        self._job = make_job(self.strategy, self._module, config, optimizer, scheduler)
 
     def fit(
         self,
@@ -177,41 +167,17 @@ class Model:
             NonFiniteLossError: the loss became NaN or infinite; the weights are those of the last good update.
             CallbackError: a callback raised.
         """
-        check_numbers(epochs=(epochs, 1), initial_epoch=(initial_epoch, 0), validation_freq=(validation_freq, 1))
-        job = self._job("fit")
+        planned = Epochs(epochs=epochs, initial_epoch=initial_epoch, validation_freq=validation_freq)
+        job = self._compiled("fit")
         if job.optimizer is None:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
         feed = Feed(distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch)
         validation = None if validation_data is None else self._feed(validation_data, "the validation data")
-        numbers = {"epochs": epochs, "initial_epoch": initial_epoch, "freq": validation_freq}
-        agree_on_fit(self.strategy.workers, job.config, feed, validation, numbers)
+        agree_on_fit(self.strategy.workers, job.config, feed, validation, planned)
         params = {"epochs": epochs, "steps": feed.steps, "verbose": verbose, "validated": validation is not None}
         self.stop_training, self.history = False, History()
-        with (
-            self._callbacks(callbacks, verbose, params) as called,
-            module_mode(self._module, training=True),
-            closing(feed),
-            ExitStack() as resources,
-        ):
-            stop = AgreedStop(self.strategy.workers, self)
-            loop = TrainLoop(self.strategy, job, scheduler=self._scheduler, callbacks=called, stop=stop)
-            resources.enter_context(self.training_state.of_fit(loop, feed, called, epoch=initial_epoch))
-            called.call("on_train_begin")
-            logs: dict[str, float] = {}
-            # A callback may have restored a later epoch, or a training that was stopped.
-            stopped = stop.agreed("beginning of the epochs")
-            for epoch in range(loop.epoch, loop.epoch if stopped else epochs):
-                called.call("on_epoch_begin", epoch)
-                self.clock = StepClock()
-                logs = loop.run_epoch(feed, self.clock)
-                if validation is not None and (epoch + 1) % validation_freq == 0:
-                    logs |= {f"val_{name}": value for name, value in self._evaluate(job, validation, called).items()}
-                self.history.timing.append(self.clock.summary(epoch))
-                self.history.add(epoch, logs)
-                called.call("on_epoch_end", epoch, logs=logs)
-                if stop.agreed("end of an epoch's callbacks"):
-                    break
-            called.call("on_train_end", logs=logs)
+        with self._callbacks(callbacks, verbose, params) as called:
+            run_fit(self, job, feed, validation=validation, callbacks=called, epochs=planned)
         return self.history
 
     def evaluate(
@@ -228,11 +194,11 @@ class Model:
             UsageError: not compiled.
             DataError: the data has no batches, or an item that is no pair or triple.
         """
-        job = self._job("evaluate")
+        job = self._compiled("evaluate")
         feed = self._feed(data, "the data")
-        self.clock = clock = StepClock()
+        self.clock = StepClock()
         with self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called:
-            return self._evaluate(job, feed, called, clock)
+            return run_evaluation(self.strategy, job, feed, callbacks=called, clock=self.clock)
 
     def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
         """The module's outputs for all rows, in the order of the data, on the CPU.
@@ -250,15 +216,15 @@ class Model:
             DataError: the data has no batches.
             ConfigError: an output that has not one row per example.
         """
+        precision = (
+            self._job.precision
+            if self._job is not None
+            else Precision("fp32", self.strategy.devices[0].torch_device.type)
+        )
         feed = self._feed(data, "the data")
         self.clock = StepClock()
-        with (
-            self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called,
-            module_mode(self._module, training=False),
-        ):
-            return run_prediction(
-                self.strategy, self._module, self._precision, feed, callbacks=called, clock=self.clock
-            )
+        with self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called:
+            return run_prediction(self.strategy, self._module, precision, feed, callbacks=called, clock=self.clock)
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas."""
@@ -276,8 +242,7 @@ class Model:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        state = self.state_dict()
-        on_chief(self.strategy.workers, "save the weights", lambda: write_weights(state, path))
+        save_weights(self._module, self.strategy.workers, path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Loads a safetensors file into every replica's copy; nothing is loaded unless everything fits.
@@ -287,15 +252,7 @@ class Model:
         Raises:
             CheckpointError: no such file, or keys or shapes that are not the module's.
         """
-        state: dict[str, Tensor] = self._module.state_dict()
-
-        def read() -> dict[str, Tensor]:
-            weights = read_weights(path)
-            check_fit(weights, state, path)
-            return weights
-
-        # The others go on from the chief's, which loading gives them.
-        self._module.load_state_dict(on_chief(self.strategy.workers, "load the weights", read) or state)
+        load_weights(self._module, self.strategy.workers, path)
 
     def checkpoint(self) -> Checkpoint:
         """All state of the training, for an ``ls.CheckpointManager``: what ``BackupAndRestore`` saves.
@@ -303,12 +260,7 @@ class Model:
         Raises:
             UsageError: not compiled with an optimizer.
         """
-        if self._optimizer is None:
-            raise UsageError("a checkpoint needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-        things = {"model": self._module, "optimizer": self._optimizer, "scheduler": self._scheduler}
-        things["precision"] = self._precision if self._precision.name == "fp16" else None
-        given = {name: thing for name, thing in things.items() if thing is not None}
-        return Checkpoint(**given, training=self.training_state)
+        return checkpoint_of(self._job, self.training_state)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Position:
         """Restores a whole checkpoint, or the newest in a folder. Every worker must call it; the chief reads.
@@ -322,16 +274,10 @@ class Model:
         self.checkpoint().restore(path)
         return self.training_state.position
 
-    def _evaluate(
-        self, job: Job, feed: Feed, callbacks: CallbackList, clock: StepClock | None = None
-    ) -> dict[str, float]:
-        with module_mode(self._module, training=False):
-            return run_evaluation(self.strategy, job, feed, callbacks=callbacks, clock=clock or StepClock())
-
-    def _job(self, caller: str) -> Job:
-        if self._config is None:
+    def _compiled(self, caller: str) -> Job:
+        if self._job is None:
             raise UsageError(f"{caller} was called before compile; call model.compile(optimizer=..., loss=...) first")
-        return Job(module=self._module, config=self._config, precision=self._precision, optimizer=self._optimizer)
+        return self._job
 
     def _feed(self, data: Data, name: str) -> Feed:
         return Feed(distribute(self.strategy, data), name=name)

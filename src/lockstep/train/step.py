@@ -17,32 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.data.shards import batch_rows
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.update import StepResult, Totals
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpack_labelled
-from lockstep.train.compile_config import CompileConfig
+from lockstep.train.job import Job
 from lockstep.train.loss import loss_sums, no_examples
 from lockstep.train.precision import Precision
 
 Count = Tensor | float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all replicas share in a pass.
-
-    Args:
-        module: the mirrored module.
-        config: what compile was given.
-        precision: the meaning of ``config.precision`` on the strategy's devices.
-        optimizer: the mirrored optimizer; None where nothing is trained.
-    """
-
-    module: MirroredModule
-    config: CompileConfig
-    precision: Precision
-    optimizer: MirroredOptimizer | None = None
 
 
 class ReplicaState:
