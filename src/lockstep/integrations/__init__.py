@@ -1,0 +1,1 @@
+"""Front ends of other libraries on the engine, each imported on demand; ``import lockstep`` needs none of them."""

@@ -1,0 +1,13 @@
+"""The Transformers ``Trainer`` on the replicas of a strategy: the same arguments, the same numbers, N devices.
+
+Importing this needs ``transformers`` and ``accelerate``: ``pip install 'lockstep[trainer]'``.
+"""
+
+from lockstep.extras import require
+
+require("transformers", "trainer")
+require("accelerate", "trainer")
+
+from lockstep.integrations.transformers.trainer import Trainer  # noqa: E402  what it needs is there now
+
+__all__ = ["Trainer"]

@@ -1,0 +1,179 @@
+"""The Trainer: transformers' own, whose steps run on the replicas of a strategy.
+
+    transformers' loop       batch -> training_step -> clip -> callbacks -> optimizer.step -> scheduler -> log, save
+    here, in training_step   batch -> shards -> in each replica: its training_step, backward -> gradients summed
+
+What is not named here is transformers' own code: it sees one process with one device, as wide as all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.data.structure import map_leaves
+from lockstep.errors import UsageError
+from lockstep.integrations.transformers.one_process import as_one_process, seen_as_one_device
+from lockstep.integrations.transformers.outputs import Prediction, joined
+from lockstep.integrations.transformers.shards import Shard, divided
+from lockstep.integrations.transformers.shares import Share, weighing, weighted
+from lockstep.integrations.transformers.strategies import chosen_strategy
+from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.single_row import guard_single_row
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.strategies.base import Strategy
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` on all replicas of a strategy, with the numbers of one device.
+
+    Args:
+        model: as there.
+        args: as there; ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are per replica. They belong
+            to this Trainer from then on: ``n_gpu`` becomes the number of replicas.
+        *others: as there.
+        strategy: whose replicas are used; None is the one in scope, else all local devices, in a job of several workers
+            all devices of all workers.
+        **named: as there.
+
+    Example:
+        >>> import lockstep as ls
+        >>> from lockstep.integrations.transformers import Trainer
+        >>> Trainer.__mro__[1].__module__
+        'transformers.trainer'
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        strategy: Strategy | None = None,
+        **named: Any,
+    ) -> None:
+        if args is None:
+            args = TrainingArguments(output_dir="tmp_trainer")
+        self.strategy = chosen_strategy(strategy, on_cpu=args.use_cpu)
+        as_one_process(args, self.strategy)
+        self._mirrored: MirroredModule | None = None
+        super().__init__(model, args, *others, **named)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As there; a loss is weighed by its shard's share before it goes back."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.backward = partial(_backward, self.accelerator.backward)
+
+    def train(self, *args: Any, **named: Any) -> Any:
+        """As there."""
+        as_one_process(self.args, self.strategy)
+        return super().train(*args, **named)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The model on all replicas, copied anew but for an evaluation during training."""
+        if training or self._mirrored is None or not self.is_in_train:
+            self._mirror()
+        if training:
+            self._mirror_optimizer()
+        return self._mirrored_module
+
+    def _mirror(self) -> None:
+        """Copies the model as it is now: hooks, adapters and loaded weights may have come since the last time."""
+        model: Any = self.model
+        self.model_wrapped, self._mirrored = model, None
+        self._mirrored = self.strategy.mirror(model)
+        for copy in self._mirrored.copies:
+            if "_original_forward" not in copy.__dict__:  # what accelerate leaves where it sees to the precision
+                self.accelerator.prepare_model(copy, device_placement=False, evaluation_mode=True)
+
+    def _mirror_optimizer(self) -> None:
+        optimizer = self.optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):  # of an earlier training
+            self._mirrored_optimizer = optimizer.optimizer = self._renewed(optimizer.optimizer)
+        else:
+            self._mirrored_optimizer = self.optimizer = self._renewed(optimizer)
+
+    def _renewed(self, optimizer: Any) -> MirroredOptimizer:
+        return self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+
+    def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
+        with seen_as_one_device(self.args):
+            return super()._get_num_items_in_batch(*args, **named)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """As there, on all replicas, each with its shard of ``inputs``."""
+        shards = self._divided(inputs)
+        with seen_as_one_device(self.args):
+            losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch))
+        loss: Tensor = self.strategy.reduce("sum", losses)
+        return loss.to(torch.get_default_dtype())
+
+    def _train_shard(self, shard: Shard, items: Any) -> Tensor:
+        """One replica's training step; gives its loss, weighed. Every replica must call it."""
+        copy = self._copy
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        if shard.count:
+            share = Share(shard.count, shard.total, items)
+            with weighing(share), guard_single_row(copy, (), shard.inputs):
+                loss += super().training_step(copy, shard.inputs, share.items) * share.factor
+        if self.accelerator.sync_gradients:
+            self._mirrored_optimizer.sum_gradients()
+        return loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """As there, on all replicas, each with its shard of ``inputs``."""
+        with seen_as_one_device(self.args):
+            parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
+        return joined(self.strategy.local_results(parts), self.strategy.workers, self.args.device)
+
+    def _predict_shard(self, shard: Shard, prediction_loss_only: bool, ignore_keys: Any) -> Prediction | None:
+        if not shard.rows:
+            return None
+        found = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
+        return Prediction(shard.rows, shard.count, *found)
+
+    def _prepare_input(self, data: Any) -> Any:
+        if get_replica_context() is None:
+            return super()._prepare_input(data)
+        device = self._device
+        return map_leaves(lambda _, leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, data)
+
+    def _divided(self, inputs: dict[str, Any]) -> PerReplica[Shard]:
+        return divided(inputs, self.strategy.workers, shifted=self._loss_shifts_labels)
+
+    @property
+    def _mirrored_module(self) -> MirroredModule:
+        if self._mirrored is None:
+            raise UsageError("the model is not on the replicas yet; train, evaluate and predict put it there")
+        return self._mirrored
+
+    @property
+    def _copy(self) -> nn.Module:
+        """The current replica's copy of the model."""
+        return self._mirrored_module.copies[self._context.local_replica]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._context.device.torch_device
+
+    @property
+    def _context(self) -> ReplicaContext:
+        context = get_replica_context()
+        if context is None:
+            raise UsageError("a part of a step was called outside a replica; call training_step or prediction_step")
+        return context
+
+
+def _backward(plain: Callable[..., None], loss: Tensor, **named: Any) -> None:
+    """Accelerate's backward pass, of the weighed loss."""
+    plain(weighted(loss), **named)
