@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,3 +85,31 @@ def test_autocast_works_in_a_replica_as_outside(make_strategy: MakeStrategy):
         outputs = make_strategy(2).run(layer, (torch.ones(1, 2),))
 
     assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
+
+
+def test_the_end_of_a_replicas_autocast_changes_nothing_in_another(make_strategy: MakeStrategy):
+    """torch's cache of casts is one for all threads, and whoever leaves autocast clears it."""
+    strategy = make_strategy(2)
+    layers = [torch.nn.Linear(16, 16) for _ in range(2)]
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+
+    def twice(*, leaves: bool) -> torch.Tensor | None:
+        context = get_replica_context()
+        assert context is not None
+        layer = layers[context.replica_id_in_sync_group]
+        layer.zero_grad()
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            y = layer(x)
+            context.merge_call(lambda: None)
+            if leaves and context.replica_id_in_sync_group == 1:
+                stack.close()
+            context.merge_call(lambda: None)
+            if context.replica_id_in_sync_group == 0:
+                layer(torch.tanh(y)).float().square().sum().backward()
+            context.merge_call(lambda: None)
+        return layer.weight.grad
+
+    alone, beside = (strategy.run(twice, kwargs={"leaves": leaves})[0] for leaves in (False, True))
+
+    assert torch.equal(alone, beside)

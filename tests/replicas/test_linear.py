@@ -77,6 +77,22 @@ def test_only_the_gradients_that_are_needed_are_computed(products: list[tuple[in
     assert x.grad is None
 
 
+@pytest.mark.parametrize("frozen", ["input", "weight"])
+def test_what_no_gradient_needs_is_not_kept(frozen: str):
+    x, weight, bias = tensors(300, 128, outputs=256)
+    (weight if frozen == "input" else x).requires_grad_()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        onednn.linear(x, weight, bias)
+
+    assert [tensor is (x if frozen == "input" else weight) for tensor in kept] == [True]
+
+
 def test_without_gradients_there_is_one_product_and_no_graph(products: list[tuple[int, ...]]):
     x, weight, bias = tensors(300, 128, outputs=256)
 

@@ -38,6 +38,7 @@ class CallerState:
     def applied(self) -> Iterator[None]:
         """Puts the torch part of the state on for the calling thread; the context variables are run in, not put on."""
         with ExitStack() as stack:
+            stack.enter_context(_no_shared_casts())
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             for kind, dtype in self.autocast:
@@ -47,3 +48,19 @@ class CallerState:
             # would wait there for each other in a collective's backward pass. In the calling thread they cannot.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
+
+
+@contextmanager
+def _no_shared_casts() -> Iterator[None]:
+    """Autocast in this thread keeps no casts for a second use, unless it is asked to.
+
+    torch keeps them in one place for all threads, and any thread that leaves autocast clears it. So whether a tensor
+    that is used twice is cast twice, and its gradients are added up in float32 or in bfloat16, would hang on the other
+    replicas' timing: four replicas with reentrant checkpointing came out differently in every run.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -62,7 +62,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        context.save_for_backward(input, weight)
+        for_input, for_weight, _ = context.needs_input_grad
+        # Each is what the other's gradient needs: beside frozen weights no activations are kept, as in torch.
+        context.save_for_backward(input if for_weight else None, weight if for_input else None)
         return _product(input, weight, bias)
 
     @staticmethod
@@ -71,10 +73,10 @@ class _Linear(torch.autograd.Function):
         for_input, for_weight, for_bias = context.needs_input_grad
         # A gradient of the gradient is asked for: torch's own products have one, oneDNN's here do not.
         product = _differentiable_product if torch.is_grad_enabled() else _product
-        rows, examples = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+        rows = gradient.reshape(-1, gradient.shape[-1])
         return (
-            product(rows, weight.t()).reshape(input.shape) if for_input else None,
-            _weight_gradient(product, rows, examples) if for_weight else None,
+            product(rows, weight.t()).reshape(*gradient.shape[:-1], weight.shape[1]) if for_input else None,
+            _weight_gradient(product, rows, input.reshape(-1, input.shape[-1])) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
 
