@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.parts import Part, PartState, SavedPart, part_of
+from lockstep.checkpoint.part import Part, PartState, SavedPart
+from lockstep.checkpoint.parts import part_of
 from lockstep.checkpoint.random_numbers import RandomPart
 from lockstep.checkpoint.record import Contents, Record, read_checkpoint
 from lockstep.checkpoint.spreading import spread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.checkpoint.parts import Part, PartState, SavedPart
+from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.data.position import random_state, set_random_state
 from lockstep.replicas.generators import ReplicaGenerators
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.parts import Part, PartState, SavedPart
+from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.errors import UsageError
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.feed import Feed
