@@ -1,12 +1,11 @@
-"""What every strategy offers, and the part of it that does not depend on where the replicas run.
+"""What every strategy offers, whatever its kind: it does not depend on where the replicas run.
 
-A strategy supplies its devices and a way to execute one body per replica; run, reduce, gather, mirror, variables and
-datasets follow from these. Abstract: MirroredStrategy and the default strategy are the implementations.
+Run, reduce, gather, mirror, variables and datasets follow from what an ``Executor`` supplies. Abstract:
+MirroredStrategy, MultiWorkerMirroredStrategy and the default strategy are the implementations.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,8 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.collectives.across import gather_across, reduce_across
 from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduction import ReduceOp
-from lockstep.collectives.workers import Workers
-from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
 from lockstep.errors import UsageError
@@ -31,54 +28,20 @@ from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
+from lockstep.strategies.executor import Executor
 from lockstep.strategies.scope import entered
 
 R = TypeVar("R")
 
 
-class Strategy(ABC):
-    """How one program runs on many replicas. Subclasses give ``devices`` and ``_execute``."""
+class Strategy(Executor):
+    """How one program runs on many replicas: an executor, and all that follows from it."""
 
     def __init__(self, make_exchange: MakeExchange = LocalExchange) -> None:
         self._mirrored = MirroredObjects(make_exchange)
-
-    @property
-    @abstractmethod
-    def devices(self) -> tuple[LogicalDevice, ...]:
-        """The logical devices of the local replicas, in replica order."""
-
-    @property
-    @abstractmethod
-    def workers(self) -> Workers:
-        """The workers that run this strategy's replicas, as this one sees them."""
-
-    @property
-    @abstractmethod
-    def generators(self) -> ReplicaGenerators:
-        """Where the random numbers of the local replicas stand, for checkpoints."""
-
-    @abstractmethod
-    def _execute(
-        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
-    ) -> list[Any]:
-        """Runs one body per replica, each in its replica context, and returns their results."""
-
-    @abstractmethod
-    def trial(self) -> AbstractContextManager[None]:
-        """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends what the strategy keeps running. Idempotent; afterwards ``run`` is an error."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas, of all workers, share each global batch."""
-        return self.workers.num_replicas
 
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:

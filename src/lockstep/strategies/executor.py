@@ -1,0 +1,53 @@
+"""What each kind of strategy supplies: its devices and workers, and a way to execute one body per replica.
+
+Abstract. ``base.py`` builds on it what every strategy offers; ``threaded.py`` and ``default.py`` supply it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lockstep.collectives.workers import Workers
+from lockstep.config import LogicalDevice
+from lockstep.replicas.generators import ReplicaGenerators
+
+
+class Executor(ABC):
+    """Where the replicas of a strategy run, and how."""
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """The logical devices of the local replicas, in replica order."""
+
+    @property
+    @abstractmethod
+    def workers(self) -> Workers:
+        """The workers that run this strategy's replicas, as this one sees them."""
+
+    @property
+    @abstractmethod
+    def generators(self) -> ReplicaGenerators:
+        """Where the random numbers of the local replicas stand, for checkpoints."""
+
+    @abstractmethod
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        """Runs one body per replica, each in its replica context, and returns their results."""
+
+    @abstractmethod
+    def trial(self) -> AbstractContextManager[None]:
+        """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what the strategy keeps running. Idempotent; afterwards ``run`` is an error."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas, of all workers, share each global batch."""
+        return self.workers.num_replicas
