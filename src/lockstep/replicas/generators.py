@@ -42,13 +42,24 @@ class ReplicaGenerators:
             if gpu is not None and "cuda" in state:
                 gpu.random = state["cuda"]
 
+    def begin(self, seed: int, first_replica: int) -> None:
+        """Begins anew, with the numbers of a new strategy of this seed.
+
+        Args:
+            seed: of all replicas.
+            first_replica: the number of the first of these among the replicas of all workers.
+        """
+        self._set([replica_generator(seed, first_replica + replica) for replica in range(len(self._all))])
+
     def derive(self, step: int) -> None:
         """Begins anew with numbers that follow from each replica's seed and ``step``, and from nothing else.
 
         For a training that goes on with another number of replicas: the first numbers must not come once more.
         """
-        for device, generator, gpu in self._all:
-            derived = replica_generator(generator.initial_seed(), step)
-            generator.set_state(derived.get_state())
+        self._set([replica_generator(generator.initial_seed(), step) for _, generator, _ in self._all])
+
+    def _set(self, fresh: Sequence[torch.Generator]) -> None:
+        for (device, generator, gpu), begun in zip(self._all, fresh, strict=True):
+            generator.set_state(begun.get_state())
             if gpu is not None:
-                gpu.random = torch.Generator(device.torch_device).manual_seed(derived.initial_seed()).get_state()
+                gpu.random = torch.Generator(device.torch_device).manual_seed(begun.initial_seed()).get_state()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,20 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.collectives.values import exchange_values
+from lockstep.data.digest import batch_digest
 from lockstep.data.structure import map_leaves
 from lockstep.errors import UsageError
+from lockstep.integrations.transformers import random_state
+from lockstep.integrations.transformers.agreement import (
+    AgreeingCallbacks,
+    agree_on_arguments,
+    agree_on_checkpoint,
+    agree_on_flags,
+)
 from lockstep.integrations.transformers.one_process import as_one_process, seen_as_one_device
 from lockstep.integrations.transformers.outputs import Prediction, joined
+from lockstep.integrations.transformers.refusals import check_arguments, check_model
 from lockstep.integrations.transformers.shards import Shard, divided
 from lockstep.integrations.transformers.shares import Share, weighing, weighted
 from lockstep.integrations.transformers.strategies import chosen_strategy
@@ -63,19 +74,78 @@ class Trainer(transformers.Trainer):
         if args is None:
             args = TrainingArguments(output_dir="tmp_trainer")
         self.strategy = chosen_strategy(strategy, on_cpu=args.use_cpu)
-        as_one_process(args, self.strategy)
+        self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
+        self._holds_best = False
+        check_arguments(args, workers=self._workers.size)
+        check_model(model)
+        as_one_process(args, self.strategy)
+        random_state.begin(self.strategy, args.seed)
         super().__init__(model, args, *others, **named)
+        if self._workers.size > 1:
+            self.callback_handler = AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As there; a loss is weighed by its shard's share before it goes back."""
         super().create_accelerator_and_postprocess()
         self.accelerator.backward = partial(_backward, self.accelerator.backward)
 
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As there; where transformers sets the seed for it, the replicas' numbers begin anew too."""
+        random_state.begin(self.strategy, self.args.seed)
+        return super().call_model_init(trial)
+
     def train(self, *args: Any, **named: Any) -> Any:
-        """As there."""
+        """As there. With several workers every one must call it."""
         as_one_process(self.args, self.strategy)
-        return super().train(*args, **named)
+        agree_on_arguments(self._workers, self.args)
+        self._holds_best = False
+        output = super().train(*args, **named)
+        if not self._holds_best:
+            self._mirrored_module.sync_buffers()
+        return output
+
+    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
+        """As there. With several workers every one must come here, and the chief's metrics are everyone's."""
+        as_one_process(self.args, self.strategy)
+        output = super().evaluation_loop(*args, **named)
+        metrics = exchange_values(self._workers, "the metrics", output.metrics)[0]
+        return output._replace(metrics=metrics)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        due = self.control.should_log or self.control.should_evaluate or self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **named)
+        if due:  # callbacks were asked
+            agree_on_flags(self._workers, self.control)
+
+    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
+        self._mirrored_module.sync_buffers()
+        super()._save_checkpoint(*args, **named)
+        # Every worker must know it, whether it sees the chief's files or not; and the files are complete now.
+        best = exchange_values(self._workers, "the best checkpoint", self.state.best_model_checkpoint)
+        self.state.best_model_checkpoint = best[0]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._workers.is_chief:
+            super()._save_rng_state(output_dir)
+        random_state.save(self.strategy, Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            step = self.state.global_step
+            random_state.load(self.strategy, Path(checkpoint), seed=self.args.seed, step=step)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        agree_on_checkpoint(self._workers, resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._workers.is_chief:
+            super()._load_best_model()
+        model: Any = self.model
+        self._workers.broadcast("the best model", [*model.parameters(), *model.buffers()])
+        self._holds_best = True
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model on all replicas, copied anew but for an evaluation during training."""
@@ -134,7 +204,7 @@ class Trainer(transformers.Trainer):
         """As there, on all replicas, each with its shard of ``inputs``."""
         with seen_as_one_device(self.args):
             parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
-        return joined(self.strategy.local_results(parts), self.strategy.workers, self.args.device)
+        return joined(self.strategy.local_results(parts), self._workers, self.args.device)
 
     def _predict_shard(self, shard: Shard, prediction_loss_only: bool, ignore_keys: Any) -> Prediction | None:
         if not shard.rows:
@@ -149,7 +219,9 @@ class Trainer(transformers.Trainer):
         return map_leaves(lambda _, leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, data)
 
     def _divided(self, inputs: dict[str, Any]) -> PerReplica[Shard]:
-        return divided(inputs, self.strategy.workers, shifted=self._loss_shifts_labels)
+        if self._workers.size > 1:
+            self._workers.attach(batch_digest(dict(inputs)))
+        return divided(inputs, self._workers, shifted=self._loss_shifts_labels)
 
     @property
     def _mirrored_module(self) -> MirroredModule:
