@@ -36,6 +36,13 @@ def test_a_parameter_larger_than_a_bucket_is_alone():
     assert plan_buckets([1, 100, 1], ["float32"] * 3, 10).buckets == ((2,), (1,), (0,))
 
 
+def test_what_has_no_gradients_is_in_no_bucket_and_makes_none_larger():
+    sizes, kinds = [9 * MB, MB, 9 * MB, MB, MB], ["float32"] * 5
+
+    assert plan_buckets(sizes, kinds, 25 * MB, {1, 3, 4}).buckets == ((4,), (3,), (1,))
+    assert plan_buckets(sizes, kinds, 25 * MB, set()).buckets == ()
+
+
 def test_dtypes_do_not_mix():
     assert plan_buckets([1, 1, 1], ["float32", "float64", "float64"], 10).buckets == ((2, 1), (0,))
 

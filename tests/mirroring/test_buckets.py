@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.mirroring.buckets import BucketExchange
 
 pytestmark = pytest.mark.workers
 
@@ -76,12 +77,45 @@ def train(strategy: ls.Strategy, change: Change) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+FROZEN = {0: ("0.", "2."), 2: ("0.", "4.")}
+"""From which batch on which parts are frozen."""
+
+
+def freeze(module: nn.Module, batch: int) -> None:
+    if batch in FROZEN:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith(FROZEN[batch]))
+
+
+def train_frozen(strategy: ls.Strategy) -> tuple[dict[str, Tensor], list[set[int]]]:
+    """The weights, and after every batch the numbers of the parameters whose gradients travel."""
+    module = net()
+    freeze(module, 0)
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5))
+    exchange = cast(BucketExchange, optimizer._update._exchange)
+    travelled = []
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        x, y = batch
+        ls.compute_average_loss(F.cross_entropy(replicated(x), y, reduction="none")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number, batch in enumerate(strategy.distribute_dataset(batches())):
+        freeze(module, number)
+        strategy.run(step, (batch,))
+        travelled.append(set(exchange._bucket_of))
+    return {name: value.clone() for name, value in module.state_dict().items()}, travelled
+
+
 def run_job() -> dict[str, Any]:
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
     strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(bucket_mb=0.0005))
-    results = {name: train(strategy, change) for name, change in CHANGES.items()}
+    results: dict[str, Any] = {name: train(strategy, change) for name, change in CHANGES.items()}
+    results["frozen"] = train_frozen(strategy)
     strategy.close()
     return results
 
@@ -119,8 +153,23 @@ def test_a_gradient_that_is_changed_before_the_update_is_exchanged_as_it_then_is
 
 def test_the_changes_are_not_all_alike(results: dict[str, Any]):
     """Else the test above would say nothing of them."""
-    weights = [result["0.weight"] for result in results.values()]
+    weights = [results[name]["0.weight"] for name in CHANGES]
 
     assert torch.equal(weights[0], weights[1])
     assert not any(torch.allclose(weights[0], other) for other in weights[2:])
     assert not torch.allclose(weights[2], weights[3])
+
+
+def test_only_what_is_trained_travels_and_it_is_looked_at_anew_in_every_update(results: dict[str, Any]):
+    weights, travelled = results["frozen"]
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    for number, (x, y) in enumerate(batches()):
+        freeze(module, number)
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.testing.assert_close(weights, dict(module.state_dict()), rtol=1e-9, atol=1e-12)
+    assert torch.equal(weights["0.weight"], net().state_dict()["0.weight"])
+    assert travelled == [{4, 5}, {4, 5}, {2, 3}, {2, 3}]

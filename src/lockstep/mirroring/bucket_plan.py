@@ -11,7 +11,7 @@ plan follows from the parameters alone and never from timing, so all workers hav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 FIRST_BUCKET_BYTES = 2**20
@@ -38,21 +38,25 @@ class BucketPlan:
         return {parameter: bucket for bucket, members in enumerate(self.buckets) for parameter in members}
 
 
-def plan_buckets(sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int) -> BucketPlan:
+def plan_buckets(
+    sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int, travels: Container[int] | None = None
+) -> BucketPlan:
     """Divides parameters into buckets.
 
     Args:
         sizes: bytes of each parameter's gradient.
         kinds: what must be equal inside a bucket: its dtype.
         bucket_bytes: the most in any bucket; a larger parameter is alone.
+        travels: the numbers of the parameters that have gradients; None is all of them.
 
     Example:
         >>> plan_buckets([4, 4, 4], ["float32"] * 3, 8).buckets
         ((2, 1), (0,))
     """
     buckets: list[list[int]] = []
-    room, kind, left = 0, "", sum(sizes)
-    for parameter in reversed(range(len(sizes))):
+    chosen = [parameter for parameter in range(len(sizes)) if travels is None or parameter in travels]
+    room, kind, left = 0, "", sum(sizes[parameter] for parameter in chosen)
+    for parameter in reversed(chosen):
         if not buckets or sizes[parameter] > room or kinds[parameter] != kind:
             most = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
             room = min(most, max(LAST_BUCKET_BYTES, left // SHARE_OF_REST))

@@ -6,7 +6,7 @@
 
 Workers may be in different buckets at a time, but all begin them in the order of the plan. A gradient that changes
 after its bucket has gone (a second backward pass before the update, clipping by hand) is noticed at the update, and
-all buckets go again.
+all buckets go again. Frozen parameters do not travel; which ones are frozen is looked at in every update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from lockstep.collectives.link import Group
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
-from lockstep.mirroring.bucket_plan import BucketPlan
+from lockstep.mirroring.bucket_plan import plan_buckets
 from lockstep.mirroring.exchange import Copies, GradientExchange
 from lockstep.replicas.context import ReplicaContext
 
@@ -35,7 +35,7 @@ class BucketExchange(GradientExchange):
         parameters: per parameter its local copies, one per local replica.
         leaders: the local replicas that lead a storage group.
         workers: the workers whose gradients are summed.
-        plan: which parameters travel together.
+        bucket_bytes: the most that travels together, but for one parameter that is larger.
         stream: the connection to the other workers, for this optimizer alone.
         travel_as: the dtype in which floating gradients travel; None is their own.
     """
@@ -46,28 +46,29 @@ class BucketExchange(GradientExchange):
         leaders: Sequence[int],
         *,
         workers: Workers,
-        plan: BucketPlan,
+        bucket_bytes: int,
         stream: Group,
         travel_as: torch.dtype | None,
     ) -> None:
         self._parameters = parameters
         self._leaders = tuple(leaders)
         self._workers = workers
-        self._plan = plan
-        self._bucket_of = plan.of_parameter()
+        self._bucket_bytes = bucket_bytes
         self._stream = stream
         self._travel_as = travel_as
         self._overlaps = True
         self._lock = threading.Lock()
-        self._hooked = self._hook()
-        self._begin_cycle()
+        self._handles: list[Any] = []
+        finalize(self, _remove, self._handles)
+        self._make_plan()
 
     def open(self, total: float, count: float) -> tuple[float, float]:
         """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
         changed = any(bucket.changed for bucket in self._under_way)
-        met = self._workers.exchange("optimizer update", [total, count, changed])
-        self._finish(again=any(each for *_, each in met))
-        return sum(each for each, _, _ in met), sum(each for _, each, _ in met)
+        outdated = _trained(self._parameters) != self._trained
+        met = self._workers.exchange("optimizer update", [total, count, changed, outdated])
+        self._finish(changed=any(each for *_, each, _ in met), outdated=any(each for *_, each in met))
+        return sum(each for each, *_ in met), sum(each for _, each, *_ in met)
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         """The gradients are there since ``open``."""
@@ -77,15 +78,18 @@ class BucketExchange(GradientExchange):
         """Replica 0 is the chief's."""
         return self._workers.is_chief
 
-    def _finish(self, *, again: bool) -> None:
+    def _finish(self, *, changed: bool, outdated: bool) -> None:
         """Starts what has not gone yet, waits for everything, and writes the sums to the leaders' ".grad".
 
         Args:
-            again: a gradient changed on some worker after its bucket went: add up anew, and from now on only here.
+            changed: a gradient changed on some worker after its bucket went: add up anew, and from now on only here.
+            outdated: other parameters than planned are trained on some worker: plan and add up anew.
         """
         arrived = self._all_arrived()
-        if again:
-            self._overlaps = False
+        self._overlaps = self._overlaps and not changed
+        if outdated:
+            self._make_plan()
+        if changed or outdated:
             self._begin_cycle()
             arrived = self._all_arrived()
         self._begin_cycle()
@@ -108,15 +112,31 @@ class BucketExchange(GradientExchange):
         self._under_way: list[_Bucket] = []
         self._starting = False
 
+    def _make_plan(self) -> None:
+        """Divides the parameters that are trained on any worker into buckets. Every worker must call it."""
+        self._trained = _trained(self._parameters)
+        own = bytes(index in self._trained for index in range(len(self._parameters)))
+        every = self._workers.exchange_bytes("which gradients travel", own)
+        firsts = [copies[0] for copies in self._parameters]
+        self._plan = plan_buckets(
+            [parameter.numel() * parameter.element_size() for parameter in firsts],
+            [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
+            self._bucket_bytes,
+            {index for index, marks in enumerate(zip(*every, strict=True)) if any(marks)},
+        )
+        self._bucket_of = self._plan.of_parameter()
+        self._hooked = self._hook()
+        self._begin_cycle()
+
     def _hook(self) -> frozenset[int]:
-        """Has the gradients of all trained parameters reported as the backward pass completes them."""
-        own, handles = WeakMethod(self._is_there), []
-        hooked = [index for index, copies in enumerate(self._parameters) if copies[0].requires_grad]
+        """Has the gradients of what is trained here reported as the backward pass completes them."""
+        _remove(self._handles)
+        own = WeakMethod(self._is_there)
+        hooked = [index for index in self._bucket_of if self._parameters[index][0].requires_grad]
         for index in hooked:
             for replica, copy in enumerate(self._parameters[index]):
                 report = partial(_report, own, replica, index)
-                handles.append(copy.register_post_accumulate_grad_hook(report))  # type: ignore[no-untyped-call]
-        finalize(self, _remove, handles)
+                self._handles.append(copy.register_post_accumulate_grad_hook(report))  # type: ignore[no-untyped-call]
         return frozenset(hooked)
 
     def _is_there(self, replica: int, index: int) -> None:
@@ -260,9 +280,18 @@ def _version(gradient: torch.Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _trained(parameters: Sequence[Copies]) -> frozenset[int]:
+    """The numbers of those that require a gradient, or that were given one by hand."""
+    return frozenset(
+        index
+        for index, copies in enumerate(parameters)
+        if copies[0].requires_grad or any(copy.grad is not None for copy in copies)
+    )
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _report(exchange: WeakMethod[Any], replica: int, index: int, _: torch.Tensor) -> None:

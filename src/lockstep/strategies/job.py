@@ -19,7 +19,6 @@ from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
-from lockstep.mirroring.bucket_plan import plan_buckets
 from lockstep.mirroring.buckets import BucketExchange
 from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
 
@@ -89,18 +88,13 @@ class Job:
         """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it."""
         if not isinstance(self.workers, RemoteWorkers):
             return LocalExchange(parameters, groups)
-        firsts = [copies[0] for copies in parameters]
         self._optimizers += 1
         return BucketExchange(
             parameters,
             [group[0] for group in groups],
             workers=self.workers,
-            plan=plan_buckets(
-                [parameter.numel() * parameter.element_size() for parameter in firsts],
-                [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
-                self._options.bucket_bytes,
-            ),
-            stream=self.workers.stream(f"gradients of optimizer {self._optimizers}", firsts[0].device),
+            bucket_bytes=self._options.bucket_bytes,
+            stream=self.workers.stream(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
             travel_as=self._options.travel_as,
         )
 
