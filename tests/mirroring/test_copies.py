@@ -137,3 +137,46 @@ def test_a_frozen_or_tagged_parameter_stays_so():
 
     assert not duplicate.weight.requires_grad
     assert duplicate.weight.tag == "kept"  # type: ignore[union-attr]
+
+
+class _Coded(nn.Parameter):
+    """A weight of a kind of its own, as bitsandbytes' are: int8 numbers, and beside them what they mean."""
+
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, scale: torch.Tensor) -> _Coded:
+        made: _Coded = torch.Tensor._make_subclass(cls, numbers, False)
+        made.scale = scale
+        return made
+
+    def __deepcopy__(self, memo: object) -> _Coded:
+        return _Coded.of(self.data.clone(), self.scale.clone())
+
+    def to(self, *args: object, **kwargs: object) -> _Coded:  # type: ignore[override]
+        return _Coded.of(self.data.to(*args, **kwargs), self.scale)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("alias", [True, False])
+def test_a_quantised_weight_keeps_its_class_and_what_it_means(alias: bool):
+    module = nn.Linear(2, 2)
+    module.weight = _Coded.of(torch.ones(2, 2, dtype=torch.int8), torch.tensor(0.5))
+    duplicate = copy_module(module, CPU, alias=alias)
+
+    mine, other = module.weight, duplicate.weight
+    assert isinstance(other, _Coded)
+    assert other is not mine
+    assert torch.equal(other, mine)
+    assert (other.data_ptr() == mine.data_ptr()) is alias
+    assert other.scale == mine.scale
+    assert (other.scale.data_ptr() == mine.scale.data_ptr()) is alias
+
+
+def test_a_quantised_weight_that_is_packed_anew_is_left_to_its_copy(make_strategy: MakeStrategy):
+    module = nn.Linear(2, 2)
+    module.weight = _Coded.of(torch.ones(2, 2, dtype=torch.int8), torch.tensor(0.5))
+    mirrored = make_strategy(2).mirror(module)
+    module.weight.data = module.weight.data * 3
+    mirrored.align()
+
+    assert [int(own.weight[0, 0]) for own in mirrored.copies] == [3, 1]

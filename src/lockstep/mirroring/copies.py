@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -66,7 +67,8 @@ def align(source: nn.Module, duplicate: nn.Module, *, alias: bool) -> None:
     for mine, other in zip(source.parameters(), duplicate.parameters(), strict=True):
         if other.requires_grad is not mine.requires_grad:
             other.requires_grad_(mine.requires_grad)
-        if alias and other.data_ptr() != mine.data_ptr():
+        # Quantised weights are no floats, and their own class may have packed them anew, in each copy by itself.
+        if alias and mine.is_floating_point() and other.data_ptr() != mine.data_ptr():
             other.data = mine.data
 
 
@@ -79,7 +81,15 @@ def uses_channels_last(module: nn.Module) -> bool:
 
 
 def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) -> nn.Parameter:
+    kind = type(parameter)
+    of_its_own_kind = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
+    if of_its_own_kind and not alias and not parameter.requires_grad:
+        # Quantised: what its numbers mean stands beside them, and its own class knows how to take that along.
+        moved: nn.Parameter = copy.deepcopy(parameter).to(device)  # type: ignore[assignment]
+        return moved
     data = parameter.data if alias else parameter.data.to(device, copy=True)
-    duplicate = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    # bitsandbytes asks for a weight's class, and quantises once more what is not of its own.
+    make = partial(torch.Tensor._make_subclass, kind) if of_its_own_kind else nn.Parameter
+    duplicate: nn.Parameter = make(data, parameter.requires_grad)
     duplicate.__dict__.update(parameter.__dict__)
     return duplicate
