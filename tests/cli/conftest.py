@@ -74,3 +74,14 @@ def start_lockstep(tmp_path: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    """``write(text)``: a program of that text, where the command runs."""
+
+    def write(text: str) -> str:
+        (tmp_path / "program.py").write_text(text)
+        return "program.py"
+
+    return write

@@ -1,11 +1,10 @@
-"""``lockstep run`` as a person meets it: real workers, real failures, real signals."""
+"""``lockstep run`` on one host as a person meets it: real workers, real failures, real signals."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -23,28 +22,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
 LIMIT_S = 60
-# Groups are destroyed, or gloo's threads may abort the end of the interpreter.
-MEET = """
-import atexit, os, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo"), atexit.register(dist.destroy_process_group)
-rank = torch.tensor([float(os.environ["RANK"])])
-dist.all_reduce(rank)
-"""
-
-WAIT = """
-import os, signal
-print("ready", os.getpid(), flush=True)
-signal.pause()
-"""
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        (tmp_path / "program.py").write_text(text)
-        return "program.py"
-
-    return write
+PROGRAMS = Path(__file__).parent / "programs"
+MEET, LISTENERS, WAIT = ((PROGRAMS / name).read_text() for name in ("meet.py", "listeners.py", "wait.py"))
 
 
 def logs_of(tmp_path: Path) -> dict[str, str]:
@@ -63,21 +42,6 @@ def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lock
     assert told.startswith("lockstep: 3 workers on this host, 1 thread each; logs in lockstep-logs/")
     assert warned == "warned"
     assert logs_of(tmp_path) == {f"worker-{worker}.log": f"{line}warned\n" for worker in range(3)}
-
-
-LISTENERS = """
-import pathlib
-def listening():
-    pids = [os.getpid(), os.getppid()]
-    inodes = {os.readlink(fd) for pid in pids for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
-    for table in ("tcp", "tcp6"):
-        for row in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = row.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
-                yield words[1].partition(":")[0]
-print("listens", *sorted(set(listening())))
-print("store", os.environ["MASTER_ADDR"], os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["TORCHELASTIC_RUN_ID"])
-"""
 
 
 def test_nothing_listens_on_all_interfaces_and_every_run_has_an_id(run_lockstep: Run, write):
@@ -101,7 +65,7 @@ def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_locks
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-7] == "lockstep: the last words of worker 1:"
-    assert lines[-6:-4] == ["Traceback (most recent call last):", '  File "program.py", line 6, in <module>']
+    assert lines[-6:-4] == ["Traceback (most recent call last):", '  File "program.py", line 14, in <module>']
     assert lines[-2] == "ValueError: no such file"
     (folder,) = (tmp_path / "lockstep-logs").iterdir()
     log = folder.relative_to(tmp_path) / "worker-1.log"
@@ -218,109 +182,6 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
 
     assert all_end(handles)
     assert process.wait(LIMIT_S) == 137
-
-
-@pytest.fixture
-def port() -> int:
-    """A port of 127.0.0.1 and 127.0.0.2 that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out, err
-
-
-def said_by_us(err: str) -> list[str]:
-    """torch's own C++ log may tell of a store that went as the job ended."""
-    return [line for line in err.splitlines() if line.startswith("lockstep")]
-
-
-def test_hosts_of_a_list_make_one_job(start_lockstep: Start, write, port: int):
-    hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
-    program = write(MEET + "print(os.environ['RANK'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])")
-    words = ("run", "--workers", "1", "--output", "all", "--quiet", "--hosts", hosts, "--index")
-
-    late, first = [start_lockstep(*words, index, program) for index in ("1", "0")]
-
-    (code, out, err), (late_code, late_out, late_err) = ends(first), ends(late)
-    assert (code, said_by_us(err), late_code, said_by_us(late_err)) == (0, [], 0, [])
-    assert out.split()[:3] == ["[0]", "0", "1.0"]
-    assert late_out.split()[:3] == ["[1]", "1", "1.0"]
-    assert out.split()[3] == late_out.split()[3]
-
-
-def test_every_host_says_which_worker_failed_first(start_lockstep: Start, write, port: int):
-    program = write("import os, signal\nif os.environ['RANK'] == '1': raise ValueError('lost')\nsignal.pause()")
-    words = ("run", "--workers", "1", "--quiet", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index")
-
-    first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
-
-    assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
-    assert "lockstep: error: worker 1 of 2 failed: ValueError: lost; its log is " in ends(second)[2]
-
-
-def test_a_host_that_is_done_hears_of_the_failure_of_another(start_lockstep: Start, write, port: int):
-    fail = "import os, select, sys\nif os.environ['RANK'] == '1':\n    sys.stdin.read(); raise ValueError('lost')"
-    words = ("run", "--workers", "1", "--quiet", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index")
-
-    program = write(fail)
-    first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
-
-    assert ends(second)[0] == 1
-    assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
-
-
-def test_hosts_that_come_make_one_job(start_lockstep: Start, write, port: int):
-    program = write(
-        MEET + "print(os.environ['WORLD_SIZE'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])\n" + LISTENERS
-    )
-    words = ("run", "--workers", "1", "--output", "all", "--quiet", "--rendezvous", f"127.0.0.1:{port}", "--nodes", "2")
-
-    processes = [start_lockstep(*words, program) for _ in range(2)]
-
-    endings = [ends(process) for process in processes]
-    assert [(code, said_by_us(err)) for code, _, err in endings] == [(0, []), (0, [])]
-    lines = [out.splitlines() for _, out, _ in endings]
-    assert [each[0].split()[1:3] for each in lines] == [["2", "1.0"]] * 2
-    assert lines[0][0].split()[3] == lines[1][0].split()[3]
-    assert not {a for each in lines for a in each[1].split()[2:]} & {"00000000", "0" * 32}
-
-
-def test_a_launcher_of_another_job_is_turned_away(start_lockstep: Start, write, port: int):
-    hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
-    program = write(WAIT)
-    first = start_lockstep("run", "--workers", "1", "--quiet", "--hosts", hosts, "--index", "0", program)
-
-    stray = start_lockstep("run", "--workers", "1", "--quiet", "--hosts", hosts, "--index", "1", program, "--lr", "2")
-
-    code, _, err = ends(stray)
-    assert (code, err.count("\n")) == (1, 1)
-    assert f"the launcher at 127.0.0.1:{port} runs 'program.py with arguments " in err
-    first.kill()
-
-
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], write, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code = main(["run", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index", "0", write(WAIT)])
-
-    assert code == 1
-    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
-    assert not (tmp_path / "lockstep-logs").exists()
-
-
-def test_a_host_that_does_not_come_is_named(
-    capsys: pytest.CaptureFixture[str], write, tmp_path: Path, monkeypatch, port
-):
-    monkeypatch.chdir(tmp_path)
-    hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
-
-    assert main(["run", "--timeout-s", "0.5", "--hosts", hosts, "--index", "0", write(WAIT)]) == 1
-
-    assert f"waited 0.5 s for the launcher of host 1 (127.0.0.2:{port})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
