@@ -1,10 +1,11 @@
-"""Workers as processes of their own, started, stopped and killed by tests: ``start_job``."""
+"""Workers as processes of their own: one job that many tests look at, and such as tests start, stop and kill."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import select
 import signal
 import socket
@@ -14,12 +15,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
 
+import lockstep as ls
+
 FORKING = Path(__file__).parent / "programs" / "forked_workers.py"
+COMPUTING = Path(__file__).parent / "programs" / "multi_worker.py"
+LAYOUTS = {"2 workers x 2": (2, 2), "3 workers x 2": (3, 2), "2 workers x 1": (2, 1)}
 ENOUGH_S = 60.0
 BYTES = 2**16
 ERROR = re.compile(r"[\w.]*(Error|Interrupt)(: |$)")
@@ -206,3 +213,30 @@ def _starter(forks: Forks, free_ports: FreePorts, path: Path, stack: ExitStack) 
         return [started[index] for index in sorted(started)]
 
     return start
+
+
+@pytest.fixture(scope="session")
+def program() -> Any:
+    """What ``programs/multi_worker.py`` defines."""
+    return SimpleNamespace(**runpy.run_path(str(COMPUTING), run_name="multi_worker"))
+
+
+@pytest.fixture(scope="session")
+def run_layout(program: Any) -> Callable[[str], dict[str, Any]]:
+    """``run_layout("2 workers x 2")``: what the program's job computes on its chief, launched once a layout.
+
+    The files that look at it stand side by side, so that one process of many usually has the tests of both.
+    """
+
+    @cache
+    def run(layout: str) -> dict[str, Any]:
+        workers, replicas = LAYOUTS[layout]
+        return ls.launch(program.run_job, workers=workers, args=(replicas,), timeout_s=150)
+
+    return run
+
+
+@pytest.fixture(scope="session", params=LAYOUTS)
+def result(request: pytest.FixtureRequest, run_layout: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """What the job computes, on each layout."""
+    return run_layout(request.param)

@@ -1,0 +1,91 @@
+"""Workers of real processes over gloo, each with its replicas: loops by hand, collectives and variables.
+
+The expected numbers are those of hand-written loops on one device. One job of each layout computes everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.workers
+
+
+def one_device(program: Any, name: str, norm: bool = False) -> tuple[nn.Module, list[float]]:
+    module, losses = program.net(norm=norm), []
+    optimizer = program.OPTIMIZERS[name](module.parameters())
+    for x, y, _ in program.normable() if norm else program.batches():
+        optimizer.zero_grad()
+        loss = program.per_example(module(x), y).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return module, losses
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_loop_on_workers_is_the_loop_on_one_device(result: dict[str, Any], program: Any, name: str):
+    module, losses = one_device(program, name)
+
+    assert_close(result[name][1], losses)
+    assert_close(result[name][0], module.state_dict())
+
+
+def test_synchronised_batch_norm_is_that_of_one_device(result: dict[str, Any], program: Any):
+    module, losses = one_device(program, "sgd", norm=True)
+
+    assert_close(result["sync batch norm"][1], losses)
+    assert_close(result["sync batch norm"][0], module.state_dict())
+
+
+def test_gradients_that_are_added_up_by_hand_are_exchanged_whole(result: dict[str, Any], program: Any):
+    module = program.net()
+    optimizer = program.OPTIMIZERS["sgd"](module.parameters())
+    for index, (x, y, _) in enumerate(program.batches()):
+        program.per_example(module(x), y).sum().backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_close(result["twice"], module.state_dict())
+
+
+def test_collectives_reach_all_replicas(result: dict[str, Any]):
+    count, found = result["replicas"], result["collectives"]
+    numbers = torch.arange(count)
+    local = found["step"]["number"]
+
+    assert_close(found["step"]["total"], torch.full((2,), float(((numbers + 1) ** 2).sum())))
+    assert found["step"]["mean"] == pytest.approx((count - 1) / 2)
+    assert found["step"]["gathered"].flatten().tolist() == [n for n in range(count) for _ in range(n)]
+    assert_close(found["step"]["gradient"], torch.full((2,), 2.0 * (local + 1) * float((numbers + 1).sum())))
+    assert_close(found["step"]["gather gradient"], torch.tensor([float(local * count)]))
+    assert found["sum"] == count * (count - 1) / 2
+    assert found["plain"] == count
+    everyones = torch.cat([torch.arange(float(n)) for n in range(count)])
+    assert_close(found["gather"], everyones)
+    assert_close(found["mean over axis"], everyones.mean())
+    assert found["bools"].tolist() == [count, 0]
+
+
+def test_variables_are_reduced_over_all_replicas_and_begin_with_the_chief_s_value(result: dict[str, Any]):
+    total = result["replicas"] * (result["replicas"] - 1) / 2
+
+    assert result["variables"] == {"summed": total, "first": 5, "counter": total, "assigned": 12}
+
+
+def test_all_workers_have_the_same_bits(result: dict[str, Any]):
+    assert result["all alike"]
+
+
+def test_the_same_layout_again_gives_the_same_bits_dropout_included(run_layout: Any, program: Any):
+    first, again = run_layout("2 workers x 2"), run_layout.__wrapped__("2 workers x 2")
+
+    assert program.digest(first) == program.digest(again)
