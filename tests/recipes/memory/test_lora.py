@@ -109,7 +109,7 @@ def test_all_linear_is_every_layer_but_the_head(bert: Any):
     assert adapted(model) == {"query", "key", "value", "dense"}
 
 
-def test_adapters_of_bf16_weights_are_float32(bert: Any):
+def test_adapters_beside_bf16_weights_are_float32(bert: Any):
     model = add_lora(bert.to(torch.bfloat16), Lora(r=2), task="SEQ_CLS")
 
     kinds = {parameter.dtype for name, parameter in model.named_parameters() if "lora_" in name}
@@ -151,3 +151,16 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
 
     with pytest.raises(MissingExtraError, match=r"^the package 'peft' is not installed; .*'lockstep\[reviews\]'$"):
         add_lora(nn.Linear(2, 2), Lora(targets=("0",)))
+
+
+@pytest.mark.parametrize("part", ["classifier", "pooler"])
+def test_a_part_that_is_trained_in_full_is_float32_between_bf16_weights(bert: Any, part: str):
+    model = add_lora(bert.to(torch.bfloat16), Lora(r=2, modules_to_save=(part,)))
+    logits = model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits
+    logits.sum().backward()
+
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any(part in name for name in trained)
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+    assert all(parameter.grad is not None for parameter in trained.values())
+    assert logits.dtype == (torch.float32 if part == "classifier" else torch.bfloat16)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
@@ -23,8 +25,11 @@ Task = Literal["SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "QUESTION_AN
 
 ALL_LINEAR = "all-linear"
 """As the only target: every linear layer but the head."""
+HEADS = ("classifier", "score", "lm_head", "cls", "qa_outputs")
+"""What transformers calls the heads of its models."""
 _EXAMPLE = "r=8,alpha=16,dropout=0.05,targets=query+value"
 _LARGEST_R = 4096
+_HALVES = {torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,8 @@ def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
     gradients; ``merge_and_unload()`` of the result gives the plain model back with the adapters added to its weights.
 
     Args:
-        model: a transformers model, on any device and of any dtype; the adapters are float32.
+        model: a transformers model, on any device and of any dtype. What is trained is float32: in bfloat16 an update
+            of less than 1/256 of a weight would be lost.
         lora: the adapters.
         task: what the model does; None trains no head.
 
@@ -113,7 +119,7 @@ def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
         modules_to_save=list(lora.modules_to_save) or None,
     )
     try:
-        return peft.get_peft_model(model, config)
+        adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         if lora.targets:
             raise ConfigError(f"lora does not go into {type(model).__name__}: {str(error).splitlines()[0]}") from error
@@ -121,11 +127,35 @@ def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
             f"lora has no targets, and peft knows none for {type(model).__name__}; name some with "
             f"targets={'+'.join(_linear_layers(model)[:2])}, or targets={ALL_LINEAR}"
         ) from error
+    _train_in_float32(adapted)
+    return adapted
 
 
 def trained_parameters(model: nn.Module) -> int:
     """How many numbers are trained: elements of parameters that require a gradient, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _train_in_float32(adapted: nn.Module) -> None:
+    """Of parts that are trained in full; peft leaves them in the model's dtype, and only its own layers not."""
+    wrapper = require("peft.utils", "reviews").ModulesToSaveWrapper
+    for name, wrapped in adapted.named_modules():
+        if isinstance(wrapped, wrapper):
+            for part in wrapped.modules_to_save.values():
+                halves = {parameter.dtype for parameter in part.parameters()} & _HALVES
+                if halves:
+                    part.float()
+                    part.register_forward_pre_hook(_as_float32)
+                    if not name.endswith(HEADS):  # a head's values go into the loss; others into frozen layers
+                        part.register_forward_hook(partial(_as, halves.pop()))
+
+
+def _as_float32(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(arg.float() if isinstance(arg, Tensor) and arg.dtype in _HALVES else arg for arg in args)
+
+
+def _as(dtype: torch.dtype, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+    return output.to(dtype) if isinstance(output, Tensor) else output
 
 
 def _targets(lora: Lora) -> list[str] | str | None:
