@@ -213,6 +213,13 @@ def test_conversions_and_copies_are_refused(make_strategy: MakeStrategy):
             duplicate(mirrored)
 
 
+def test_converting_to_what_it_is_already_does_nothing(make_strategy: MakeStrategy):
+    mirrored = make_strategy(2).mirror(net())
+    dtype = next(mirrored.parameters()).dtype
+
+    assert mirrored.to("cpu") is mirrored.to(dtype) is mirrored.to(device="cpu", dtype=dtype) is mirrored
+
+
 def test_collected_modules_are_forgotten(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     mirrored: Tensor | MirroredModule | None = strategy.mirror(net())

@@ -20,6 +20,8 @@ from lockstep.mirroring.copies import align
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
+_SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
+
 
 class MirroredModule(nn.Module):
     """One copy of a module per replica. Made by ``strategy.mirror(module)``.
@@ -162,8 +164,21 @@ class MirroredModule(nn.Module):
         self._spread()
         return self
 
+    def to(self, *args: Any, **kwargs: Any) -> MirroredModule:
+        """Nothing, for a device and dtype that the user's module has already.
+
+        Raises:
+            UsageError: for others.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        for tensor in self.module.parameters():
+            converts = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+            if converts or (device is not None and torch.empty(0, device=device).device != tensor.device):
+                raise UsageError(_SETTLED)
+        return self
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
-        raise UsageError("a mirrored module's devices and dtypes are settled; convert the module before mirroring it")
+        raise UsageError(_SETTLED)
 
     def __getattr__(self, name: str) -> Any:
         copies = self.__dict__.get("_copies")

@@ -8,6 +8,7 @@ What is not named here is transformers' own code: it sees one process with one d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -150,7 +151,10 @@ class Trainer(transformers.Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model on all replicas, copied anew but for an evaluation during training."""
         if training or self._mirrored is None or not self.is_in_train:
+            first, began = not self.accelerator._models, time.time()
             self._mirror()
+            if first and not training:
+                self.model_preparation_time = round(time.time() - began, 4)
         if training:
             self._mirror_optimizer()
         return self._mirrored_module
@@ -158,6 +162,8 @@ class Trainer(transformers.Trainer):
     def _mirror(self) -> None:
         """Copies the model as it is now: hooks, adapters and loaded weights may have come since the last time."""
         model: Any = self.model
+        if not self.is_in_train and (dtype := _evaluation_dtype(self.args)) is not None:
+            model.to(dtype)
         self.model_wrapped, self._mirrored = model, None
         self._mirrored = self.strategy.mirror(model)
         for copy in self._mirrored.copies:
@@ -244,6 +250,13 @@ class Trainer(transformers.Trainer):
         if context is None:
             raise UsageError("a part of a step was called outside a replica; call training_step or prediction_step")
         return context
+
+
+def _evaluation_dtype(args: TrainingArguments) -> torch.dtype | None:
+    """What the model is converted to for an evaluation outside a training."""
+    if args.fp16_full_eval:
+        return torch.float16
+    return torch.bfloat16 if args.bf16_full_eval else None
 
 
 def _backward(plain: Callable[..., None], loss: Tensor, **named: Any) -> None:

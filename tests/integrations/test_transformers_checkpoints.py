@@ -1,0 +1,100 @@
+"""Checkpoints of the Trainer: what is kept, and how a training goes on from one, here or in transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from lockstep.integrations.transformers import Trainer  # noqa: E402  what it needs is there
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+MakeStrategy = Callable[..., Any]
+
+
+def resumed(task: Any, folder: Path, step: int) -> Any:
+    return replace(task, resume=str(folder / f"checkpoint-{step}"))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout(tiny: Any, make_strategy: MakeStrategy, tmp_path: Path):
+    task = tiny.Task(model=lambda: tiny.model(dropout=0.3), args=SAVING, more={"compute_metrics": tiny.accuracy})
+    undisturbed = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "a"))
+
+    again = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2, seed=5), folder=str(tmp_path / "b"))
+    tiny.assert_same(again, undisturbed, far=0)
+    for step in (2, 4):  # in the middle of an epoch of 3 steps
+        going = resumed(task, tmp_path / "a", step)
+        gone_on = tiny.train(going, Trainer, replicas=2, strategy=make_strategy(2, seed=5), folder=str(tmp_path / "c"))
+        tiny.assert_same(gone_on, undisturbed, far=0)
+
+
+def test_going_on_elsewhere_draws_other_numbers_and_the_same_each_time(
+    tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
+):
+    task = tiny.Task(model=lambda: tiny.model(dropout=0.3), args=SAVING)
+    tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "a"))
+    going = resumed(task, tmp_path / "a", 4)
+
+    runs = [
+        tiny.train(going, Trainer, replicas=4, strategy=make_strategy(4, seed=seed), folder=str(tmp_path / "b"))
+        for seed in (0, 1)
+    ]
+
+    tiny.assert_same(runs[1], runs[0], far=0)
+
+
+def test_one_goes_on_from_the_other_and_on_another_number_of_replicas(
+    tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
+):
+    task = tiny.Task(args=SAVING)
+    theirs = tiny.train(task, transformers.Trainer, folder=str(tmp_path / "theirs"))
+    ours = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "ours"))
+    tiny.assert_same(ours, theirs)
+
+    assert names(tmp_path / "ours") == names(tmp_path / "theirs") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    added = set(names(tmp_path / "ours" / "checkpoint-4")) ^ set(names(tmp_path / "theirs" / "checkpoint-4"))
+    assert added == {"lockstep_rng_state.pth"}
+    from_theirs = resumed(task, tmp_path / "theirs", 2)
+    from_ours = resumed(task, tmp_path / "ours", 2)
+    for going, base, more in (
+        (from_theirs, Trainer, {"replicas": 4, "strategy": make_strategy(4)}),
+        (from_ours, Trainer, {"replicas": 4, "strategy": make_strategy(4)}),
+        (from_ours, transformers.Trainer, {}),
+    ):
+        tiny.assert_same(tiny.train(going, base, folder=str(tmp_path / "on"), **more), theirs)
+
+
+def test_the_best_model_is_kept_and_loaded(tiny: Any, make_strategy: MakeStrategy, tmp_path: Path, layout: str):
+    settings = {
+        **SAVING,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "spread",
+        "greater_is_better": False,
+        "learning_rate": 0.02,
+    }
+    task = tiny.Task(args=settings, more={"compute_metrics": tiny.accuracy})
+    theirs = tiny.train(task, transformers.Trainer, folder=str(tmp_path / "theirs"))
+
+    ours = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "ours"))
+
+    tiny.assert_same(ours, theirs)
+    best = Path(theirs.trainer.state.best_model_checkpoint).name
+    assert best != "checkpoint-6"
+    assert Path(ours.trainer.state.best_model_checkpoint).name == best
+    assert names(tmp_path / "ours") == names(tmp_path / "theirs")
+    saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "ours" / best, dtype=torch.float64)
+    torch.testing.assert_close(dict(saved.state_dict()), ours.weights, rtol=0, atol=0)
+    metrics = ours.trainer.evaluate()
+    assert metrics["eval_spread"] == pytest.approx(ours.trainer.state.best_metric, rel=1e-9)
+    assert metrics["eval_spread"] == pytest.approx(theirs.trainer.evaluate()["eval_spread"], rel=1e-9)
