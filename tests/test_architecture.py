@@ -22,7 +22,8 @@ PACKAGE = ROOT / "src" / "lockstep"
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"extras"}),
-    frozenset({"config", "cluster"}),
+    # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
+    frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),
     frozenset({"collectives"}),
     frozenset({"replicas"}),

@@ -12,6 +12,8 @@ from typer.main import get_command
 from lockstep.cli.bench import BENCH_EXAMPLE, bench_app
 from lockstep.cli.data import data_app
 from lockstep.cli.devices import devices
+from lockstep.cli.plan import EXAMPLE as PLAN_EXAMPLE
+from lockstep.cli.plan import plan
 from lockstep.cli.run import EXAMPLE as RUN_EXAMPLE
 from lockstep.cli.run import run
 from lockstep.cli.train import train_app
@@ -52,6 +54,7 @@ def _app() -> typer.Typer:
         data_app(), name="data", help="Say what the data of a recipe holds.", epilog="Example: lockstep data mlm"
     )
     app.add_typer(bench_app(), name="bench", help="Measure how fast a recipe trains.", epilog=BENCH_EXAMPLE)
+    app.command("plan", epilog=PLAN_EXAMPLE)(plan)
     # The program's own flags come after its name, and are not looked at.
     app.command(epilog=VERIFY_EXAMPLE, context_settings={"allow_interspersed_args": False})(verify)
     app.command(epilog=RUN_EXAMPLE, context_settings={"allow_interspersed_args": False})(run)

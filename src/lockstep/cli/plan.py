@@ -1,0 +1,187 @@
+"""``lockstep plan``: which layout trains a model fastest on given devices, without touching any."""
+
+from __future__ import annotations
+
+import json as text_of
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import typer
+
+from lockstep.cli.flags import config_command
+from lockstep.cli.plan_table import plan_dictionary, plan_text
+from lockstep.errors import ConfigError
+from lockstep.plan.devices import DEVICE_KINDS, device_kind
+from lockstep.plan.layout import RECOMPUTES, SCHEDULES
+from lockstep.plan.links import parse_link
+from lockstep.plan.measure import Measured, measure
+from lockstep.plan.plan import plan as make_plan
+from lockstep.plan.plan import usual_network, usual_software
+from lockstep.plan.read import shape_of
+from lockstep.plan.search import Choices, Plan
+from lockstep.plan.settings import Software, precision_named
+from lockstep.plan.shape import ModelShape
+from lockstep.plan.validation import validation_markdown
+from lockstep.recipes.mlm.config import mlm
+
+EXAMPLE = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
+# Lines in the global batch for each device, where no batch is asked for.
+_LINES_A_DEVICE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is planned for, and what is given.
+
+    Args:
+        devices: how many there are.
+        kind: of what kind; the figures are published ones.
+        per_host: devices in a host; by default as usual for the kind.
+        link: link inside a host, and after a comma the one between hosts for each device: nvlink3,hdr. A link of
+            your own is GB/s each way and microseconds: 25@14.
+        batch: lines in the global batch; by default 8 for each device.
+        sequence: tokens in a line; by default the model's longest.
+        precision: number formats; by default half precision where the device has it.
+        data: copies of the model, where that is given.
+        pipeline: stages, where that is given.
+        tensor: devices that share a layer, where that is given.
+        rows: lines in a microbatch, where that is given.
+        schedule: the pipeline's schedule, where that is given.
+        recompute: activations to compute again, where that is given.
+    """
+
+    devices: int
+    kind: str | None = None
+    per_host: int | None = None
+    link: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    precision: Literal["fp32", "bf16", "fp16", "mixed"] | None = None
+    data: int | None = None
+    pipeline: int | None = None
+    tensor: int | None = None
+    rows: int | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "per_host", "batch", "sequence"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value} was given, expected at least 1")
+
+    @property
+    def choices(self) -> Choices:
+        return Choices(
+            data=self.data,
+            pipeline=self.pipeline,
+            tensor=self.tensor,
+            rows=self.rows,
+            schedules=SCHEDULES if self.schedule is None else (self.schedule,),
+            recomputes=RECOMPUTES if self.recompute is None else (self.recompute,),
+        )
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; "
+        "or sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.",
+    ),
+]
+TopFlag = Annotated[int, typer.Option(help="How many layouts to show, the best of each (data, pipeline, tensor).")]
+MeasureFlag = Annotated[
+    bool, typer.Option("--measure", help="Use this machine's figures, measured in a second or two, for every device.")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print it for machines.")]
+PublishedFlag = Annotated[
+    bool,
+    typer.Option(
+        "--published",
+        help="Show predictions beside published results, with every error, and end.",
+        callback=lambda wanted: print_published(wanted),
+        is_eager=True,
+    ),
+]
+RefusedFlag = Annotated[bool, typer.Option("--refused", help="List what was refused, and why.")]
+
+
+@config_command(PlanRequest)
+def plan(
+    model: ModelArgument,
+    *,
+    config: PlanRequest,
+    top: TopFlag = 5,
+    measured: MeasureFlag = False,
+    json: JsonFlag = False,
+    refused: RefusedFlag = False,
+    published: PublishedFlag = False,
+) -> Callable[[], int]:
+    """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory."""
+
+    def job() -> int:
+        if top < 1:
+            raise ConfigError(f"--top {top} was given, expected at least 1")
+        found = planned(model_shape(model, config.sequence), config, measured=measured)
+        if json:
+            print(text_of.dumps(plan_dictionary(found, top=top), indent=2))
+        else:
+            print(plan_text(found, top=top, refused=refused))
+        return 0
+
+    return job
+
+
+def print_published(wanted: bool) -> None:
+    """Prints the tables of docs/plan.md, which say how far predictions can be trusted."""
+    if wanted:
+        print(validation_markdown(), end="")
+        raise typer.Exit
+
+
+def model_shape(model: str, sequence: int | None) -> ModelShape:
+    """The sizes of what was named: a recipe first, then whatever ``shape_of`` knows."""
+    return shape_of(mlm() if model == "mlm" else model, sequence=sequence)
+
+
+def planned(shape: ModelShape, request: PlanRequest, *, measured: bool) -> Plan:
+    """The plan that was asked for.
+
+    Raises:
+        ConfigError: no kind of device was named, or something that is not known; or nothing fits.
+    """
+    here = _measure(request) if measured else None
+    if here is None and request.kind is None:
+        raise ConfigError(
+            f"--kind was not given; choose one of {', '.join(DEVICE_KINDS)}, or --measure this machine's device"
+        )
+    device = here.device if here else device_kind(request.kind or "")
+    network = here.network if here else usual_network(device, request.devices)
+    if request.per_host is not None:
+        network = replace(network, per_host=request.per_host)
+    if request.link is not None:
+        inside, _, between = request.link.partition(",")
+        network = replace(network, inside=parse_link(inside) if inside else network.inside)
+        network = replace(network, between=parse_link(between) if between else network.between)
+    software: Software = usual_software(device)
+    if request.precision is not None:
+        software = replace(software, precision=precision_named(request.precision))
+    if here is not None:
+        software = replace(software, constants=here.constants)
+    return make_plan(
+        shape,
+        devices=request.devices,
+        kind=device,
+        batch=_LINES_A_DEVICE * request.devices if request.batch is None else request.batch,
+        network=network,
+        software=software,
+        choices=request.choices,
+    )
+
+
+def _measure(request: PlanRequest) -> Measured:
+    if request.kind is not None:
+        raise ConfigError(f"--kind {request.kind} and --measure were both given, expected one of them; leave one out")
+    return measure(per_host=request.per_host or 1)

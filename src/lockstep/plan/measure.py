@@ -1,0 +1,163 @@
+"""This machine's figures, measured: matrix products, memory, the way between memories. The one file with effects.
+
+A few products and copies, a second or two in all by default. What is measured is what is reached, so it comes with
+constants of 1.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.plan.devices import GIB, DeviceKind, Format
+from lockstep.plan.links import LINKS, Link, Network
+from lockstep.plan.settings import Constants
+
+_CPU_SIZES, _GPU_SIZES = (256, 512, 1024), (2048, 4096, 8192)
+_TYPES: dict[Format, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_MEGABYTE = 2**20
+_SEVERAL = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one device of this machine reaches.
+
+    Args:
+        device: its figures.
+        network: the link inside this host, measured; the one between hosts as it usually is.
+        constants: 1 for all that was measured, and the measured cost of an operation.
+    """
+
+    device: DeviceKind
+    network: Network
+    constants: Constants
+
+
+def measure(*, per_host: int = 1, seconds: float = 0.1) -> Measured:
+    """Measures the first GPU, or the CPU where there is none.
+
+    Args:
+        per_host: workers on this machine; each has its share of a CPU's cores and memory. GPUs are not divided.
+        seconds: for each of the measurements; the best of at least two runs counts.
+
+    Raises:
+        ConfigError: more workers than cores.
+    """
+    if torch.cuda.is_available():
+        return _measure_gpu(_Stopwatch(torch.device("cuda", 0), seconds), per_host)
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= per_host <= cores:
+        raise ConfigError(f"per_host={per_host} was given, expected 1 to {cores} workers on the {cores} cores here")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores // per_host)
+    try:
+        return _measure_cpu(_Stopwatch(torch.device("cpu"), seconds), per_host)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure_cpu(watch: _Stopwatch, per_host: int) -> Measured:
+    copied = watch.copy_rate(watch.device, 32 * _MEGABYTE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    formats: tuple[Format, ...] = ("fp32", "bf16")
+    kind = DeviceKind(
+        name="cpu",
+        memory_gib=memory / GIB / per_host,
+        # A copy reads and writes.
+        bandwidth_gb_s=2 * copied / 1e9,
+        peak_tflops={name: watch.product_rate(name, _CPU_SIZES) / 1e12 for name in formats},
+        inside="memory",
+        between="ethernet-10",
+        per_host=per_host,
+        source="measured",
+    )
+    # Between two workers of a host a tensor is copied twice: into shared memory or a socket, and out of it.
+    link = Link(name="memory", bandwidth_gb_s=copied / 2e9, latency_us=LINKS["memory"].latency_us)
+    return _measured(watch, kind, link)
+
+
+def _measure_gpu(watch: _Stopwatch, per_host: int) -> Measured:
+    formats: tuple[Format, ...] = ("fp32", "fp16", "bf16")
+    device, present = watch.device, torch.cuda.device_count()
+    kind = DeviceKind(
+        name=torch.cuda.get_device_name(device),
+        memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB,
+        bandwidth_gb_s=2 * watch.copy_rate(device, 256 * _MEGABYTE) / 1e9,
+        peak_tflops={name: watch.product_rate(name, _GPU_SIZES) / 1e12 for name in formats},
+        inside="pcie4",
+        between="hdr",
+        per_host=max(per_host, present),
+        source="measured",
+    )
+    link = LINKS[kind.inside]
+    if present > 1:
+        rate = watch.copy_rate(torch.device("cuda", 1), 256 * _MEGABYTE)
+        link = Link(name="peer", bandwidth_gb_s=rate / 1e9, latency_us=link.latency_us)
+    return _measured(watch, kind, link)
+
+
+def _measured(watch: _Stopwatch, kind: DeviceKind, link: Link) -> Measured:
+    return Measured(
+        device=kind,
+        network=Network(inside=link, between=LINKS[kind.between], per_host=kind.per_host),
+        constants=Constants(matmul=1.0, memory=1.0, link=1.0, launch_us=watch.launch_seconds() * 1e6),
+    )
+
+
+class _Stopwatch:
+    """Times work on one device.
+
+    Args:
+        device: the device.
+        seconds: for each measurement.
+    """
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.device = device
+        self._seconds = seconds
+
+    def product_rate(self, name: Format, sizes: tuple[int, ...]) -> float:
+        """The best rate of square products, in FLOP/s."""
+
+        def rate(size: int) -> float:
+            left = torch.ones(size, size, dtype=_TYPES[name], device=self.device)
+            return 2 * float(size) ** 3 / self._best(lambda: left @ left)
+
+        return max(rate(size) for size in sizes)
+
+    def copy_rate(self, target: torch.device, size: int) -> float:
+        """Bytes a second that arrive at ``target``."""
+        here = torch.ones(size // 4, device=self.device)
+        there = torch.empty(size // 4, device=target)
+        return size / self._best(lambda: there.copy_(here))
+
+    def launch_seconds(self) -> float:
+        """What an operation on next to nothing takes, of many in a row."""
+        tiny = torch.ones(8, device=self.device)
+
+        def several() -> None:
+            for _ in range(_SEVERAL):
+                tiny.add_(1.0)
+
+        return self._best(several) / _SEVERAL
+
+    def _best(self, work: Callable[[], object]) -> float:
+        """The shortest of several runs, at least two, after one that does not count."""
+        self._run(work)
+        times = [self._run(work), self._run(work)]
+        while sum(times) < self._seconds:
+            times.append(self._run(work))
+        return min(times)
+
+    def _run(self, work: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start

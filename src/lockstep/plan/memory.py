@@ -1,0 +1,132 @@
+"""What a device holds: weights, gradients, optimizer state, activations. Formulas only; nothing is allocated.
+
+Activations are those of Korthikanti et al. 2022 (arXiv 2205.05198), written for any width of the feed-forward part, any
+number of key heads and any bytes a value: their s b h (10 + 24/t + 5 a s/(h t)) comes out for a GPT in 16 bits.
+State is that of ZeRO (arXiv 1910.02054), stage 1 where the optimizer is sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.plan.layout import Layout
+from lockstep.plan.settings import Software
+from lockstep.plan.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the fullest device.
+
+    Args:
+        weights: of the parameters, and of what autocast casts them to.
+        gradients: of their gradients.
+        optimizer: of the optimizer's state, with the float32 weights where the others are shorter.
+        activations: kept from forward to backward, at the worst moment of a step.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerActivations:
+    """Bytes that one layer keeps of one microbatch on one device.
+
+    Args:
+        replicated: what every tensor rank keeps, or its part along the sequence.
+        split: what tensor ranks share.
+        scores: of attention's scores, softmax and dropout; nothing where attention is fused.
+        input: of the layer's input alone.
+    """
+
+    replicated: float
+    split: float
+    scores: float
+    input: float
+
+    @property
+    def all(self) -> float:
+        return self.replicated + self.split + self.scores
+
+
+def layer_activations(shape: ModelShape, layout: Layout, software: Software) -> LayerActivations:
+    """What a layer keeps of a microbatch where nothing is computed again (Korthikanti et al., equations 1, 2 and 4)."""
+    value = software.precision.activation
+    tokens = shape.sequence * layout.rows
+    along = layout.tensor if layout.sequence_parallel else 1
+    # Two inputs of norms, two of blocks, two dropout masks of a byte.
+    replicated = tokens * shape.hidden * (4 * value + 2) / along
+    inner = 3 if shape.gated else 2
+    split = tokens * value * (2 * shape.hidden + 2 * shape.kv_width + inner * shape.feed_forward) / layout.tensor
+    # Softmax and dropout give a value each, and a mask of a byte.
+    scores = 0.0 if software.fused_attention else shape.heads * shape.sequence * tokens * (2 * value + 1)
+    kept = tokens * shape.hidden * value / along
+    return LayerActivations(replicated=replicated, split=split, scores=scores / layout.tensor, input=kept)
+
+
+def in_flight(layout: Layout) -> float:
+    """Microbatches whose activations the first stage holds at once; a fraction where its parts hold unequally many."""
+    stages, batches = layout.pipeline, layout.microbatches
+    if layout.schedule == "gpipe":
+        return batches
+    if layout.chunks > 1:
+        # Korthikanti et al., section 4.2.3: L (1 + (p - 1)/(p m)) layers in place of L.
+        return min(batches, stages + (stages - 1) / layout.chunks)
+    return min(batches, stages)
+
+
+def stage_parameters(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Parameters on a device of the first stage and of the last; of the only one, twice the same."""
+    layers = shape.layers / layout.pipeline * shape.layer_parameters / layout.tensor
+    words = shape.vocabulary * shape.hidden / layout.tensor
+    first = layers + words + shape.embedding_rows * shape.hidden
+    norm = shape.head_parameters - (0 if shape.tied else shape.vocabulary * shape.hidden)
+    if layout.pipeline == 1:
+        only = first + norm + (0 if shape.tied else words)
+        return only, only
+    return first, layers + words + norm
+
+
+def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Memory:
+    """What the fullest device holds, of the first stage or the last. Instant and pure.
+
+    The first stage keeps most microbatches in flight; the last holds the logits, in the activations' format and in
+    float32.
+    """
+    layer = layer_activations(shape, layout, software)
+    if layout.recompute == "full":
+        kept, working = layer.input, layer.all
+    else:
+        kept = layer.all if layout.recompute == "none" else layer.replicated + layer.split
+        working = 0.0 if layout.recompute == "none" else layer.scores
+    layers = shape.layers / layout.pipeline
+    tokens = shape.sequence * layout.rows * shape.predicted
+    logits = tokens * shape.vocabulary / layout.tensor * (software.precision.activation + 4)
+    first, last = (
+        _with_state(parameters, activations, layout, software)
+        for parameters, activations in zip(
+            stage_parameters(shape, layout),
+            (kept * layers * in_flight(layout) + working, kept * layers + working + logits),
+            strict=True,
+        )
+    )
+    if layout.pipeline == 1:
+        return _with_state(stage_parameters(shape, layout)[0], kept * layers + working + logits, layout, software)
+    return max(first, last, key=lambda memory: memory.total)
+
+
+def _with_state(parameters: float, activations: float, layout: Layout, software: Software) -> Memory:
+    precision = software.precision
+    return Memory(
+        weights=parameters * (precision.weight + precision.cast),
+        gradients=parameters * precision.gradient,
+        optimizer=parameters * precision.optimizer / (layout.data if layout.shard_optimizer else 1),
+        activations=activations,
+    )

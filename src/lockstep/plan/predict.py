@@ -1,0 +1,216 @@
+"""The time of a step of a layout, and where it goes. Pure: numbers in, numbers out.
+
+stage time t = layers x (forward + again + backward) + exchanges between tensor ranks + sends + accumulation
+step = (M - 1) x t of the slowest stage + the way of one microbatch through all stages + data exchange + update
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.plan.compute import (
+    Work,
+    accumulate_seconds,
+    embedding_work,
+    head_work,
+    layer_work,
+    update_seconds,
+)
+from lockstep.plan.devices import DeviceKind
+from lockstep.plan.layout import Layout
+from lockstep.plan.links import Network, group, ring_seconds, send_seconds
+from lockstep.plan.memory import Memory, estimate_memory, stage_parameters
+from lockstep.plan.settings import Software
+from lockstep.plan.shape import ModelShape
+
+# Part of a stage's computing that is its backward pass: two of three, or three of four with recomputation.
+_BACKWARD = 2 / 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a layout is expected to take. Seconds add up to ``step_s``.
+
+    Args:
+        layout: the layout.
+        memory: on its fullest device.
+        compute_s: products and passes over memory, of the slowest stage.
+        bubble_s: waiting at both ends of the pipeline.
+        tensor_s: exchanges between tensor ranks.
+        pipeline_s: sends between stages.
+        data_s: exchange of gradients, as far as no backward pass hides it.
+        update_s: the optimizer.
+        model_flops: operations of the step that the model itself asks for, over all devices.
+        hardware_flops: with those of recomputation, as Narayanan et al. count.
+    """
+
+    layout: Layout
+    memory: Memory
+    compute_s: float
+    bubble_s: float
+    tensor_s: float
+    pipeline_s: float
+    data_s: float
+    update_s: float
+    model_flops: float
+    hardware_flops: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s + self.data_s + self.update_s
+
+    @property
+    def bubble(self) -> float:
+        """Share of the pipeline's time that a stage waits: (S-1)/(M+S-1) for equal stages in 1F1B."""
+        return self.bubble_s / (self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s)
+
+    @property
+    def hardware_tflops(self) -> float:
+        """TFLOP/s of a device, recomputation counted."""
+        return self.hardware_flops / self.step_s / self.layout.devices / 1e12
+
+    @property
+    def model_tflops(self) -> float:
+        """TFLOP/s of a device that the model itself asks for."""
+        return self.model_flops / self.step_s / self.layout.devices / 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Seconds of a stage for one microbatch: computing, exchanging, and of all that, weight gradients alone."""
+
+    compute: float
+    tensor: float
+    weights: float
+
+    @property
+    def busy(self) -> float:
+        return self.compute + self.tensor
+
+
+def predict(
+    shape: ModelShape, layout: Layout, *, device: DeviceKind, network: Network, software: Software
+) -> Prediction:
+    """The predicted step of ``layout``, whether or not it fits in memory. Instant and pure."""
+    first, middle, last = _stages(shape, layout, device, network, software)
+    stages = layout.pipeline
+    slowest = max((first, middle, last), key=lambda stage: stage.busy)
+    sends = _send_seconds(shape, layout, network, software)
+    batches = layout.microbatches
+    data_s = _data_seconds(shape, layout, network, software, slowest)
+    flops = _flops(shape, layout)
+    return Prediction(
+        layout=layout,
+        memory=estimate_memory(shape, layout, software),
+        compute_s=batches * slowest.compute,
+        tensor_s=batches * slowest.tensor,
+        pipeline_s=batches * sends,
+        bubble_s=0.0 if stages == 1 else _bubble_seconds(layout, (first, middle, last), slowest, sends),
+        data_s=data_s,
+        update_s=update_seconds(max(stage_parameters(shape, layout)), layout, device, software),
+        model_flops=flops[0],
+        hardware_flops=flops[1],
+    )
+
+
+def _stages(
+    shape: ModelShape, layout: Layout, device: DeviceKind, network: Network, software: Software
+) -> tuple[_Stage, _Stage, _Stage]:
+    """The first stage, one in the middle, and the last; of a pipeline of one, that one three times."""
+    layers = shape.layers // layout.pipeline
+    layer = layer_work(shape, layout, device, software)
+    exchange = _exchange_seconds(shape, layout, network, software)
+    again = {"none": 0.0, "selective": layer.scores, "full": layer.forward}[layout.recompute]
+    exchanges = 2 * exchange * (2 if layout.recompute == "full" else 1)
+    hidden = layer.weights if software.overlap_tensor else 0.0
+    exchanges += max(0.0, 2 * exchange - hidden)
+    adding = [accumulate_seconds(p, layout, device, software) for p in stage_parameters(shape, layout)]
+    compute = layers * (layer.forward + layer.backward + again)
+    weights = layers * layer.weights
+    head = head_work(shape, layout.rows, layout.tensor, device, software)
+    words = embedding_work(shape, layout.rows, device, software)
+    ends = [(words, adding[0]), (None, adding[0]), (head, adding[1])]
+    if layout.pipeline == 1:
+        both = Work(
+            forward=head.forward + words.forward,
+            backward=head.backward + words.backward,
+            weights=head.weights + words.weights,
+        )
+        ends = [(both, adding[0])] * 3
+    made = [
+        _Stage(
+            compute=compute + add + (end.forward + end.backward if end else 0.0),
+            tensor=layers * exchanges + (exchange * (2 if layout.pipeline == 1 else 1) if end else 0.0),
+            weights=weights + (end.weights if end else 0.0),
+        )
+        for end, add in ends
+    ]
+    return made[0], made[1], made[2]
+
+
+def _exchange_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software) -> float:
+    """One all-reduce of a microbatch's activations between tensor ranks; as long where it is a gather and a scatter."""
+    bytes = shape.sequence * layout.rows * shape.hidden * software.precision.activation
+    ranks = group(layout.tensor, 1, network.per_host)
+    constants = software.constants
+    return 2 * ring_seconds(bytes, ranks, network, constants.link, constants.start_us * 1e-6)
+
+
+def _send_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software) -> float:
+    """What a stage waits for its neighbours, for each microbatch: activations one way, gradients the other."""
+    if layout.pipeline == 1:
+        return 0.0
+    share, tensor = software.constants.link, layout.tensor
+    same_host = layout.devices <= network.per_host
+    bytes = shape.sequence * layout.rows * shape.hidden * software.precision.activation
+    split = software.split_sends or layout.sequence_parallel
+    once = send_seconds(bytes / (tensor if split else 1), same_host, network, share)
+    if split and not layout.sequence_parallel:
+        once += ring_seconds(bytes, group(tensor, 1, network.per_host), network, share, 0.0)
+    return 2 * layout.chunks * once
+
+
+def _bubble_seconds(layout: Layout, stages: tuple[_Stage, _Stage, _Stage], slowest: _Stage, sends: float) -> float:
+    """The way of one microbatch through all stages but the slowest; shorter by the parts that a stage interleaves.
+
+    Zero-bubble schedules fill it with weight gradients, which wait for nobody (ZB-H1, arXiv 2401.10241): of t per
+    stage, t less twice the weights' part remains.
+    """
+    first, middle, last = stages
+    way = first.busy + last.busy + (layout.pipeline - 2) * middle.busy - slowest.busy
+    if layout.schedule == "zero_bubble":
+        saved = first.weights + last.weights + (layout.pipeline - 2) * middle.weights - slowest.weights
+        way = max(0.0, way - 2 * saved)
+    return (way + (layout.pipeline - 1) * sends) / layout.chunks
+
+
+def _data_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software, stage: _Stage) -> float:
+    """The exchange of gradients between copies, less what the last microbatch's backward pass hides.
+
+    With a sharded optimizer gradients are scattered and weights gathered, which is as much as an all-reduce.
+    """
+    parameters = max(stage_parameters(shape, layout))
+    precision, constants = software.precision, software.constants
+    copies = group(layout.data, layout.tensor, network.per_host)
+    start = constants.start_us * 1e-6
+    scatter = ring_seconds(parameters * precision.gradient, copies, network, constants.link, start)
+    gathered = precision.weight if layout.shard_optimizer else precision.gradient
+    gather = ring_seconds(parameters * gathered, copies, network, constants.link, start)
+    if not software.overlap_data:
+        return scatter + gather
+    # Sharded weights are gathered after the update, when nothing is left to hide behind.
+    early, late = (scatter, gather) if layout.shard_optimizer else (scatter + gather, 0.0)
+    return max(early - _BACKWARD * stage.compute, constants.unhidden * early) + late
+
+
+def _flops(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Operations of the model, and those with recomputation; 72 and 96 B s l h^2 (1 + ...) for a GPT."""
+    tokens = layout.batch * shape.sequence
+    matrices = shape.hidden * (2 * shape.hidden + 2 * shape.kv_width)
+    matrices += (3 if shape.gated else 2) * shape.hidden * shape.feed_forward
+    scores = 4 * shape.sequence * shape.hidden
+    layers = tokens * shape.layers * (2 * matrices + scores)
+    head = tokens * shape.predicted * 2 * shape.hidden * shape.vocabulary
+    again = {"none": 0.0, "selective": tokens * shape.layers * scores, "full": layers}[layout.recompute]
+    model = 3 * (layers + head)
+    return model, model + again

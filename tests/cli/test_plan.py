@@ -1,0 +1,116 @@
+"""``lockstep plan``: the table, the call that it names, JSON for machines, and one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+
+MODEL = ["plan", "gpt-3", "--devices", "64", "--batch", "64", "--sequence", "2048", "--tensor", "8", "--rows", "1"]
+A100 = ["--kind", "a100-80gb"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_table_ends_in_the_call_of_the_best(capsys: pytest.CaptureFixture[str]):
+    code, out, err = said(capsys, *MODEL, *A100, "--recompute", "full", "--schedule", "interleaved")
+    lines = out.splitlines()
+
+    assert (code, err) == (0, "")
+    assert lines[0] == "gpt-3: 174.6 billion parameters, 96 layers of 12,288, 96 heads, lines of 2,048 tokens"
+    assert lines[1] == (
+        "64 x a100-80gb (80 GiB, 312 TFLOP/s in bf16), 8 in a host on nvlink3, hdr between hosts; global batch 64"
+    )
+    assert "data  pipeline  tensor  microbatches  schedule" in out
+    assert "best: ls.ParallelStrategy(data=1, pipeline=8, tensor=8, microbatches=64, " in out
+    assert "gradient checkpointing" in out
+    assert all(len(line) < 150 for line in lines)
+
+
+def test_the_docs_show_what_the_command_says(capsys: pytest.CaptureFixture[str]):
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    command = text.split("```bash\nlockstep ", 1)[1].split("\n", 1)[0]
+    _, out, _ = said(capsys, *command.split())
+
+    assert f"```text\n{out}```" in text
+
+
+def test_json_says_the_same_in_numbers(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = said(capsys, *MODEL, *A100, "--json", "--top", "2")
+    found = json.loads(out)
+    best = found["layouts"][0]
+
+    assert code == 0
+    assert (found["devices"], found["kind"], found["model"]["parameters"]) == (64, "a100-80gb", 174_615_846_912)
+    assert len(found["layouts"]) <= 2
+    assert best["step_s"] == pytest.approx(sum(best["seconds"].values()))
+    assert best["bytes"]["total"] <= found["usable_bytes"]
+    assert best["data"] * best["pipeline"] * best["tensor"] == 64
+
+
+def test_refusals_are_listed_where_that_is_asked(capsys: pytest.CaptureFixture[str]):
+    words = ("plan", "gpt2-xl", "--devices", "8", "--kind", "rtx-4090", "--rows", "1")
+    _, short, _ = said(capsys, *words)
+    _, long, _ = said(capsys, *words, "--refused")
+
+    assert "6 that do not divide were refused: --refused lists them." in short
+    assert "tensor=2 does not divide heads=25; choose 1, 5 or 25" in long
+
+
+def test_links_and_hosts_can_be_given(capsys: pytest.CaptureFixture[str]):
+    words = (*MODEL, *A100, "--json", "--per-host", "4")
+    _, slow, _ = said(capsys, *words, "--link", "pcie4,1.25@50")
+    _, fast, _ = said(capsys, *words, "--link", ",ndr")
+
+    assert json.loads(slow)["layouts"][0]["step_s"] > 1.5 * json.loads(fast)["layouts"][0]["step_s"]
+
+
+def test_the_recipe_is_planned_with_what_this_machine_reaches(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = said(capsys, "plan", "mlm", "--devices", "2", "--measure", "--per-host", "1", "--rows", "8")
+
+    assert code == 0
+    assert out.startswith("mlm: 4.4 million parameters, 2 layers of 128, 2 heads, lines of 512 tokens\n2 x ")
+    assert "best: ls.ParallelStrategy(" in out
+
+
+def test_published_results_are_shown_without_a_model(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = said(capsys, "plan", "--published")
+
+    assert code == 0
+    assert "| megatron-1t | 3,072 | 6 x 64 x 8 | 1f1b | full | 163 |" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["gpt-3", "--devices", "64"],
+            "--kind was not given; choose one of a100-40gb, a100-80gb, h100-sxm, ",
+        ),
+        (["gpt-3", "--devices", "0", *A100], "--devices 0 was given, expected at least 1"),
+        (["gpt2", "--devices", "2", *A100, "--top", "0"], "--top 0 was given, expected at least 1"),
+        (
+            ["gpt2", "--devices", "2", *A100, "--measure"],
+            "--kind a100-80gb and --measure were both given, expected one",
+        ),
+        (["gpt2", "--devices", "8", *A100, "--tensor", "8"], "tensor=8 does not divide heads=12; choose 1, 2, 3, 4, 6"),
+        (["gpt-3", "--devices", "8", *A100], "no layout of gpt-3 on 8 x a100-80gb fits: the smallest needs"),
+        (
+            ["gpt2", "--devices", "8", *A100, "--link", "string"],
+            "the link 'string' is not known; choose one of nvlink2",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str], line: str):
+    code, out, err = said(capsys, "plan", *words)
+
+    assert (code, out) == (2, "")
+    assert err.startswith(f"lockstep: error: {line}")
+    assert err.count("\n") == 1

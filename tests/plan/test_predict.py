@@ -1,0 +1,129 @@
+"""Step times: operations, bubbles, exchanges, each against its formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.plan import KNOWN_SHAPES, LINKS, Layout, ModelShape, Network, Prediction, Software, device_kind, predict
+from lockstep.plan.compute import layer_work
+from lockstep.plan.settings import precision_named
+
+A100 = device_kind("a100-80gb")
+NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)
+SOFTWARE = Software(precision=precision_named("mixed"), fused_attention=False, overlap_data=False)
+# Ends that weigh nothing: all stages are equal.
+EVEN = ModelShape(layers=48, hidden=4096, heads=32, vocabulary=1, sequence=2048)
+
+
+def predicted(shape: ModelShape, layout: Layout, software: Software = SOFTWARE) -> Prediction:
+    return predict(shape, layout, device=A100, network=NETWORK, software=software)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_operations_are_those_of_the_papers(recompute):
+    shape, layout = KNOWN_SHAPES["gpt-3"], Layout(data=4, microbatches=16, recompute=recompute)
+    rows, layers, s, h, words = layout.batch, shape.layers, shape.sequence, shape.hidden, shape.vocabulary
+    found = predicted(shape, layout)
+    # Korthikanti et al., equation 7, and their two more products of scores; Narayanan et al., equation 3.
+    model = 72 * rows * layers * s * h * h * (1 + s / (6 * h) + words / (12 * h * layers))
+    hardware = {
+        "none": model,
+        "selective": model + 4 * rows * layers * s * s * h,
+        "full": 96 * rows * layers * s * h * h * (1 + s / (6 * h) + words / (16 * layers * h)),
+    }
+
+    assert found.model_flops == pytest.approx(model, rel=1e-12)
+    assert found.hardware_flops == pytest.approx(hardware[recompute], rel=1e-12)
+
+
+@pytest.mark.parametrize(("stages", "batches"), [(2, 4), (4, 8), (8, 64), (16, 16)])
+def test_the_bubble_is_that_of_equal_stages(stages: int, batches: int):
+    layout = Layout(pipeline=stages, microbatches=batches)
+    theory = (stages - 1) / (batches + stages - 1)
+
+    assert predicted(EVEN, layout).bubble == pytest.approx(theory, rel=0.02)
+    assert predicted(EVEN, replace(layout, schedule="gpipe")).bubble == pytest.approx(theory, rel=0.02)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 6])
+def test_interleaving_divides_the_bubble(chunks: int):
+    layout = Layout(pipeline=8, microbatches=16, schedule="interleaved", chunks=chunks)
+    waits = 7 / chunks
+
+    assert predicted(EVEN, layout).bubble == pytest.approx(waits / (16 + waits), rel=0.03)
+
+
+def test_zero_bubble_fills_it_with_weight_gradients():
+    """ZB-H1 (arXiv 2401.10241): of F + B + W each of the other stages leaves F + B - W."""
+    layout = Layout(pipeline=8, microbatches=64)
+    whole, filled = predicted(EVEN, layout), predicted(EVEN, replace(layout, schedule="zero_bubble"))
+    weights = 6 * layer_work(EVEN, layout, A100, SOFTWARE).weights
+
+    assert whole.bubble_s - filled.bubble_s == pytest.approx(7 * 2 * weights, rel=0.01)
+    assert filled.compute_s == whole.compute_s
+
+
+def test_seconds_add_up_to_the_step():
+    found = predicted(KNOWN_SHAPES["gpt-3"], Layout(data=2, pipeline=8, tensor=8, microbatches=16))
+    parts = (found.compute_s, found.bubble_s, found.tensor_s, found.pipeline_s, found.data_s, found.update_s)
+
+    assert found.step_s == pytest.approx(sum(parts))
+    assert all(part > 0 for part in parts)
+
+
+def test_full_recomputation_costs_a_forward_pass():
+    layout = Layout(tensor=8, rows=4)
+    none, full = (predicted(KNOWN_SHAPES["megatron-22b"], replace(layout, recompute=r)) for r in ("none", "full"))
+
+    assert 1.25 < full.compute_s / none.compute_s < 1.4
+    assert full.tensor_s == pytest.approx(1.5 * none.tensor_s, rel=0.02)
+
+
+def test_a_layer_takes_what_korthikanti_et_al_measured():
+    """Their table 4, one layer of 22 billion parameters, 4 rows, tensor 8: 7.7 ms forward, 7.2 with the sequence split.
+
+    The measurement has two all-reduces of 101 MB in it.
+    """
+    shape, layout = KNOWN_SHAPES["megatron-22b"], Layout(tensor=8, rows=4)
+    exchange = predicted(shape, layout).tensor_s / (4 * shape.layers + 2) * 2
+    plain = layer_work(shape, layout, A100, SOFTWARE).forward + exchange
+    along = layer_work(shape, replace(layout, sequence_parallel=True), A100, SOFTWARE).forward + exchange
+
+    assert plain == pytest.approx(7.7e-3, rel=0.1)
+    assert along == pytest.approx(7.2e-3, rel=0.1)
+
+
+def test_products_lose_efficiency_where_they_are_narrow():
+    whole = layer_work(EVEN, Layout(rows=4), A100, SOFTWARE)
+    eighth = layer_work(EVEN, Layout(rows=4, tensor=8), A100, SOFTWARE)
+
+    assert whole.forward / 8 < eighth.forward < whole.forward / 2
+
+
+def test_tiny_work_costs_its_launches():
+    tiny = ModelShape(layers=2, hidden=16, heads=2, vocabulary=10, sequence=4)
+
+    assert layer_work(tiny, Layout(), A100, SOFTWARE).forward == pytest.approx(16 * 6e-6)
+
+
+def test_overlap_hides_the_gradients_exchange_but_for_its_tail():
+    layout = Layout(data=32, microbatches=4, rows=4)
+    open_, hidden = (predicted(EVEN, layout, replace(SOFTWARE, overlap_data=over)) for over in (False, True))
+
+    assert hidden.data_s == pytest.approx(0.1 * open_.data_s)
+
+
+def test_tensor_ranks_across_hosts_pay_the_network():
+    within = predicted(EVEN, Layout(tensor=8, rows=4))
+    across = predicted(EVEN, Layout(tensor=16, rows=4))
+
+    assert across.tensor_s > 1.3 * within.tensor_s
+
+
+def test_split_sends_carry_an_eighth():
+    layout = Layout(pipeline=2, tensor=8, microbatches=8)
+    whole, split = (predicted(EVEN, layout, replace(SOFTWARE, split_sends=how)) for how in (False, True))
+
+    assert split.pipeline_s < 0.4 * whole.pipeline_s

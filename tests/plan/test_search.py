@@ -1,0 +1,152 @@
+"""What divides, what fits, in which order; and that thousands of layouts take less than a second."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.plan import (
+    DEVICE_KINDS,
+    KNOWN_SHAPES,
+    LINKS,
+    Choices,
+    Layout,
+    ModelShape,
+    device_kind,
+    plan,
+)
+from lockstep.plan.layout import why_not
+
+GPT2 = KNOWN_SHAPES["gpt2"]
+
+
+def test_layouts_are_ranked_and_fit():
+    found = plan("gpt2-xl", devices=16, kind="a100-40gb", batch=64)
+    steps = [prediction.step_s for prediction in found.ranked]
+
+    assert steps == sorted(steps)
+    assert all(prediction.memory.total <= found.setting.usable_memory for prediction in found.ranked)
+    assert all(prediction.layout.devices == 16 for prediction in found.ranked)
+    assert all(prediction.layout.batch == 64 for prediction in found.ranked)
+    assert found.best is found.best_of_each[0]
+    assert len({(p.layout.data, p.layout.pipeline, p.layout.tensor) for p in found.best_of_each}) == len(
+        found.best_of_each
+    )
+
+
+def test_every_way_of_dividing_is_either_ranked_or_refused():
+    found = plan("gpt2-xl", devices=16, kind="a100-40gb", batch=64)
+
+    # 16 = data x pipeline x tensor in 15 ways.
+    assert len(found.best_of_each) + len(found.refused) == 15
+    reasons = {(r.data, r.pipeline, r.tensor): r.reason for r in found.refused}
+    assert reasons[8, 1, 2] == "tensor=2 does not divide heads=25; choose 1, 5 or 25"
+
+
+def test_thousands_of_layouts_take_less_than_a_second():
+    start = time.process_time()
+    found = plan("gpt-3", devices=1024, kind="a100-80gb", batch=1536)
+
+    assert found.tried > 5000
+    assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("degrees", "reason"),
+    [
+        ({"tensor": 5}, "tensor=5 does not divide heads=12; choose 1, 2, 3, 4, 6 or 12"),
+        ({"pipeline": 5}, "pipeline=5 does not divide layers=12; choose 1, 2, 3, 4, 6 or 12"),
+        ({"data": 5}, "data=5 does not divide the global batch=12; choose 1, 2, 3, 4, 6 or 12"),
+        ({"data": 3, "pipeline": 2, "tensor": 2}, None),
+    ],
+)
+def test_degrees_that_do_not_divide_name_those_that_would(degrees: dict[str, int], reason: str | None):
+    assert why_not(GPT2, **{"data": 1, "pipeline": 1, "tensor": 1, **degrees}, batch=12) == reason
+
+
+def test_grouped_keys_limit_the_tensor_size():
+    assert why_not(KNOWN_SHAPES["llama-3-70b"], data=1, pipeline=1, tensor=16, batch=8) == (
+        "tensor=16 does not divide kv_heads=8; choose 1, 2, 4 or 8"
+    )
+
+
+def test_what_is_given_is_kept():
+    choices = Choices(pipeline=4, tensor=2, rows=2, schedules=("1f1b",), recomputes=("full",))
+    found = plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=choices)
+
+    assert {(p.layout.data, p.layout.pipeline, p.layout.tensor) for p in found.ranked} == {(1, 4, 2)}
+    assert {p.layout.rows for p in found.ranked} == {2}
+    assert {p.layout.schedule for p in found.ranked} == {"1f1b"}
+    assert {p.layout.recompute for p in found.ranked} == {"full"}
+    with pytest.raises(ConfigError, match=r"tensor=3 does not divide devices=8; choose 1, 2, 4 or 8"):
+        plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=Choices(tensor=3))
+    with pytest.raises(ConfigError, match=r"pipeline=4, tensor=4 do not multiply to devices=8; leave one of them out"):
+        plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=Choices(pipeline=4, tensor=4))
+    with pytest.raises(ConfigError, match=r"schedule='dualpipe' was given; choose one of gpipe, 1f1b"):
+        Choices(schedules=("dualpipe",))  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
+    with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
+        plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
+
+    assert plan("megatron-1t", devices=256, kind="a100-80gb", batch=512).ranked
+
+
+def test_a_batch_that_no_division_of_the_devices_divides_is_one_line():
+    shape = ModelShape(layers=3, hidden=9, heads=3, vocabulary=9, sequence=8)
+    with pytest.raises(ConfigError, match="none of 6 layouts divides the model and the batch, such as: "):
+        plan(shape, devices=4, kind="cpu", batch=3)
+
+
+def test_interleaving_needs_groups_of_as_many_microbatches_as_stages():
+    choices = Choices(data=1, tensor=1, rows=1, schedules=("interleaved",))
+
+    assert plan("gpt2", devices=4, kind="a100-40gb", batch=8, choices=choices).best.layout.chunks > 1
+    with pytest.raises(ConfigError, match="no microbatch of those asked for divides the batch"):
+        plan("gpt2", devices=4, kind="a100-40gb", batch=6, choices=choices)
+
+
+def test_a_slow_network_keeps_tensor_ranks_inside_a_host():
+    choices = Choices(pipeline=1, rows=2, recomputes=("full",), shard_optimizer=(True,), sequence_parallel=(True,))
+    shape = KNOWN_SHAPES["llama-2-7b"].with_sequence(2048)
+    fast = plan(shape, devices=16, kind="a100-80gb", batch=64, choices=choices)
+    network = replace(fast.setting.network, between=LINKS["ethernet-10"])
+    slow = plan(shape, devices=16, kind="a100-80gb", batch=64, choices=choices, network=network)
+    last = {name: found.best_of_each[-1] for name, found in (("fast", fast), ("slow", slow))}
+
+    assert last["slow"].layout.tensor == 16
+    assert last["slow"].step_s > 3 * last["fast"].step_s
+    assert slow.best.layout.tensor <= 8
+
+
+def test_a_call_says_what_is_not_the_default():
+    layout = Layout(data=2, pipeline=4, tensor=2, rows=2, microbatches=8, schedule="interleaved", chunks=3)
+
+    assert layout.call() == (
+        'ls.ParallelStrategy(data=2, pipeline=4, tensor=2, microbatches=8, schedule="interleaved")'
+    )
+    assert Layout(data=8, shard_optimizer=True).call() == (
+        "ls.ParallelStrategy(data=8, pipeline=1, tensor=1, shard_optimizer=True)"
+    )
+    with pytest.raises(ConfigError, match=r"chunks=2 was given with schedule='1f1b'"):
+        Layout(pipeline=2, chunks=2)
+
+
+@pytest.mark.parametrize("name", DEVICE_KINDS)
+def test_every_kind_of_device_can_be_planned_for(name: str):
+    kind = device_kind(name)
+
+    assert kind.source
+    assert {kind.inside, kind.between} <= set(LINKS)
+    assert plan("bert-base", devices=2, kind=name, batch=16).ranked
+
+
+def test_an_unknown_kind_lists_the_known():
+    with pytest.raises(ConfigError, match="the device kind 'tpu' is not known; choose one of a100-40gb, a100-80gb"):
+        device_kind("tpu")
+    with pytest.raises(ConfigError, match="v100-16gb has no published rate in bf16; choose one of fp16, fp32"):
+        device_kind("V100_16GB").peak("bf16")
