@@ -1,13 +1,12 @@
-"""One evaluation: the loop over its batches, outside the replicas."""
+"""One evaluation: the loss and metrics over all rows, each counted once."""
 
 from __future__ import annotations
 
-from contextlib import closing
-
-import torch
+from typing import Any
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.strategies.base import Strategy
+from lockstep.train.callbacks.base import Logs
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.feed import Feed
 from lockstep.train.job import Job
@@ -16,6 +15,7 @@ from lockstep.train.mode import module_mode
 from lockstep.train.running_loss import RunningLoss
 from lockstep.train.step import ReplicaState, evaluate_step
 from lockstep.train.timing import StepClock
+from lockstep.train.untrained import run_batches
 
 
 def run_evaluation(
@@ -25,20 +25,16 @@ def run_evaluation(
     metrics = ReplicaMetrics.on(strategy, job.config.metrics)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
     loss = RunningLoss()
+
+    def run(batch: Any) -> tuple[int, Logs]:
+        outputs = strategy.local_results(strategy.run(evaluate_step, (job, states, batch)))
+        for output in outputs:
+            loss.add(output.total, output.count)
+        return sum(output.rows for output in outputs), {"loss": loss.value}
+
     with module_mode(job.module, training=False):
         callbacks.call("on_test_begin")
-        clock.start()
-        with torch.no_grad(), closing(feed.epoch(0)) as batches:
-            for step, batch in enumerate(batches):
-                clock.pause()
-                callbacks.call("on_test_batch_begin", step)
-                clock.start()
-                outputs = strategy.local_results(strategy.run(evaluate_step, (job, states, batch)))
-                for output in outputs:
-                    loss.add(output.total, output.count)
-                clock.stop(rows=sum(output.rows for output in outputs))
-                callbacks.call("on_test_batch_end", step, logs={"loss": loss.value})
-                clock.start()
+        run_batches("test", feed, run, callbacks=callbacks, clock=clock)
         totals = strategy.workers.exchange("end of an evaluation", [loss.total, loss.count, clock.examples])
         total, count, rows = (sum(column) for column in zip(*totals, strict=True))
         clock.examples = int(rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.workers import Wish
@@ -68,56 +69,64 @@ class TrainLoop:
         if not self.batch:
             self.loss = RunningLoss()
             self.metrics.reset()
-        epoch, loss, done = self.epoch, self.loss, self.batch
-        step = done
         clock.start()
-        with closing(feed.epoch(epoch, skip=done)) as batches:
-            for step, batch in enumerate(batches, start=done + 1):
+        with closing(feed.epoch(self.epoch, skip=self.batch)) as batches:
+            for batch in batches:
                 clock.pause()
-                self._callbacks.call("on_train_batch_begin", step - 1)
+                self._callbacks.call("on_train_batch_begin", self.batch)
                 clock.start()
-                if self._callbacks.wants_batch_logs():
-                    self._workers.wish(Wish.LOGS)
-                with _located(epoch, step):
-                    due = step % self._job.config.accumulate == 0
-                    results = self._strategy.run(train_step, (self._job, self._states, batch, due))
-                outputs = self._strategy.local_results(results)
-                self._after_update(outputs[0].update)
-                self._count(loss, outputs)
-                clock.stop(rows=sum(output.rows for output in outputs))
-                self.batch, self.step = step, self.step + 1
-                self.pending = 0 if due else self.pending + 1
-                wishes = self._wishes(exchanged=due)
-                metrics = self.metrics.compute() if Wish.LOGS in wishes else {}
-                self._callbacks.call("on_train_batch_end", step - 1, logs={"loss": loss.value, **metrics})
-                self._workers.settle(wishes & ~Wish.STOP)
+                rows = self._train(batch)
+                clock.stop(rows=rows)
+                self._tell()
                 if self._stop.after_batch():
                     break
                 clock.start()
-        if step % self._job.config.accumulate:
-            with _located(epoch, step):
-                results = self._strategy.run(finish_cycle, (self._job, self._states))
-            update = self._strategy.local_results(results)[0]
-            self._after_update(update)
-            if self._workers.size > 1:
-                loss.add(update.total, update.count)
-        self.epoch, self.batch, self.pending = epoch + 1, 0, 0
+        if self.pending:
+            self._finish_cycle()
+        self.epoch, self.batch = self.epoch + 1, 0
         clock.examples = self._end_of_epoch(clock.examples)
-        return {"loss": loss.final(), **self.metrics.compute()}
+        return {"loss": self.loss.final(), **self.metrics.compute()}
 
-    def _count(self, loss: RunningLoss, outputs: Sequence[StepOutput]) -> None:
+    def _train(self, batch: Any) -> int:
+        """A step of every replica, and the update if it is due; the rows of the local ones."""
+        if self._callbacks.wants_batch_logs():
+            self._workers.wish(Wish.LOGS)
+        due = (self.batch + 1) % self._job.config.accumulate == 0
+        with _located(self.epoch, self.batch + 1):
+            results = self._strategy.run(train_step, (self._job, self._states, batch, due))
+        outputs = self._strategy.local_results(results)
+        self._after_update(outputs[0].update)
+        self._count(outputs)
+        self.batch, self.step = self.batch + 1, self.step + 1
+        self.pending = 0 if due else self.pending + 1
+        return sum(output.rows for output in outputs)
+
+    def _tell(self) -> None:
+        """Tells the callbacks of a batch that is done, of its metrics too where those of some worker show them."""
+        if self._workers.size == 1 or self.pending:  # an update of several workers has told their wishes already
+            self._workers.exchange("end of a batch")
+        wishes = self._workers.granted
+        metrics = self.metrics.compute() if Wish.LOGS in wishes else {}
+        self._callbacks.call("on_train_batch_end", self.batch - 1, logs={"loss": self.loss.value, **metrics})
+        self._workers.settle(wishes & ~Wish.STOP)
+
+    def _finish_cycle(self) -> None:
+        """The update of the batches that the end of the epoch has cut off from the rest of their cycle."""
+        with _located(self.epoch, self.batch):
+            results = self._strategy.run(finish_cycle, (self._job, self._states))
+        update = self._strategy.local_results(results)[0]
+        self._after_update(update)
+        if self._workers.size > 1:
+            self.loss.add(update.total, update.count)
+        self.pending = 0
+
+    def _count(self, outputs: Sequence[StepOutput]) -> None:
         """Adds a step to the loss. With several workers it is the update that knows the sums of all replicas."""
         if self._workers.size == 1:
             for output in outputs:
-                loss.add(output.total, output.count)
+                self.loss.add(output.total, output.count)
         elif outputs[0].update is not None:
-            loss.add(outputs[0].update.total, outputs[0].update.count)
-
-    def _wishes(self, *, exchanged: bool) -> Wish:
-        """What some worker would have all do after this batch. An update of several workers has told it already."""
-        if self._workers.size == 1 or not exchanged:
-            self._workers.exchange("end of a batch")
-        return self._workers.granted
+            self.loss.add(outputs[0].update.total, outputs[0].update.count)
 
     def _end_of_epoch(self, rows: int) -> int:
         """The rows of all workers; a check that all have the same weights still; a stop wished after the last batch."""

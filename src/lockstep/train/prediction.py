@@ -1,14 +1,12 @@
-"""One prediction: the loop over its batches, outside the replicas."""
+"""One prediction: the module's outputs for all rows, in the order of the data."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
-
-import torch
 
 from lockstep.mirroring.module import MirroredModule
 from lockstep.strategies.base import Strategy
+from lockstep.train.callbacks.base import Logs
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.feed import Feed
 from lockstep.train.mode import module_mode
@@ -16,6 +14,7 @@ from lockstep.train.outputs import CollectedOutputs
 from lockstep.train.precision import Precision
 from lockstep.train.step import predict_step
 from lockstep.train.timing import StepClock
+from lockstep.train.untrained import run_batches
 
 
 def run_prediction(
@@ -27,23 +26,19 @@ def run_prediction(
     callbacks: CallbackList,
     clock: StepClock,
 ) -> Any:
-    """The module's outputs for all rows, in the order of the data, on the CPU. Every worker must call it."""
+    """The outputs for all rows, on the CPU. Every worker must call it."""
     collected = CollectedOutputs()
+
+    def run(batch: Any) -> tuple[int, Logs]:
+        shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
+        collected.begin_batch()
+        for shard in shards:
+            if shard.rows:
+                collected.add(shard.rows, shard.outputs)
+        return sum(shard.rows for shard in shards), {}
+
     with module_mode(module, training=False):
         callbacks.call("on_predict_begin")
-        clock.start()
-        with torch.no_grad(), closing(feed.epoch(0)) as batches:
-            for step, batch in enumerate(batches):
-                clock.pause()
-                callbacks.call("on_predict_batch_begin", step)
-                clock.start()
-                shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
-                collected.begin_batch()
-                for shard in shards:
-                    if shard.rows:
-                        collected.add(shard.rows, shard.outputs)
-                clock.stop(rows=sum(shard.rows for shard in shards))
-                callbacks.call("on_predict_batch_end", step)
-                clock.start()
+        run_batches("predict", feed, run, callbacks=callbacks, clock=clock)
         callbacks.call("on_predict_end")
         return collected.joined(strategy.workers)
