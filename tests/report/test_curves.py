@@ -36,6 +36,16 @@ def test_a_run_without_validation_draws_the_training_alone(tmp_path: Path):
     assert (0xD9, 0x82, 0x2B) not in _colors(written)
 
 
+def test_what_was_measured_in_validation_alone_has_a_panel_too(tmp_path: Path):
+    pillow = pytest.importorskip("PIL.Image")
+    history = {"loss": [2.0, 1.5], "val_loss": [1.9, 1.6], "val_f1": [0.5, 0.6]}
+
+    one = draw_curves({"loss": [2.0, 1.5]}, tmp_path / "one.png", title="a run")
+    two = draw_curves(history, tmp_path / "two.png", title="a run", test={"f1": 0.6})
+
+    assert pillow.open(two).width > 1.9 * pillow.open(one).width
+
+
 def test_nothing_but_the_picture_is_left_in_the_folder(tmp_path: Path):
     draw_curves(HISTORY, tmp_path / "curves.png", title="a run")
 

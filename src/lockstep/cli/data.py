@@ -6,6 +6,7 @@ import typer
 
 from lockstep.cli.data_images import digits, images
 from lockstep.cli.data_mlm import mlm
+from lockstep.cli.data_reviews import reviews
 
 
 def data_app() -> typer.Typer:
@@ -14,6 +15,7 @@ def data_app() -> typer.Typer:
     app.callback()(_data)
     app.command("mlm", epilog="Example: lockstep data mlm --text wikitext-2 --lines 3")(mlm)
     app.command("images", epilog="Example: lockstep data images --data flower_photos")(images)
+    app.command("reviews", epilog="Example: lockstep data reviews --csv hotel.csv --encoding gb18030")(reviews)
     app.command("digits", epilog="Example: lockstep data digits digits")(digits)
     return app
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import typer
 
 from lockstep.cli.batch_size import training_command
+from lockstep.cli.flags import config_command
 from lockstep.cli.train_images import IMAGES_EXAMPLE, images
 from lockstep.cli.train_mlm import MLM_EXAMPLE, mlm
+from lockstep.cli.train_reviews import REVIEWS_EXAMPLE, reviews
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.largest import largest_images_batch
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.largest import largest_mlm_batch
+from lockstep.recipes.reviews.config import ReviewsConfig
 
 
 def train_app() -> typer.Typer:
@@ -20,6 +23,7 @@ def train_app() -> typer.Typer:
     app.command("mlm", epilog=MLM_EXAMPLE)(training_command(MlmConfig, largest_mlm_batch, noun="line")(mlm))
     with_pictures = training_command(ImagesConfig, largest_images_batch, noun="picture")
     app.command("images", epilog=IMAGES_EXAMPLE)(with_pictures(images))
+    app.command("reviews", epilog=REVIEWS_EXAMPLE)(config_command(ReviewsConfig)(reviews))
     return app
 
 

@@ -53,13 +53,15 @@ class Trained:
         history: the logs and times of the epochs.
         test_metrics: the result over the test part.
         size: of the model, in words.
-        notes: lines to print above the table of epochs.
+        notes: lines to print below the table of epochs.
+        last: lines to print at the end.
     """
 
     history: History
     test_metrics: Mapping[str, float]
     size: str
     notes: Sequence[str] = ()
+    last: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,8 @@ def _report(job: TrainingJob, trained: Trained, strategy: Strategy, output: Path
     print(f"logs    tensorboard --logdir {output / 'logs'}")
     title = f"{job.title} on {', '.join(device.name for device in strategy.devices)}"
     print(f"curves  {draw_curves(columns, output / 'curves.png', title=title, test=trained.test_metrics)}")
+    for line in trained.last:
+        print(line)
 
 
 def check_output(output: Path) -> None:

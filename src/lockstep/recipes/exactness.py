@@ -101,12 +101,12 @@ class Comparison:
         """Trains the steps with the strategy and again without it, from the same weights, and compares."""
         ours, plain = copy.deepcopy(self.module), copy.deepcopy(self.module)
         our_losses = train_with_strategy(self, ours, strategy, optimizer)
-        plain_losses = train_in_plain_pytorch(self, plain, optimizer)
+        plain_losses = train_in_plain_pytorch(plain, self.batches, self.plain_loss, optimizer)
         return Difference(
             optimizer=name,
             loss=max(abs(a - b) for a, b in zip(our_losses, plain_losses, strict=True)),
-            weight=_largest_difference(ours, plain),
-            moved=_largest_difference(self.module, plain),
+            weight=largest_difference(ours, plain),
+            moved=largest_difference(self.module, plain),
         )
 
 
@@ -135,21 +135,24 @@ def train_with_strategy(
     return [model.fit([batch], verbose=0).history["loss"][0] for batch in comparison.batches]
 
 
-def train_in_plain_pytorch(comparison: Comparison, module: nn.Module, make_optimizer: MakeOptimizer) -> list[float]:
+def train_in_plain_pytorch(
+    module: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor], make_optimizer: MakeOptimizer
+) -> list[float]:
     """The loop that anyone would write for one device: the mean loss of the whole batch, and a step."""
     optimizer = make_optimizer(module.parameters())
     module.train()
     losses = []
-    for batch in comparison.batches:
-        loss = comparison.plain_loss(module, batch)
+    for batch in batches:
+        value = loss(module, batch)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(value.item())
     return losses
 
 
 @torch.no_grad()
-def _largest_difference(a: nn.Module, b: nn.Module) -> float:
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    """Between two values of a weight that two modules of the same kind have."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
     return max(float((x.cpu().double() - y.cpu().double()).abs().max()) for x, y in pairs)

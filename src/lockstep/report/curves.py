@@ -32,7 +32,7 @@ def draw_curves(
     The file is written aside and renamed, so that a reader never sees half a picture.
 
     Args:
-        history: name -> one value an epoch; ``val_NAME`` is drawn in the panel of ``NAME``.
+        history: name -> one value an epoch; ``val_NAME`` is drawn in the panel of ``NAME``, which may lack the other.
         path: the file to write; its folder is made where it is missing.
         title: a line above the panels.
         test: name -> the final test result, drawn as a mark at the last epoch.
@@ -44,8 +44,8 @@ def draw_curves(
         ConfigError: the history holds no curve.
         MissingExtraError: matplotlib is not installed.
     """
-    names = [name for name in history if name not in _NOT_CURVES and not name.startswith("val_")]
-    if not any(history[name] for name in names):
+    names = list(dict.fromkeys(name.removeprefix("val_") for name in history if name not in _NOT_CURVES))
+    if not any(history.get(name) or history.get(f"val_{name}") for name in names):
         raise ConfigError(f"a history of {sorted(history)} holds no epoch to draw; expected 'loss'; train first")
     require("matplotlib", "report")
     figure = _figure(len(names), title)
@@ -65,15 +65,15 @@ def _figure(panels: int, title: str) -> Any:
 
 
 def _panel(axes: Any, name: str, history: Mapping[str, Sequence[float]], test: float | None) -> None:
-    training, validation = history[name], history.get(f"val_{name}", ())
-    _curve(axes, training, _TRAINING, "training")
+    training, validation = history.get(name, ()), history.get(f"val_{name}", ())
+    epochs = max(len(training), len(validation))
+    if training:
+        _curve(axes, training, _TRAINING, "training")
     if validation:
         _curve(axes, validation, _VALIDATION, "validation")
     if test is not None:
-        axes.plot(
-            [len(training)], [test], marker="D", markersize=5.5, color=_TEST, label="test", linestyle="none", zorder=4
-        )
-    _quiet(axes, name, len(training))
+        axes.plot([epochs], [test], marker="D", markersize=5.5, color=_TEST, label="test", linestyle="none", zorder=4)
+    _quiet(axes, name, epochs)
 
 
 def _curve(axes: Any, values: Sequence[float], color: str, label: str) -> None:

@@ -10,10 +10,8 @@ from lockstep.recipes.mlm.batches import (
     BatchSettings,
     Inputs,
     MaskedBatches,
-    plan_batches,
 )
 from lockstep.recipes.mlm.masking import IGNORED_LABEL, NO_POSITION, MaskingRule
-from lockstep.recipes.shuffling import seeded_generator
 from lockstep.recipes.text.vocabulary import TokenRows, Vocabulary, wordpiece_vocabulary
 from lockstep.recipes.text.wordpiece import WordPieceSettings, train_wordpiece
 
@@ -117,23 +115,3 @@ def test_the_width_never_passes_the_sequence_length(vocabulary: Vocabulary, line
     short = vocabulary.encode(lines, max_tokens=30)
 
     assert max(x["input_ids"].shape[1] for x, _ in batches(short, vocabulary, sequence_length=30)) == 30
-
-
-def test_windows_sort_rows_by_length_and_batches_come_in_random_order():
-    lengths = torch.arange(64)[torch.randperm(64, generator=seeded_generator(0))]
-
-    plan = plan_batches(lengths, batch_size=8, window=8, generator=seeded_generator(1))
-
-    spans = [(int(lengths[rows].min()), int(lengths[rows].max())) for rows in plan]
-    assert sorted(spans) == [(low, low + 7) for low in range(0, 64, 8)]
-    assert spans != sorted(spans)
-    assert any(lengths[rows].tolist() != sorted(lengths[rows].tolist()) for rows in plan)
-
-
-def test_a_window_of_one_batch_mixes_all_lengths():
-    lengths = torch.arange(64)
-
-    plan = plan_batches(lengths, batch_size=8, window=1, generator=seeded_generator(1))
-
-    assert sorted(torch.cat(plan).tolist()) == list(range(64))
-    assert all(int(lengths[rows].max() - lengths[rows].min()) > 16 for rows in plan)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.recipes.mlm.masking import MaskingRule, mask_tokens
-from lockstep.recipes.shuffling import seeded_generator, shuffled_order
+from lockstep.recipes.shuffling import plan_batches, seeded_generator
 from lockstep.recipes.text.vocabulary import TokenRows, Vocabulary
 
 Inputs = dict[str, Tensor]
@@ -126,28 +126,3 @@ class MaskedBatches:
         if self._settings.padding == "full":
             return limit
         return min(limit, -(-int(self._rows.lengths[rows].max()) // _MULTIPLE) * _MULTIPLE)
-
-
-def plan_batches(
-    lengths: Tensor, *, batch_size: int, window: int, buffer: int = 0, generator: torch.Generator
-) -> list[Tensor]:
-    """Which rows make up which batch: every row once, in batches of like length, in random order.
-
-    Rows are shuffled, and ``window`` batches at a time sorted by length and cut; then the batches of the epoch are
-    put in random order, and the rows inside each, so that the shards of a batch are alike. One batch may be short.
-
-    Args:
-        lengths: [rows] tokens of each row.
-        batch_size: rows a batch.
-        window: batches that are sorted together.
-        buffer: rows that are shuffled together; 0 permutes all.
-        generator: the only source of randomness.
-    """
-    order = shuffled_order(len(lengths), buffer=buffer, generator=generator)
-    batches = [
-        batch
-        for span in torch.split(order, batch_size * window)
-        for batch in torch.split(span[lengths[span].argsort(stable=True)], batch_size)
-    ]
-    mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-    return [batch[torch.randperm(len(batch), generator=generator)] for batch in mixed]

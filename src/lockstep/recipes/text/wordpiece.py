@@ -12,17 +12,21 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.checkpoint.whole_file import write_whole
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.recipes.settings import one_of
+
+Chinese = Literal["characters", "words"]
 
 PAD, UNKNOWN, START, END, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-_FORMAT = "lockstep wordpiece 1"
+_FORMAT = "lockstep wordpiece 2"
 _MOST_TOKENS = 1_000_000  # the library sets memory aside for all of them at once, and aborts where there is not enough
 _LONGEST_WORD = 100  # characters; BERT's own limit, beyond which a word is unknown
+_LONGEST_RUN = 64  # characters of Chinese without a space that are cut into words at a time: the search is quadratic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +37,17 @@ class WordPieceSettings:
         vocabulary: most tokens, special ones included; a short text gives fewer.
         min_frequency: times that a pair of pieces must occur in the text to become one piece.
         lowercase: whether case and accents are dropped (BERT's "uncased").
+        chinese: "characters" makes every Chinese character a token, as BERT does; "words" also learns tokens of
+            several. It takes no notice of where a word begins, so that no token has a second form with ##.
     """
 
     vocabulary: int = 30522
     min_frequency: int = 2
     lowercase: bool = True
+    chinese: Chinese = "characters"
 
     def __post_init__(self) -> None:
+        one_of("chinese", self.chinese, ("characters", "words"))
         if self.vocabulary <= len(SPECIAL_TOKENS):
             raise ConfigError(
                 f"vocabulary={self.vocabulary} was given, expected more than the {len(SPECIAL_TOKENS)} special tokens;"
@@ -87,7 +95,8 @@ def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=settings.vocabulary,
         min_frequency=settings.min_frequency,
-        special_tokens=[*SPECIAL_TOKENS, *_continuations(blank, lines)],
+        special_tokens=[*SPECIAL_TOKENS, *(_continuations(blank, lines) if settings.chinese == "characters" else ())],
+        continuing_subword_prefix=_continued(settings),
         show_progress=False,
     )
     blank.train_from_iterator(lines, trainer, length=len(lines))
@@ -105,12 +114,32 @@ def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
 
 def _untrained(settings: WordPieceSettings, *, vocabulary: dict[str, int] | None) -> Any:
     tokenizers = require("tokenizers", "text")
-    model = tokenizers.models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
+    characters = settings.chinese == "characters"
+    model = tokenizers.models.WordPiece(
+        vocabulary,
+        unk_token=UNKNOWN,
+        max_input_chars_per_word=_LONGEST_WORD,
+        continuing_subword_prefix=_continued(settings),
+    )
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=settings.lowercase)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
+        lowercase=settings.lowercase, handle_chinese_chars=characters
+    )
+    words = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.pre_tokenizer = words if characters else _runs_cut(words)
+    tokenizer.decoder = tokenizers.decoders.WordPiece(_continued(settings))
     return tokenizer
+
+
+def _continued(settings: WordPieceSettings) -> str:
+    """What stands before a piece inside a word."""
+    return "##" if settings.chinese == "characters" else ""
+
+
+def _runs_cut(words: Any) -> Any:
+    tokenizers = require("tokenizers", "text")
+    runs = tokenizers.pre_tokenizers.Split(tokenizers.Regex(f".{{1,{_LONGEST_RUN}}}"), "isolated")
+    return tokenizers.pre_tokenizers.Sequence([words, runs])
 
 
 def _continuations(tokenizer: Any, lines: Sequence[str]) -> list[str]:

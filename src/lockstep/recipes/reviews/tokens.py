@@ -1,0 +1,120 @@
+"""Tokenizers as transformers has them, and reviews as rows of tokens.
+
+By default a WordPiece tokenizer is trained on the training part. Told apart by words, the same model of one layer had a
+test F1 of 0.82 where single characters, which Google's Chinese BERT has, gave 0.80, and needed two thirds of the time:
+a review has 44 tokens in the mean instead of 60.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+from lockstep.recipes.hub import load_named
+from lockstep.recipes.shuffling import seeded_generator
+from lockstep.recipes.text.wordpiece import END, MASK, PAD, START, UNKNOWN, WordPieceSettings, cached_wordpiece
+
+
+def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_tokens: int, cache_dir: Path) -> Any:
+    """A tokenizer for these texts, as a transformers tokenizer.
+
+    Args:
+        texts: the training part.
+        settings: what to train with.
+        max_tokens: longest row.
+        cache_dir: folder of trained tokenizers.
+    """
+    transformers = require("transformers", "reviews")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=cached_wordpiece(texts, settings, cache_dir=cache_dir.expanduser()),
+        model_max_length=max_tokens,
+        model_input_names=["input_ids", "attention_mask"],
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        cls_token=START,
+        sep_token=END,
+        mask_token=MASK,
+    )
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a pretrained model.
+
+    Raises:
+        ConfigError: not found, or it cannot pad.
+    """
+    transformers = require("transformers", "reviews")
+    tokenizer = load_named(name, transformers.AutoTokenizer, extra="reviews")
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(
+            f"pretrained={name!r} has a tokenizer without a padding token; expected BERT's [PAD]; give a folder whose"
+            " tokenizer was saved with its special tokens"
+        )
+    return tokenizer
+
+
+class ReviewRows(Dataset[dict[str, Any]]):
+    """Reviews as the Trainer takes them: dicts of ``input_ids``, ``attention_mask`` (lists) and ``labels`` (int).
+
+    Args:
+        encoded: the tokens of each review, special ones at its ends.
+        classes: the class of each.
+        hide: part of the tokens, but for the ends, that stand as ``mask_id``; which ones depends on seed, epoch, row.
+        mask_id: the token that stands for a hidden one.
+        seed: where the drawing begins.
+    """
+
+    def __init__(
+        self,
+        encoded: Sequence[Sequence[int]],
+        classes: Sequence[int],
+        *,
+        hide: float = 0.0,
+        mask_id: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._rows = [torch.tensor(row) for row in encoded]
+        self._classes = list(classes)
+        self._hide, self._mask_id, self._seed = hide, mask_id, seed
+        self._epoch = 0
+
+    @property
+    def lengths(self) -> Tensor:
+        """[rows] int64: tokens of each."""
+        return torch.tensor([len(row) for row in self._rows])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Has the tokens of that epoch hidden, counted from 0."""
+        self._epoch = epoch
+
+    def sorted_by_length(self) -> tuple[ReviewRows, list[int]]:
+        """The same rows from the shortest to the longest, which pads least, and where each of them stood."""
+        order: list[int] = self.lengths.argsort(stable=True).tolist()
+        return ReviewRows([self._rows[n].tolist() for n in order], [self._classes[n] for n in order]), order
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        tokens = self._rows[row]
+        if self._hide:
+            tokens = self._hidden(tokens, seeded_generator(self._seed, self._epoch, row))
+        return {"input_ids": tokens.tolist(), "attention_mask": [1] * len(tokens), "labels": self._classes[row]}
+
+    def _hidden(self, tokens: Tensor, generator: torch.Generator) -> Tensor:
+        hidden = torch.rand(len(tokens), generator=generator) < self._hide
+        hidden[[0, -1]] = False
+        return tokens.masked_fill(hidden, self._mask_id)
+
+
+def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[list[int]]:
+    """The tokens of each text, special ones included, cut off at ``max_tokens``."""
+    rows: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"]
+    return rows
