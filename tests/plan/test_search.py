@@ -32,9 +32,17 @@ def test_layouts_are_ranked_and_fit():
     assert all(prediction.layout.devices == 16 for prediction in found.ranked)
     assert all(prediction.layout.batch == 64 for prediction in found.ranked)
     assert found.best is found.best_of_each[0]
+    assert found.best.step_s <= 1.01 * found.ranked[0].step_s
     assert len({(p.layout.data, p.layout.pipeline, p.layout.tensor) for p in found.best_of_each}) == len(
         found.best_of_each
     )
+
+
+def test_a_plainer_layout_that_is_hardly_slower_is_preferred():
+    found = plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512)
+
+    assert found.ranked[0].layout.options > 0
+    assert found.best.layout.options == 0
 
 
 def test_every_way_of_dividing_is_either_ranked_or_refused():
@@ -93,6 +101,8 @@ def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
     with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
         plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
 
+    with pytest.raises(ConfigError, match=r"fits: the smallest .*; data=1, pipeline=8, tensor=4 does"):
+        plan("llama-2-70b", devices=32, kind="a100-80gb", batch=64, choices=Choices(pipeline=1, tensor=1))
     assert plan("megatron-1t", devices=256, kind="a100-80gb", batch=512).ranked
 
 

@@ -134,6 +134,9 @@ def _besides(layout: Layout) -> list[str]:
     lines = []
     if layout.chunks > 1:
         lines.append(f"each stage holds {layout.chunks} parts of the model")
+    if layout.pipeline == 1 and layout.microbatches > 1:
+        rows = layout.data * layout.rows
+        lines.append(f"accumulate={layout.microbatches} in compile, with global batches of {rows:,} lines")
     if layout.recompute == "full":
         lines.append("activations of every layer are computed again: gradient checkpointing")
     if layout.recompute == "selective":

@@ -69,10 +69,16 @@ class Layout:
         """Lines in the global batch."""
         return self.data * self.microbatches * self.rows
 
+    @property
+    def options(self) -> int:
+        """How many things it asks for beyond degrees and microbatches."""
+        asked = (self.schedule != "1f1b", self.chunks > 1, self.recompute != "none")
+        return sum((*asked, self.shard_optimizer, self.sequence_parallel))
+
     def call(self) -> str:
         """The ``ls.ParallelStrategy(...)`` that asks for it; what has its default is left out."""
         words = [f"data={self.data}", f"pipeline={self.pipeline}", f"tensor={self.tensor}"]
-        if self.pipeline > 1 or self.microbatches > 1:
+        if self.pipeline > 1:
             words.append(f"microbatches={self.microbatches}")
         if self.pipeline > 1 and self.schedule != "1f1b":
             words.append(f'schedule="{self.schedule}"')

@@ -40,7 +40,7 @@ def plan(
 
     Example:
         >>> plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512).best.layout.call()
-        'ls.ParallelStrategy(data=8, pipeline=1, tensor=1, microbatches=4)'
+        'ls.ParallelStrategy(data=8, pipeline=1, tensor=1)'
     """
     device = device_kind(kind) if isinstance(kind, str) else kind
     setting = Setting(

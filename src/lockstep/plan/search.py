@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lockstep.errors import ConfigError
 from lockstep.plan.devices import GIB, DeviceKind
@@ -22,6 +23,7 @@ from lockstep.plan.settings import Software
 from lockstep.plan.shape import ModelShape, divisors, one_of
 
 _MOST_ROWS = 32
+_HARDLY = 0.01
 # How many times more devices are tried where nothing fits, to be able to say what would.
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64, 128)
 
@@ -120,17 +122,23 @@ class Plan:
 
     @property
     def best(self) -> Prediction:
-        """The fastest."""
-        return self.ranked[0]
+        """The fastest; a plainer one that is hardly slower is preferred, as in ``best_of_each``."""
+        return self.best_of_each[0]
 
-    @property
+    @cached_property
     def best_of_each(self) -> tuple[Prediction, ...]:
-        """The fastest of each (data, pipeline, tensor), the fastest first."""
-        found: dict[tuple[int, int, int], Prediction] = {}
+        """The fastest of each (data, pipeline, tensor), the fastest first.
+
+        Of those within 1% of it, which is less than a prediction can tell apart, the one with the fewest options.
+        """
+        groups: dict[tuple[int, int, int], list[Prediction]] = {}
         for prediction in self.ranked:
             layout = prediction.layout
-            found.setdefault((layout.data, layout.pipeline, layout.tensor), prediction)
-        return tuple(found.values())
+            group = groups.setdefault((layout.data, layout.pipeline, layout.tensor), [])
+            if not group or prediction.step_s <= group[0].step_s * (1 + _HARDLY):
+                group.append(prediction)
+        plainest = (min(group, key=lambda p: (p.layout.options, p.step_s)) for group in groups.values())
+        return tuple(sorted(plainest, key=lambda prediction: prediction.step_s))
 
 
 def search(setting: Setting, choices: Choices = Choices()) -> Plan:
@@ -256,12 +264,24 @@ def _nothing(setting: Setting, choices: Choices, refused: list[Refusal], smalles
             f"none of {len(refused)} layouts divides the model and the batch, such as: " if len(refused) > 1 else ""
         )
         return several + last.reason
-    more = _devices_that_fit(setting) if choices == Choices() else None
-    advice = f"take {more} devices" if more else "take more devices, devices with more memory, or recompute activations"
+    advice = _what_would_fit(setting, choices)
     return (
         f"no layout of {setting.shape.name} on {setting.devices} x {setting.device.name} fits: the smallest needs"
         f" {smallest / GIB:,.1f} GiB a device, expected at most {setting.usable_memory / GIB:,.1f}; {advice}"
     )
+
+
+def _what_would_fit(setting: Setting, choices: Choices) -> str:
+    """Other degrees where some were given, or else more devices."""
+    if choices != Choices():
+        try:
+            other = search(setting, Choices()).best.layout
+        except ConfigError:
+            return "nor does any other; take more devices, or devices with more memory"
+        recompute = "" if other.recompute == "none" else f", recompute={other.recompute!r}"
+        return f"data={other.data}, pipeline={other.pipeline}, tensor={other.tensor}{recompute} does"
+    more = _devices_that_fit(setting)
+    return f"take {more} devices" if more else "take devices with more memory"
 
 
 def _devices_that_fit(setting: Setting) -> int | None:
