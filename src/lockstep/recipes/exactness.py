@@ -97,6 +97,16 @@ class Comparison:
     plain_loss: Callable[[nn.Module, Batch], Tensor]
     sync_batchnorm: bool = False
 
+    def report(self, strategy: Strategy, adam: MakeOptimizer, *, condition: str) -> ExactnessReport:
+        """Compares them with SGD, and with the recipe's Adam; ``condition`` is that of the report."""
+        return ExactnessReport(
+            steps=len(self.batches),
+            replicas=strategy.num_replicas_in_sync,
+            condition=condition,
+            sgd=self.between("SGD", plain_sgd, strategy),
+            adam=self.between("Adam", adam, strategy),
+        )
+
     def between(self, name: str, optimizer: MakeOptimizer, strategy: Strategy) -> Difference:
         """Trains the steps with the strategy and again without it, from the same weights, and compares."""
         ours, plain = copy.deepcopy(self.module), copy.deepcopy(self.module)

@@ -14,7 +14,7 @@ from itertools import islice
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps, plain_sgd
+from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps
 from lockstep.recipes.images.build import build_images, build_optimizer, picture_loss
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.strategies.base import Strategy
@@ -41,13 +41,8 @@ def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) ->
     both = Comparison(
         module=task.module, batches=batches, loss=picture_loss, plain_loss=_plain_loss, sync_batchnorm=True
     )
-    return ExactnessReport(
-        steps=len(batches),
-        replicas=strategy.num_replicas_in_sync,
-        condition="double precision, batch statistics synchronised, no dropout",
-        sgd=both.between("SGD", plain_sgd, strategy),
-        adam=both.between("Adam", partial(build_optimizer, config), strategy),
-    )
+    adam = partial(build_optimizer, config)
+    return both.report(strategy, adam, condition="double precision, batch statistics synchronised, no dropout")
 
 
 def _plain_loss(module: nn.Module, batch: Batch) -> Tensor:

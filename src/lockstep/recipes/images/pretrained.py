@@ -9,8 +9,7 @@ With a hidden layer before the classes transformers loads the MobileNetV2Model i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lockstep.extras import require
 from lockstep.recipes.hub import check_kind, load_named
 from lockstep.recipes.images.batches import PixelRange
 from lockstep.recipes.images.model import MobileNetShape, PictureClassifier, class_names, with_head
+from lockstep.recipes.quiet import quiet_transformers
 from lockstep.train.model import Model
 
 WEIGHTS_FILE = "model.safetensors"
@@ -45,7 +45,7 @@ def load_mobilenet(name: str, shape: MobileNetShape, classes: Sequence[str]) -> 
     config = load_named(name, transformers.AutoConfig, extra="images")
     check_kind(name, config, kind="mobilenet_v2", example="google/mobilenet_v2_1.0_224")
     trained_for = [config.id2label[number] for number in sorted(config.id2label)]
-    with _quietly(transformers):
+    with quiet_transformers(extra="images"):
         mobilenet = load_named(
             name,
             transformers.MobileNetV2Model,
@@ -107,18 +107,3 @@ def _preprocessor(size: int, pixel_range: PixelRange) -> dict[str, Any]:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-
-
-@contextmanager
-def _quietly(transformers: Any) -> Iterator[None]:
-    """Without transformers' table of the weights that were left over, which is what is meant to happen here."""
-    logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

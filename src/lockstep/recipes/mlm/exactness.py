@@ -9,7 +9,7 @@ from itertools import islice
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps, plain_sgd
+from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps
 from lockstep.recipes.mlm.build import build_mlm, build_optimizer
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.loss import masked_token_loss
@@ -32,13 +32,8 @@ def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> Ex
     task = build_mlm(replace(config, dropout=0.0))
     batches = tuple(islice(task.train, steps))
     both = Comparison(module=task.module, batches=batches, loss=masked_token_loss, plain_loss=_plain_loss)
-    return ExactnessReport(
-        steps=len(batches),
-        replicas=strategy.num_replicas_in_sync,
-        condition="no dropout",
-        sgd=both.between("SGD", plain_sgd, strategy),
-        adam=both.between("Adam", partial(build_optimizer, config), strategy),
-    )
+    adam = partial(build_optimizer, config)
+    return both.report(strategy, adam, condition="no dropout")
 
 
 def _plain_loss(module: nn.Module, batch: Batch) -> Tensor:

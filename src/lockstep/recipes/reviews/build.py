@@ -17,12 +17,12 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.recipes.quiet import quiet_transformers
 from lockstep.recipes.reviews.config import NAMES_OF_TWO, ReviewsConfig
 from lockstep.recipes.reviews.csv_file import read_csv
 from lockstep.recipes.reviews.embedded import read_embedded
 from lockstep.recipes.reviews.model import longest_row, make_model
 from lockstep.recipes.reviews.parts import Division, ReviewParts, divide
-from lockstep.recipes.reviews.quiet import quiet_transformers
 from lockstep.recipes.reviews.table import Review, ReviewTable
 from lockstep.recipes.reviews.tokens import ReviewRows, encode, load_tokenizer, new_tokenizer
 
@@ -69,7 +69,7 @@ def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> Revie
     table = read_table(config)
     parts = divide_table(config, table)
     names = class_names(config, parts.labels)
-    with quiet_transformers():
+    with quiet_transformers(extra="reviews"):
         tokenizer = _tokenizer(config, [review.text for review in parts.train])
         model = make_model(config, tokenizer, names, device=device)
         limit = longest_row(config, model)

@@ -28,10 +28,10 @@ from lockstep.recipes.exactness import (
     plain_sgd,
     train_in_plain_pytorch,
 )
+from lockstep.recipes.quiet import quiet_transformers
 from lockstep.recipes.reviews.build import ReviewsTask, build_collator, build_reviews
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.order import GroupedOrder
-from lockstep.recipes.reviews.quiet import quiet_transformers
 from lockstep.strategies.base import Strategy
 
 
@@ -98,7 +98,7 @@ def _trainer_losses(
     from lockstep.recipes.reviews.trainer import ReviewsTrainer, training_arguments
 
     optimizer = make_optimizer([p for p in task.model.parameters() if p.requires_grad])
-    with TemporaryDirectory(prefix="lockstep-exact-") as folder, quiet_transformers():
+    with TemporaryDirectory(prefix="lockstep-exact-") as folder, quiet_transformers(extra="reviews"):
         args = training_arguments(
             replace(config, clip_norm=0.0),
             folder,

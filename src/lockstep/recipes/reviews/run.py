@@ -17,13 +17,13 @@ import torch
 from lockstep.collectives.values import on_chief
 from lockstep.extras import require
 from lockstep.recipes.memory.lora import trained_parameters
+from lockstep.recipes.quiet import quiet_transformers
 from lockstep.recipes.reviews.answers import Answer, ask, write_predictions
 from lockstep.recipes.reviews.build import ReviewsTask, build_reviews
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.exactness import check_exactness
 from lockstep.recipes.reviews.model import longest_row
 from lockstep.recipes.reviews.places import Places
-from lockstep.recipes.reviews.quiet import quiet_transformers
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.history import History
@@ -80,7 +80,7 @@ def train_reviews(
     """
     places = places or Places()
     with (
-        quiet_transformers(),
+        quiet_transformers(extra="reviews"),
         places.for_checkpoints() as checkpoints,
         _trainer_of(
             config, task, strategy, checkpoints=checkpoints, logs=places.logs, callbacks=callbacks, bar=bar

@@ -9,12 +9,15 @@ from lockstep.extras import require
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def quiet_transformers(*, extra: str) -> Iterator[None]:
     """Inside, transformers logs errors alone and draws no bars; afterwards as before.
 
     Among what is meant to happen: a table of weights that are left over or new, and advice about padding.
+
+    Args:
+        extra: which of ours to install where transformers is missing.
     """
-    logging = require("transformers.utils.logging", "reviews")
+    logging = require("transformers.utils.logging", extra)
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
