@@ -19,22 +19,27 @@ from lockstep.bench.hosts import Link
 from lockstep.bench.lineup import Lineup, line_up
 from lockstep.bench.machine import this_machine
 from lockstep.bench.markdown import Conditions, WorkloadResult, render
+from lockstep.bench.memory_choices.measure import Measured
+from lockstep.bench.memory_choices.run import measure_choices, write_memory_report
 from lockstep.bench.peers import Places
 from lockstep.bench.report import write_report
 from lockstep.bench.trial import Trial
 from lockstep.bench.workers.run import WorkersSettings, measure_workers, write_workers_report
 from lockstep.bench.workloads import WORKLOADS
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 
 _log = logging.getLogger("lockstep.bench")
 _USUAL = ("mobilenetv2", "mlm")
+_MANY_SHORT_STEPS, _FEW_LONG_STEPS = (3, 10, 3), (1, 2, 1)
+"""Steps of warm-up, timed steps, and rounds, where the command line does not say."""
 
 
 def main(words: Sequence[str]) -> int:
     """Runs the benchmark; the exit code is 1 if it could not be run, not if a target was missed."""
     asked = _parser().parse_args(words)
+    measure = _measure_memory if asked.memory else _measure_workers if asked.workers else _measure
     try:
-        path = _measure_workers(asked, words) if asked.workers else _measure(asked, words)
+        path = measure(asked, words)
     except LockstepError as error:
         _log.error("error: %s", error)
         return 1
@@ -49,7 +54,7 @@ def _measure(asked: argparse.Namespace, words: Sequence[str]) -> Path:
     conditions = _conditions(asked, words)
     names = tuple(asked.workload or _USUAL)
     lineup = line_up(names, peers=asked.peers, places=_places(asked), only=asked.only)
-    rounds = run_rounds(_trials(asked, lineup, conditions.machine.cores), rounds=asked.rounds, progress=_say)
+    rounds = run_rounds(_trials(conditions, lineup), rounds=conditions.rounds, progress=_say)
     results = [_result(name, lineup, rounds) for name in names]
     conditions = replace(conditions, peers=tuple(lineup.versions.items()))
     _log.info("\n%s", render(conditions, results))
@@ -67,20 +72,42 @@ def _measure_workers(asked: argparse.Namespace, words: Sequence[str]) -> Path:
     return write_workers_report(Path(asked.output), result)
 
 
+def _measure_memory(asked: argparse.Namespace, words: Sequence[str]) -> Path:
+    if asked.workload or asked.workers or asked.peers != "no":
+        raise ConfigError("--memory measures one step of its own; leave --workload, --workers and --peers out")
+    result = measure_choices(_conditions(asked, words), _say_choice, only=asked.only)
+    _log.info("\n%s", result.text)
+    return write_memory_report(Path(asked.output), result)
+
+
+def _say_choice(name: str, outcome: Measured | str) -> None:
+    if isinstance(outcome, str):
+        _log.warning("%-28s not run: %s", name, outcome)
+        return
+    _log.info("%-28s peak %6.0f MB, %8.0f ms a step", name, outcome.peak_mb, median(outcome.step_ms))
+
+
 def _conditions(asked: argparse.Namespace, words: Sequence[str]) -> Conditions:
+    warm_up, steps, rounds = _FEW_LONG_STEPS if asked.memory else _MANY_SHORT_STEPS
     return Conditions(
         date=date.today().isoformat(),
         machine=this_machine(),
         command=shlex.join(["python", "-m", "lockstep.bench", *words]),
-        warm_up=asked.warm_up,
-        steps=asked.steps,
-        rounds=asked.rounds,
+        warm_up=warm_up if asked.warm_up is None else asked.warm_up,
+        steps=steps if asked.steps is None else asked.steps,
+        rounds=rounds if asked.rounds is None else asked.rounds,
     )
 
 
-def _trials(asked: argparse.Namespace, lineup: Lineup, cores: int) -> list[Trial]:
+def _trials(conditions: Conditions, lineup: Lineup) -> list[Trial]:
     return [
-        Trial(workload=WORKLOADS[name], contender=contender, warm_up=asked.warm_up, steps=asked.steps, cores=cores)
+        Trial(
+            workload=WORKLOADS[name],
+            contender=contender,
+            warm_up=conditions.warm_up,
+            steps=conditions.steps,
+            cores=conditions.machine.cores,
+        )
         for name, contenders in lineup.contenders.items()
         for contender in contenders
     ]
@@ -135,9 +162,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), help="which; mobilenetv2 and mlm by default")
     parser.add_argument("--only", nargs="+", metavar="CONTENDER", help='names such as lockstep-2 "ddp-2 channels_last"')
-    parser.add_argument("--rounds", type=int, default=3, help="trials of each contender (default 3)")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of a trial (default 10)")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before those (default 3)")
+    parser.add_argument("--rounds", type=int, help="trials of each contender (default 3; with --memory 1)")
+    parser.add_argument("--steps", type=int, help="timed steps of a trial (default 10; with --memory 2)")
+    parser.add_argument("--warm-up", type=int, help="steps before those (default 3; with --memory 1)")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="measure what LoRA, bf16 and gradient checkpointing save instead; --only names rows of the table",
+    )
     parser.add_argument(
         "--workers",
         action="store_true",

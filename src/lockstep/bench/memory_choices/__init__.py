@@ -1,0 +1,1 @@
+"""Measures what each choice saves when memory is short, and what it costs in time."""
