@@ -64,6 +64,8 @@ def features(tiny: Any) -> dict[str, Any]:
         "train": rows(21, "tags"),
         "valid": rows(9, "tags", seed=2),
     }
+    newer = hasattr(transformers.TrainingArguments, "train_sampling_strategy")  # since transformers 5.2
+    by_length = {"train_sampling_strategy": "group_by_length"} if newer else {"group_by_length": True}
     number = {"model": lambda: tiny.model(num_labels=1), "train": rows(21, "number")}
     several = {"model": lambda: tiny.model(num_labels=3, problem_type="multi_label_classification")}
     return {
@@ -74,7 +76,7 @@ def features(tiny: Any) -> dict[str, Any]:
         "schedule": task(args={"lr_scheduler_type": "cosine", "warmup_steps": 3}),
         "plateau": task(args={"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}),
         "label smoothing": task(args={"label_smoothing_factor": 0.1}),
-        "by length": task(args={"train_sampling_strategy": "group_by_length"}),
+        "by length": task(args=by_length),
         "drop last": task(args={"dataloader_drop_last": True}),
         "model_init": task(more={"model_init": lambda: tiny.model()}),
         "loss of items": task(more={"compute_loss_func": items_loss}, args={"gradient_accumulation_steps": 2}),

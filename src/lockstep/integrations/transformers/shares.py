@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 IGNORED = -100
 """The label of what has no loss, in transformers as in torch's cross-entropy."""
@@ -83,13 +84,22 @@ def weighted(loss: Tensor) -> Tensor:
     return loss if share is None or share.factor == 1.0 else loss * share.factor
 
 
+def shifts_labels(model: Any) -> bool:
+    """Whether the model's loss compares position i with label i + 1, so that a row's first label has no loss.
+
+    An encoder-decoder's labels stand where they are compared, whatever its loss is called.
+    """
+    causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    return causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
 def count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
     """How many values the mean loss of ``inputs`` is over: labels that count, or rows where these are no class numbers.
 
     Args:
         inputs: a batch or shard, as the model gets it.
         rows: how many examples it has.
-        shifted: whether the loss compares position i with label i + 1, so that a row's first label has no loss.
+        shifted: what ``shifts_labels`` says of the model.
     """
     labels = inputs.get("shift_labels")
     if labels is None:

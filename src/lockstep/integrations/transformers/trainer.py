@@ -36,7 +36,7 @@ from lockstep.integrations.transformers.one_process import as_one_process, seen_
 from lockstep.integrations.transformers.outputs import Prediction, joined
 from lockstep.integrations.transformers.refusals import check_arguments, check_model
 from lockstep.integrations.transformers.shards import Shard, divided
-from lockstep.integrations.transformers.shares import Share, weighing, weighted
+from lockstep.integrations.transformers.shares import Share, shifts_labels, weighing, weighted
 from lockstep.integrations.transformers.strategies import chosen_strategy
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
@@ -190,7 +190,7 @@ class Trainer(transformers.Trainer):
         with seen_as_one_device(self.args):
             losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch))
         loss: Tensor = self.strategy.reduce("sum", losses)
-        return loss.to(torch.get_default_dtype())
+        return loss
 
     def _train_shard(self, shard: Shard, items: Any) -> Tensor:
         """One replica's training step; gives its loss, weighed. Every replica must call it."""
@@ -227,7 +227,7 @@ class Trainer(transformers.Trainer):
     def _divided(self, inputs: dict[str, Any]) -> PerReplica[Shard]:
         if self._workers.size > 1:
             self._workers.attach(batch_digest(dict(inputs)))
-        return divided(inputs, self._workers, shifted=self._loss_shifts_labels)
+        return divided(inputs, self._workers, shifted=shifts_labels(self.model))
 
     @property
     def _mirrored_module(self) -> MirroredModule:

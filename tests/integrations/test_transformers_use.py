@@ -1,0 +1,200 @@
+"""How the Trainer is made and what it refuses; what callbacks see; models with adapters, and in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import lockstep as ls  # noqa: E402
+from lockstep.errors import ConfigError, DataError  # noqa: E402
+from lockstep.integrations.transformers import Trainer  # noqa: E402
+
+MakeStrategy = Callable[..., Any]
+
+
+def make(tiny: Any, folder: Any, *, strategy: Any = None, model: Any = None, **settings: Any) -> Any:
+    args = tiny.arguments(str(folder), 2, **settings)
+    return Trainer(
+        tiny.model() if model is None else model, args, tiny.collate, tiny.rows(9), tiny.rows(5), strategy=strategy
+    )
+
+
+def test_it_takes_the_strategy_given_or_in_scope_or_all_devices(
+    tiny: Any, make_strategy: MakeStrategy, split_cpu: Any, tmp_path: Any
+):
+    given, ambient = make_strategy(2), make_strategy(3)
+
+    assert make(tiny, tmp_path, strategy=given).strategy is given
+    with ambient.scope():
+        assert make(tiny, tmp_path).strategy is ambient
+    with closing(make(tiny, tmp_path).strategy) as chosen:
+        assert [device.name for device in chosen.devices] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+
+
+def test_the_batch_is_per_replica_and_the_process_is_one(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
+    trainer = make(tiny, tmp_path, strategy=make_strategy(3))
+
+    assert (trainer.args.n_gpu, trainer.args.world_size, trainer.args.train_batch_size) == (3, 1, 6)
+    assert len(trainer.get_train_dataloader()) == 2
+    assert trainer.accelerator.num_processes == 1
+    assert type(trainer).__mro__[1] is transformers.Trainer
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"torch_compile": True}, "torch_compile=True, whose compiled code"),
+        ({"optim": "lomo"}, "optim='lomo', which updates weights in the backward pass"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["x"]}, "optim='galore_adamw_layerwise', which"),
+        ({"debug": "underflow_overflow"}, "debug='underflow_overflow', whose hooks know one copy"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    tiny: Any, make_strategy: MakeStrategy, tmp_path: Any, settings: dict[str, Any], complaint: str
+):
+    with pytest.raises(ConfigError, match=f"the Trainer of lockstep got {complaint}") as caught:
+        make(tiny, tmp_path, strategy=make_strategy(2), **settings)
+
+    assert "\n" not in str(caught.value)
+
+
+def test_what_takes_the_model_apart_is_refused(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
+    strategy = make_strategy(2)
+    for name, value in (("fsdp", "full_shard"), ("deepspeed", "zero.json"), ("parallelism_config", object())):
+        args = tiny.arguments(str(tmp_path), 2)
+        setattr(args, name, value)  # as it is where the packages that it needs are installed
+        with pytest.raises(ConfigError, match=f"the Trainer of lockstep got .*{name}.*use transformers' own Trainer"):
+            Trainer(tiny.model(), args, strategy=strategy)
+    spread = tiny.model()
+    spread.hf_device_map = {"bert": 0, "classifier": "cpu"}
+    with pytest.raises(ConfigError, match=r"is spread over 0, cpu by its device_map, .*; load it without"):
+        make(tiny, tmp_path, strategy=strategy, model=spread)
+
+
+def test_rows_that_do_not_fit_together_are_named(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
+    trainer = make(tiny, tmp_path, strategy=make_strategy(2), remove_unused_columns=False)
+    trainer.data_collator = lambda rows: tiny.collate(rows) | {"position_ids": torch.arange(3)}
+
+    with pytest.raises(DataError, match=r'of a batch disagree in length: .*batch\["position_ids"\]: 3 rows'):
+        trainer.train()
+
+
+class Watches(transformers.TrainerCallback):
+    """Notes what the gradients are before each update, and changes the first."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self.norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        if state.global_step == 0:
+            for gradient in gradients:
+                gradient.mul_(0.5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_callbacks_see_and_change_the_gradients_of_the_whole_batch(
+    tiny: Any, make_strategy: MakeStrategy, layout: str, accumulate: int
+):
+    watched = [Watches(), Watches()]
+    tasks = [
+        tiny.Task(more={"callbacks": [each]}, args={"gradient_accumulation_steps": accumulate, "optim": "sgd"})
+        for each in watched
+    ]
+
+    theirs = tiny.train(tasks[0], transformers.Trainer)
+    ours = tiny.train(tasks[1], Trainer, replicas=4, strategy=make_strategy(4))
+
+    assert watched[1].norms == pytest.approx(watched[0].norms, rel=1e-9)
+    tiny.assert_same(ours, theirs)
+
+
+def test_a_batch_size_that_fits_is_found(tiny: Any, make_strategy: MakeStrategy):
+    """The model runs out of memory with more than two rows on a replica; the batch is halved."""
+
+    def hungry(base: type) -> type:
+        class Hungry(base):
+            def compute_loss(self, model, inputs, **named):
+                if len(inputs["labels"]) > 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return super().compute_loss(model, inputs, **named)
+
+        return Hungry
+
+    task = tiny.Task(trainer=hungry, args={"auto_find_batch_size": True}, batch=6)
+
+    ours = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2))
+
+    assert ours.trainer.state.train_batch_size == 4
+    assert ours.trainer.state.global_step == 12
+
+
+def test_adapters_are_trained_alone_and_saved_alone(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
+    peft = pytest.importorskip("peft")
+
+    def model() -> Any:
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], lora_dropout=0.0)
+        torch.manual_seed(0)
+        return peft.get_peft_model(tiny.model(), lora).double()
+
+    task = tiny.Task(model=model, args={"save_strategy": "epoch", "label_smoothing_factor": 0.1})
+    theirs = tiny.train(task, transformers.Trainer, folder=str(tmp_path / "theirs"))
+    ours = tiny.train(task, Trainer, replicas=4, strategy=make_strategy(4), folder=str(tmp_path / "ours"))
+
+    tiny.assert_same(ours, theirs)
+    files = [sorted(f.name for f in (tmp_path / who / "checkpoint-3").iterdir()) for who in ("ours", "theirs")]
+    assert set(files[0]) - set(files[1]) == {"lockstep_rng_state.pth"}
+    assert "adapter_model.safetensors" in files[0]
+
+
+def test_bf16_is_near_one_device_and_the_model_stays_in_float32(tiny: Any, make_strategy: MakeStrategy):
+    task = tiny.Task(model=lambda: tiny.model().float(), args={"bf16": True, "eval_strategy": "epoch"})
+
+    theirs = tiny.train(task, transformers.Trainer)
+    ours = tiny.train(task, Trainer, replicas=4, strategy=make_strategy(4))
+
+    tiny.assert_same(ours, theirs, far=2e-2)
+    assert {parameter.dtype for parameter in ours.trainer.model.parameters()} == {torch.float32}
+
+
+def test_a_second_training_goes_on_with_the_optimizer(tiny: Any, make_strategy: MakeStrategy, layout: str):
+    both = []
+    for base, replicas, more in ((transformers.Trainer, 1, {}), (Trainer, 2, {"strategy": make_strategy(2)})):
+        trainer = tiny.train(tiny.Task(), base, replicas=replicas, **more).trainer
+        trainer.train()
+        both.append(tiny.outcome(trainer))
+
+    tiny.assert_same(both[1], both[0])
+
+
+def test_a_batch_norm_passes_a_shard_of_one_row(make_strategy: MakeStrategy, tiny: Any, tmp_path: Any):
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.last(self.norm(x))
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    data = [{"x": torch.randn(3), "labels": number % 2} for number in range(7)]
+    args = tiny.arguments(str(tmp_path), 2, save_strategy="epoch")
+    strategy = make_strategy(2)
+    trainer = Trainer(Normed(), args, train_dataset=data, strategy=strategy)
+
+    trainer.train()
+
+    assert float(trainer.model.norm.running_mean.abs().sum()) > 0
+    averaged = strategy.mirrored_modules[0].state_dict()["norm.running_mean"]
+    torch.testing.assert_close(trainer.model.norm.running_mean, averaged, rtol=0, atol=0)
+
+
+def test_the_facade_does_not_import_transformers():
+    assert not hasattr(ls, "Trainer")
