@@ -60,7 +60,7 @@ def test_refusals_are_listed_where_that_is_asked(capsys: pytest.CaptureFixture[s
     _, short, _ = said(capsys, *words)
     _, long, _ = said(capsys, *words, "--refused")
 
-    assert "6 that do not divide were refused: --refused lists them." in short
+    assert "6 that do not divide refused: --refused lists them." in short
     assert "tensor=2 does not divide heads=25; choose 1, 5 or 25" in long
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from lockstep.plan import KNOWN_SHAPES, Layout, Software, estimate_memory
+from lockstep.plan import KNOWN_SHAPES, Layout, Software, estimate_memory, shape_of
 from lockstep.plan.memory import in_flight, layer_activations
 from lockstep.plan.settings import precision_named
 
@@ -90,3 +93,56 @@ def test_autocast_holds_a_cast_copy_of_the_weights():
     assert bf16.weights == pytest.approx(6 * shape.parameters)
     assert fp32.weights == pytest.approx(4 * shape.parameters)
     assert fp32.activations > 1.4 * bf16.activations
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layer_of_transformers_keeps_what_is_counted(family: str, precision: str):
+    """The tensors that autograd really saves for two layers more, dropout off; weights and their casts left out."""
+    config, make = _family(family)
+    shape = replace(shape_of(config), kept=replace(shape_of(config).kept, masks=0))
+    ids = torch.zeros(3, shape.sequence, dtype=torch.long)
+
+    def saved(layers: int) -> int:
+        config.num_hidden_layers = layers
+        module = make(config)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            return _saved_bytes(module, lambda: module(ids, **({} if family == "bert" else {"use_cache": False})))
+
+    counted = layer_activations(shape, Layout(rows=3), Software(precision=precision_named(precision))).all
+
+    assert (saved(3) - saved(1)) / 2 == pytest.approx(counted, rel=0.03)
+
+
+def _family(family: str) -> tuple[Any, Callable[[Any], torch.nn.Module]]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 100, "max_position_embeddings": 64, "hidden_size": 96, "num_attention_heads": 4}
+    if family == "gpt2":
+        no_dropout = {"resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0, "bos_token_id": 1, "eos_token_id": 1}
+        gpt2 = {"vocab_size": 100, "n_positions": 64, "n_embd": 96, "n_head": 4, "n_layer": 1}
+        return transformers.GPT2Config(**gpt2, **no_dropout), transformers.GPT2Model
+    if family == "bert":
+        no_dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+        config = transformers.BertConfig(**sizes, **no_dropout, num_hidden_layers=1, intermediate_size=200)
+        return config, lambda config: transformers.BertModel(config, add_pooling_layer=False)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2, intermediate_size=200)
+    return config, transformers.LlamaModel
+
+
+def _saved_bytes(module: torch.nn.Module, run: Callable[[], object]) -> int:
+    """Bytes of the storages that autograd saves, each once."""
+    own = {tuple(parameter.shape) for parameter in module.parameters()}
+    own |= {shape[::-1] for shape in own}
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) not in own:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is given twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = run()
+    total = sum(size for size, _ in found.values())
+    del outputs
+    return total

@@ -102,6 +102,24 @@ def test_products_lose_efficiency_where_they_are_narrow():
     assert whole.forward / 8 < eighth.forward < whole.forward / 2
 
 
+def test_fused_attention_computes_its_scores_once_more():
+    """FlashAttention (arXiv 2205.14135): two products forward, five backward; no passes over scores."""
+    fused = replace(SOFTWARE, fused_attention=True)
+    long = EVEN.with_sequence(16384)
+    work, open_ = layer_work(long, Layout(), A100, fused), layer_work(long, Layout(), A100, SOFTWARE)
+
+    assert work.forward < open_.forward
+    assert work.backward - 2 * work.forward == pytest.approx(0.5 * work.scores, rel=0.2)
+
+
+def test_autocast_and_unfused_programs_move_more_bytes():
+    fused, eager = KNOWN_SHAPES["megatron-1.7b"], replace(KNOWN_SHAPES["megatron-1.7b"], kept=KNOWN_SHAPES["gpt2"].kept)
+    autocast = Software(precision=precision_named("bf16"), fused_attention=False)
+
+    assert layer_work(eager, Layout(), A100, SOFTWARE).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward
+    assert layer_work(fused, Layout(), A100, autocast).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward
+
+
 def test_tiny_work_costs_its_launches():
     tiny = ModelShape(layers=2, hidden=16, heads=2, vocabulary=10, sequence=4)
 

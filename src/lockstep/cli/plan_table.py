@@ -124,9 +124,9 @@ def _refused_text(plan: Plan, every: bool) -> str:
     if every:
         rows = [[str(r.data), str(r.pipeline), str(r.tensor), r.reason] for r in plan.refused]
         return f"{line}. Refused:\n\n{text_table(['data', 'pipeline', 'tensor', 'because'], rows)}"
-    kinds = Counter("do not fit" if r.reason.startswith("needs") else "do not divide" for r in plan.refused)
-    words = " and ".join(f"{number} that {kind}" for kind, number in kinds.items())
-    return f"{line}. Of (data, pipeline, tensor), {words} were refused: --refused lists them."
+    kinds = Counter("fit" if r.reason.startswith("needs") else "divide" for r in plan.refused)
+    words = " and ".join(f"{number} that {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
+    return f"{line}. Of (data, pipeline, tensor), {words} refused: --refused lists them."
 
 
 def _besides(layout: Layout) -> list[str]:

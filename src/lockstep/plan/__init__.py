@@ -14,7 +14,7 @@ from lockstep.plan.predict import Prediction, predict
 from lockstep.plan.read import shape_of
 from lockstep.plan.search import Choices, Plan, Refusal, Setting, search
 from lockstep.plan.settings import Constants, Precision, Software
-from lockstep.plan.shape import ModelShape
+from lockstep.plan.shape import Kept, ModelShape
 
 __all__ = [
     "DEVICE_KINDS",
@@ -23,6 +23,7 @@ __all__ = [
     "Choices",
     "Constants",
     "DeviceKind",
+    "Kept",
     "Layout",
     "Link",
     "Memory",

@@ -82,7 +82,7 @@ def _layer_work(
         + machine.product(tokens, inner * (2 if shape.gated else 1), h)
         + machine.product(tokens, h, inner)
     )
-    passes = machine.passes(_layer_bytes(shape, tokens, tensor, along_sequence, machine.value))
+    passes = machine.passes(_layer_bytes(shape, tokens, tensor, along_sequence, software))
     scores, scores_backward = _attention(shape, rows, tensor, machine, software)
     idle = _LAYER_OPERATIONS * constants.launch_us * 1e-6
     return Work(
@@ -93,13 +93,19 @@ def _layer_work(
     )
 
 
-def _layer_bytes(shape: ModelShape, tokens: float, tensor: int, along_sequence: bool, value: int) -> float:
-    """Bytes of a forward pass outside of products and attention: norms, dropout with residuals, the activation."""
-    norms = 4 * value
-    dropouts = 2 * (3 * value + 1)
-    replicated = tokens * shape.hidden * (norms + dropouts) / (tensor if along_sequence else 1)
+def _layer_bytes(shape: ModelShape, tokens: float, tensor: int, along_sequence: bool, software: Software) -> float:
+    """Bytes of a forward pass outside of products and attention: norms, dropout with residuals, the activation.
+
+    What is kept was written by an operation that read as much.
+    """
+    precision, kept = software.precision, shape.kept
+    value = precision.activation
+    norms = 2 * kept.norms * precision.residual
+    dropouts = 2 * (3 * precision.residual + 1)
+    casts = kept.projections * (precision.residual + value) if precision.cast else 0
+    replicated = tokens * shape.hidden * (norms + dropouts + casts) / (tensor if along_sequence else 1)
     transposed = 2 * value * shape.hidden
-    inner = (3 if shape.gated else 2) * value * shape.feed_forward
+    inner = 2 * (kept.inner - 1) * value * shape.feed_forward
     return replicated + tokens * (transposed + inner) / tensor
 
 

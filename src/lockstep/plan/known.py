@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.plan.shape import ModelShape
+from lockstep.plan.shape import BERT_KEPT, GPT2_KEPT, LLAMA_KEPT, ModelShape
 
-_gpt2 = partial(ModelShape, vocabulary=50257, sequence=1024)
+_gpt2 = partial(ModelShape, vocabulary=50257, sequence=1024, kept=GPT2_KEPT)
 # As trained: 15% of the tokens are asked about; two rows of segments beside the positions.
-_bert = partial(ModelShape, vocabulary=30522, sequence=512, embedding_rows=514, predicted=0.15)
-_llama: Any = partial(ModelShape, gated=True, biases=False, tied=False, embedding_rows=0)
+_bert = partial(ModelShape, vocabulary=30522, sequence=512, embedding_rows=514, predicted=0.15, kept=BERT_KEPT)
+_llama: Any = partial(ModelShape, gated=True, biases=False, tied=False, embedding_rows=0, kept=LLAMA_KEPT)
 _llama2 = partial(_llama, vocabulary=32000, sequence=4096)
 _llama3 = partial(_llama, vocabulary=128256, sequence=8192, kv_heads=8)
 _megatron = partial(ModelShape, vocabulary=51200, sequence=2048)

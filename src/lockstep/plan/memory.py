@@ -1,7 +1,8 @@
 """What a device holds: weights, gradients, optimizer state, activations. Formulas only; nothing is allocated.
 
 Activations are those of Korthikanti et al. 2022 (arXiv 2205.05198), written for any width of the feed-forward part, any
-number of key heads and any bytes a value: their s b h (10 + 24/t + 5 a s/(h t)) comes out for a GPT in 16 bits.
+number of key heads, any bytes a value and what the layer's program keeps: their s b h (10 + 24/t + 5 a s/(h t)) comes
+out for Megatron-LM's GPT in 16 bits.
 State is that of ZeRO (arXiv 1910.02054), stage 1 where the optimizer is sharded.
 """
 
@@ -58,17 +59,20 @@ class LayerActivations:
 
 def layer_activations(shape: ModelShape, layout: Layout, software: Software) -> LayerActivations:
     """What a layer keeps of a microbatch where nothing is computed again (Korthikanti et al., equations 1, 2 and 4)."""
-    value = software.precision.activation
+    precision, kept = software.precision, shape.kept
+    value = precision.activation
     tokens = shape.sequence * layout.rows
     along = layout.tensor if layout.sequence_parallel else 1
-    # Two inputs of norms, two of blocks, two dropout masks of a byte.
-    replicated = tokens * shape.hidden * (4 * value + 2) / along
-    inner = 3 if shape.gated else 2
-    split = tokens * value * (2 * shape.hidden + 2 * shape.kv_width + inner * shape.feed_forward) / layout.tensor
+    # Without autocast the products that take a norm's output share it: one for attention, one for feed-forward.
+    inputs = kept.projections if precision.cast else 2
+    width = kept.norms * precision.residual + inputs * value + kept.masks
+    replicated = tokens * shape.hidden * width / along
+    inner = 2 * shape.hidden + 2 * shape.kv_width + kept.inner * shape.feed_forward
+    split = tokens * value * inner / layout.tensor
     # Softmax and dropout give a value each, and a mask of a byte.
     scores = 0.0 if software.fused_attention else shape.heads * shape.sequence * tokens * (2 * value + 1)
-    kept = tokens * shape.hidden * value / along
-    return LayerActivations(replicated=replicated, split=split, scores=scores / layout.tensor, input=kept)
+    start = tokens * shape.hidden * precision.residual / along
+    return LayerActivations(replicated=replicated, split=split, scores=scores / layout.tensor, input=start)
 
 
 def in_flight(layout: Layout) -> float:
@@ -97,8 +101,8 @@ def stage_parameters(shape: ModelShape, layout: Layout) -> tuple[float, float]:
 def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Memory:
     """What the fullest device holds, of the first stage or the last. Instant and pure.
 
-    The first stage keeps most microbatches in flight; the last holds the logits, in the activations' format and in
-    float32.
+    The first stage keeps most microbatches in flight; the last holds the logits, in the activations' format, and
+    in float32 their logarithms and gradients.
     """
     layer = layer_activations(shape, layout, software)
     if layout.recompute == "full":
@@ -108,7 +112,7 @@ def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Me
         working = 0.0 if layout.recompute == "none" else layer.scores
     layers = shape.layers / layout.pipeline
     tokens = shape.sequence * layout.rows * shape.predicted
-    logits = tokens * shape.vocabulary / layout.tensor * (software.precision.activation + 4)
+    logits = tokens * shape.vocabulary / layout.tensor * (software.precision.activation + 8)
     first, last = (
         _with_state(parameters, activations, layout, software)
         for parameters, activations in zip(

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lockstep.errors import ConfigError
 from lockstep.plan.known import known_shape
-from lockstep.plan.shape import ModelShape, size_fields
+from lockstep.plan.shape import BERT_KEPT, GPT2_KEPT, LLAMA_KEPT, Kept, ModelShape, size_fields
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ def _named(name: str) -> ModelShape:
 
 def _from_sizes(text: str) -> ModelShape:
     """``layers=24,hidden=2048,heads=16,vocabulary=50257,sequence=1024``: whole numbers by the names of a shape."""
-    known = [name for name in size_fields() if name not in ("name", "predicted")]
+    known = size_fields()
     sizes: dict[str, Any] = {}
     for entry in text.split(","):
         name, _, value = entry.strip().partition("=")
@@ -120,6 +120,7 @@ def _from_recipe(config: SizedConfig) -> ModelShape:
         sequence=config.sequence_length,
         embedding_rows=config.sequence_length + 2,
         predicted=min(1.0, config.max_masked / config.sequence_length),
+        kept=BERT_KEPT,
     )
 
 
@@ -148,6 +149,7 @@ def _gpt2(settings: Mapping[str, Any], name: str) -> ModelShape:
         sequence=settings["n_positions"],
         embedding_rows=settings["n_positions"],
         tied=settings.get("tie_word_embeddings", True),
+        kept=GPT2_KEPT if settings.get("activation_function", "gelu_new") == "gelu_new" else Kept(),
     )
 
 
@@ -164,6 +166,7 @@ def _bert(settings: Mapping[str, Any], name: str) -> ModelShape:
         sequence=positions - positions % 8,
         embedding_rows=positions + settings.get("type_vocab_size", 2),
         predicted=0.15,
+        kept=BERT_KEPT,
     )
 
 
@@ -181,6 +184,7 @@ def _llama(settings: Mapping[str, Any], name: str) -> ModelShape:
         gated=True,
         biases=False,
         tied=settings.get("tie_word_embeddings", False),
+        kept=LLAMA_KEPT,
     )
 
 

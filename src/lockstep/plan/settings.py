@@ -34,6 +34,11 @@ class Precision:
     activation: int
     cast: int = 0
 
+    @property
+    def residual(self) -> int:
+        """Bytes of a value between layers: autocast leaves sums and norms in float32."""
+        return 4 if self.cast else self.activation
+
 
 PRECISIONS: Mapping[str, Precision] = {
     precision.name: precision

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the program of a layer keeps for its backward pass, counted in values as wide as a token or its inner part.
+
+    The defaults are those of fused programs (Megatron-LM's, by Korthikanti et al. 2022). Where a norm or an activation
+    is written as several operations, each keeps its own values.
+
+    Args:
+        norms: values as wide as a token that norms keep, in the format of the residual stream.
+        projections: products that take a norm's output; under autocast each keeps a copy of its own.
+        inner: values as wide as the feed-forward part.
+        masks: bytes of dropout masks for each value of a token.
+    """
+
+    norms: int = 2
+    projections: int = 2
+    inner: int = 2
+    masks: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +48,7 @@ class ModelShape:
         embedding_rows: rows of learned embeddings beside the words', of positions and segments; ``sequence`` by
             default, 0 for rotary positions.
         predicted: share of the tokens that the head is asked about; 1 but for masked language models.
+        kept: what a layer keeps for its backward pass.
 
     Example:
         >>> ModelShape(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024).parameters
@@ -47,6 +68,7 @@ class ModelShape:
     tied: bool = True
     embedding_rows: int = -1
     predicted: float = 1.0
+    kept: Kept = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
         # A size that follows from others is written in once, so that two equal models compare equal.
@@ -112,6 +134,13 @@ class ModelShape:
         return replace(self, sequence=sequence, embedding_rows=rows)
 
 
+# What transformers' modules keep, counted in them: a test counts again.
+BERT_KEPT = Kept(projections=4)
+# GPT-2's own approximation of GELU is eight operations.
+GPT2_KEPT = Kept(inner=5)
+LLAMA_KEPT = Kept(norms=4, projections=5, inner=4, masks=0)
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of ``number``, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
@@ -128,5 +157,5 @@ def one_of(choices: list[int], most: int = 12) -> str:
 
 
 def size_fields() -> tuple[str, ...]:
-    """The names of the fields, for messages."""
-    return tuple(field.name for field in fields(ModelShape))
+    """The names of the fields that are whole numbers or switches, for messages."""
+    return tuple(entry.name for entry in fields(ModelShape) if entry.name not in ("name", "predicted", "kept"))
