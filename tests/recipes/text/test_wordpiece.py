@@ -139,3 +139,39 @@ def test_a_cache_that_cannot_be_written_warns_and_trains(lines: list[str], tmp_p
 def test_bad_settings(settings: dict[str, int], message: str):
     with pytest.raises(ConfigError, match=message):
         WordPieceSettings(**settings)
+
+
+CHINESE = ["房间很不错，服务也不错", "这本书不错，内容很不错。", "不错的书", "很不错的房间"] * 3
+
+
+def test_words_of_several_chinese_characters_are_one_token_wherever_they_stand():
+    settings = WordPieceSettings(vocabulary=60, chinese="words")
+
+    tokenizer = train_wordpiece(CHINESE, settings)
+
+    assert tokenizer.encode("不错").tokens == ["[CLS]", "不错", "[SEP]"]
+    assert tokenizer.encode("书，不错的").tokens == ["[CLS]", "书", "，", "不错", "的", "[SEP]"]
+    assert not any(token.startswith("##") for token in tokenizer.get_vocab())
+    assert tokenizer.get_vocab() == train_wordpiece(CHINESE, settings).get_vocab()
+    assert tokenizer.decode(tokenizer.encode(CHINESE[0]).ids) == CHINESE[0]
+
+
+def test_a_long_run_without_a_space_is_no_unknown_word():
+    tokenizer = train_wordpiece(CHINESE, WordPieceSettings(vocabulary=60, chinese="words"))
+
+    assert tokenizer.encode("房间不错" * 500).tokens.count("[UNK]") == 0
+
+
+def test_a_character_that_is_not_known_leaves_its_neighbours_known():
+    tokenizer = train_wordpiece(CHINESE, WordPieceSettings(vocabulary=60, chinese="words"))
+
+    again = Tokenizer.from_str(tokenizer.to_str())
+
+    assert again.encode("的真不错").tokens == ["[CLS]", "的", "[UNK]", "不错", "[SEP]"]
+    assert again.encode("不错]的^-\\").tokens.count("[UNK]") == 4
+
+
+def test_by_default_a_chinese_character_is_a_token_as_in_bert():
+    tokenizer = train_wordpiece(CHINESE, WordPieceSettings(vocabulary=60))
+
+    assert tokenizer.encode("不错").tokens == ["[CLS]", "不", "错", "[SEP]"]

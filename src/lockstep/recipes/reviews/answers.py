@@ -45,7 +45,8 @@ def ask(model: Any, tokenizer: Any, texts: Sequence[str], *, max_tokens: int) ->
     pipeline = require("transformers", "reviews").pipeline(
         "text-classification", model=model.eval(), tokenizer=tokenizer, device=model.device
     )
-    found = pipeline(list(texts), truncation=True, max_length=max_tokens)
+    # One at a time: for a list it sets an environment variable for good.
+    found = [pipeline(text, truncation=True, max_length=max_tokens)[0] for text in texts]
     return tuple(
         Answer(text=text, label=answer["label"], score=float(answer["score"]))
         for text, answer in zip(texts, found, strict=True)

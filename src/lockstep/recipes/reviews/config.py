@@ -126,9 +126,7 @@ class ReviewsConfig:
             divisors = ", ".join(str(n) for n in range(1, self.hidden + 1) if self.hidden % n == 0)
             raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose one of {divisors}")
         if self.load_in in ("8bit", "4bit") and self.pretrained is None:
-            raise ConfigError(
-                f"load_in={self.load_in!r} is a form that pretrained weights are loaded in; give pretrained"
-            )
+            raise ConfigError(f"load_in={self.load_in!r} is how pretrained weights are loaded; give pretrained too")
         self._check_file_form()
         # These hold the rest of the rules; making them here makes a bad value fail now rather than at its use.
         _ = self.tokenizer, self.memory

@@ -126,7 +126,8 @@ def _untrained(settings: WordPieceSettings, *, vocabulary: dict[str, int] | None
         lowercase=settings.lowercase, handle_chinese_chars=characters
     )
     words = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.pre_tokenizer = words if characters else _runs_cut(words)
+    known = [token for token in vocabulary or () if len(token) == 1]
+    tokenizer.pre_tokenizer = words if characters else _runs_cut(words, known=known)
     tokenizer.decoder = tokenizers.decoders.WordPiece(_continued(settings))
     return tokenizer
 
@@ -136,10 +137,15 @@ def _continued(settings: WordPieceSettings) -> str:
     return "##" if settings.chinese == "characters" else ""
 
 
-def _runs_cut(words: Any) -> Any:
+def _runs_cut(words: Any, *, known: Sequence[str]) -> Any:
+    """Cuts runs that are too long, and out of them characters that are not known: else the whole run were unknown."""
     tokenizers = require("tokenizers", "text")
-    runs = tokenizers.pre_tokenizers.Split(tokenizers.Regex(f".{{1,{_LONGEST_RUN}}}"), "isolated")
-    return tokenizers.pre_tokenizers.Sequence([words, runs])
+    patterns = [f".{{1,{_LONGEST_RUN}}}"]
+    if known:
+        listed = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(known))
+        patterns.insert(0, f"[^{listed}]")
+    cuts = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+    return tokenizers.pre_tokenizers.Sequence([words, *cuts])
 
 
 def _continuations(tokenizer: Any, lines: Sequence[str]) -> list[str]:

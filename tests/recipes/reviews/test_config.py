@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.recipes.reviews.config import ReviewsConfig, reviews
+
+
+def test_the_recipe_leaves_nothing_to_fill_in():
+    assert (reviews().learning_rate, reviews().hide) == (0.003, 0.3)
+    assert (reviews(pretrained="bert").learning_rate, reviews(pretrained="bert").hide) == (2e-5, 0.0)
+    assert ReviewsConfig(pretrained="bert", lora="r=8").rate == 5e-4
+    assert ReviewsConfig(learning_rate=0.1, lora="r=8").rate == 0.1
+
+
+def test_what_is_done_about_memory_is_one_object():
+    memory = ReviewsConfig(lora="r=4,targets=query", pretrained="bert", gradient_checkpointing=True).memory
+
+    assert memory.gradient_checkpointing
+    assert memory.lora is not None
+    assert (memory.lora.r, memory.lora.targets) == (4, ("query",))
+    assert reviews().memory.lora is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"epochs": 0}, "epochs=0 was given, expected at least 1"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
+        ({"limit": -1}, "limit=-1"),
+        ({"max_tokens": 2}, "max_tokens=2"),
+        ({"heads": 3}, "heads=3 does not divide hidden=64; choose one of 1, 2, 4"),
+        ({"test_share": 0.0}, "test_share=0.0 was given, expected a share above 0"),
+        ({"valid_share": 0.6}, "valid_share=0.6"),
+        ({"hide": 1.0}, "hide=1.0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"encoding": "utf8mb4"}, "encoding='utf8mb4' is unknown to Python; try utf-8, gb18030"),
+        ({"separator": "||"}, "separator='||' was given, expected one character, or the word tab"),
+        ({"tokens": "letters"}, "tokens='letters' is unknown"),
+        ({"vocabulary": 5}, "vocabulary=5"),
+        ({"lora": "rank=8"}, "lora has no setting 'rank'"),
+        ({"load_in": "8bit", "lora": "r=8"}, "load_in='8bit' is how pretrained weights are loaded"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_a_bad_value_is_refused(settings: dict, said: str):
+    with pytest.raises(ConfigError) as raised:
+        replace(reviews(), **settings)
+
+    assert said in str(raised.value)
+
+
+def test_the_word_tab_is_a_tab():
+    assert ReviewsConfig(separator="tab").delimiter == "\t"

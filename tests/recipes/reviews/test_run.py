@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import TrainerCallback, pipeline
+from transformers.utils import logging
+
+from lockstep.errors import ConfigError, NonFiniteLossError
+from lockstep.recipes.reviews.config import ReviewsConfig
+from lockstep.recipes.reviews.run import Places, ReviewsResult, build_reviews, check_exactness, train_reviews
+from lockstep.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from tests.recipes.reviews.conftest import MakeConfig
+
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+MakeStrategy = Callable[..., "MirroredStrategy"]
+
+
+def train(config: ReviewsConfig, strategy: Strategy, **others) -> ReviewsResult:
+    return train_reviews(config, build_reviews(config), strategy, **others)
+
+
+def test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads(
+    tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
+):
+    places = Places(
+        checkpoints=tmp_path / "checkpoints",
+        logs=tmp_path / "logs",
+        model=tmp_path / "model",
+        predictions=tmp_path / "predictions.csv",
+    )
+
+    result = train(tiny(epochs=5), make_strategy(2), texts=["书不错。", "服务很差。"], places=places)
+
+    assert set(result.history.history) == {"loss", "val_loss", "val_accuracy", "val_f1"}
+    assert [timing.steps for timing in result.history.timing] == [8] * 5
+    assert [timing.examples for timing in result.history.timing] == [80] * 5
+    assert result.history.history["loss"][4] < 0.3
+    assert result.test_metrics["f1"] > 0.8
+    assert [answer.label for answer in result.answers] == ["好评！", "差评！"]
+    ask = pipeline("text-classification", model=str(places.model))
+    theirs = [ask(text)[0] for text in ("书不错。", "服务很差。")]
+    assert [(a.label, pytest.approx(a.score)) for a in result.answers] == [(t["label"], t["score"]) for t in theirs]
+    assert len(list(places.checkpoints.iterdir())) == 3
+    assert list(places.logs.glob("events.out.tfevents*"))
+    with places.predictions.open(encoding="utf-8", newline="") as file:
+        predicted = list(csv.DictReader(file))
+    assert len(predicted) == 10
+    right = [{"0": "差评！", "1": "好评！"}[row["label"]] == row["predicted"] for row in predicted]
+    assert sum(right) / 10 == pytest.approx(result.test_metrics["accuracy"])
+
+
+def test_the_best_epoch_is_tested_and_not_the_last(
+    tiny: MakeConfig, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny(epochs=3)
+    task = build_reviews(config)
+    weights: list[torch.Tensor] = []
+    # Were F1 better the earlier it is measured, the first epoch would be the best.
+    scores = iter([0.9, 0.5, 0.4, 0.0])
+    monkeypatch.setattr(
+        "lockstep.recipes.reviews.trainer.accuracy_and_f1", lambda _: {"accuracy": 0.5, "f1": next(scores)}
+    )
+
+    class Watch(TrainerCallback):
+        def on_epoch_end(self, args, state, control, model=None, **_):
+            weights.append(model.classifier.weight.detach().clone())
+
+    result = train_reviews(config, task, make_strategy(2), callbacks=[Watch()])
+
+    assert result.best_epoch == 1
+    assert torch.equal(task.model.classifier.weight, weights[0])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, make_strategy: MakeStrategy):
+    config = tiny(epochs=1, dropout=0.3, hide=0.3)
+
+    first, second = (train(config, make_strategy(2)) for _ in range(2))
+
+    assert first.history.history == second.history.history
+    assert first.test_metrics == second.test_metrics
+
+
+def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
+    tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
+):
+    config, places = tiny(epochs=2, dropout=0.3, hide=0.3), Places(checkpoints=tmp_path / "checkpoints")
+
+    whole = train(config, make_strategy(2), places=places)
+    again = train(config, make_strategy(2), places=Places(resume=tmp_path / "checkpoints" / "checkpoint-8"))
+
+    assert again.history.epoch == [1]
+    assert again.history.history["loss"] == whole.history.history["loss"][1:]
+    assert again.history.history["val_loss"] == whole.history.history["val_loss"][1:]
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"is no checkpoint of a Trainer: it has no trainer_state\.json"):
+        Places(resume=tmp_path)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tiny: MakeConfig, make_strategy: MakeStrategy):
+    with pytest.raises(NonFiniteLossError, match=r"epoch 1: the loss became nan between step 1 and step 8"):
+        train(tiny(learning_rate=1e30, clip_norm=0.0), make_strategy(2))
+
+
+def test_transformers_says_as_much_as_before_and_nothing_is_left_without_places(
+    tiny: MakeConfig, make_strategy: MakeStrategy, capfd: pytest.CaptureFixture[str]
+):
+    level = logging.get_verbosity()
+
+    train(tiny(epochs=1), make_strategy(1))
+
+    assert capfd.readouterr() == ("", "")
+    assert logging.get_verbosity() == level
+    assert logging.is_progress_bar_enabled()
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_first_steps_are_those_of_a_plain_loop(tiny: MakeConfig, make_strategy: MakeStrategy, replicas: int):
+    report = check_exactness(tiny(dropout=0.5, hide=0.3), make_strategy(replicas))
+
+    assert report.replicas == replicas
+    assert report.max_loss_difference < 1e-6
+    assert report.max_weight_difference < 1e-6
+    assert report.sgd.moved > 1e-3
