@@ -58,6 +58,9 @@ class ThreadWorkers(Workers):
         self.exchange(name)
         return self.group.meet(self.index, payload)
 
+    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
+        return self.exchange_bytes(name, payload)[0]
+
     def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise NotImplementedError
 

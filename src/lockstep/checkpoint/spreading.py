@@ -22,7 +22,7 @@ def spread(workers: Workers, name: str, state: Any) -> Any:
         name: what this call is for.
         state: the chief's, as ``nested.flatten`` takes it; the others' is not looked at.
     """
-    if workers.size == 1:
+    if workers.alone:
         return state
     tree, tensors = flatten(state) if workers.is_chief else (None, {})
     shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}

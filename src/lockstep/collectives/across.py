@@ -17,7 +17,7 @@ from lockstep.collectives.workers import Workers
 def sum_across(workers: Workers, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elementwise sum of the local replicas' tensors and all other workers'. Every worker must call it."""
     total = sum_tensors(tensors)
-    return workers.sum_tensors(name, [total])[0] if workers.size > 1 else total
+    return workers.sum_tensors(name, [total])[0] if not workers.alone else total
 
 
 def reduce_across(workers: Workers, op: ReduceOp, values: Sequence[Any], axis: int | None = None) -> Any:
@@ -32,7 +32,7 @@ def reduce_across(workers: Workers, op: ReduceOp, values: Sequence[Any], axis: i
     Raises:
         ConfigError: shapes that do not fit, or an axis that a value does not have.
     """
-    if workers.size == 1:
+    if workers.alone:
         return reduce_values(op, values, axis)
     name = f"reduce({op.value}{'' if axis is None else f', axis={axis}'})"
     if axis is None and all(isinstance(value, (int, float)) for value in values):
@@ -54,7 +54,7 @@ def gather_across(workers: Workers, name: str, values: Sequence[Any], axis: int)
         ConfigError: a value without that dimension, or shapes that differ in another one.
     """
     local = gather_values(values, axis)
-    return torch.cat(workers.gather_tensors(name, local, axis), dim=axis) if workers.size > 1 else local
+    return torch.cat(workers.gather_tensors(name, local, axis), dim=axis) if not workers.alone else local
 
 
 def _reduce_numbers(workers: Workers, name: str, op: ReduceOp, values: Sequence[float]) -> float:

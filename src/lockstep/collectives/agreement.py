@@ -20,7 +20,7 @@ def agree(workers: Workers, what: str, lines: Sequence[str]) -> None:
     Raises:
         ClusterError: a worker has other lines than the chief.
     """
-    if workers.size == 1:
+    if workers.alone:
         return
     everyones = [text.decode().split("\n") for text in workers.exchange_bytes(f"agree on {what}", _joined(lines))]
     for worker, theirs in enumerate(everyones):

@@ -12,22 +12,57 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+SHARE_UNANSWERED = 0.35
+"""Of ``lost_after_s``: the rest is for finding out whether a worker has been lost, or the network between two."""
 _OPEN_FILES = Path("/proc/self/fd")
+
+
+class NewConnections:
+    """The TCP connections that are opened in the ``with`` block. Linux only; elsewhere there are none.
+
+    They break if for so long nothing that was sent is acknowledged, and can be shut down from outside: whoever waits
+    for one in C++ gets an error then. gloo does not show its sockets, so they are told by being new.
+
+    Args:
+        seconds: how long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._opened: list[socket.socket] = []
+
+    def __enter__(self) -> NewConnections:
+        self._before = _sockets()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, _identity in _sockets() - self._before:
+            with suppress(OSError):  # somebody else's, closed again meanwhile
+                opened = socket.socket(fileno=os.dup(number))
+                if opened.type == socket.SOCK_STREAM and opened.family in (socket.AF_INET, socket.AF_INET6):
+                    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._seconds * 1000))
+                    self._opened.append(opened)
+                else:
+                    opened.close()
+
+    def shut_down(self) -> None:
+        """Breaks all of them, now."""
+        for opened in self._opened:
+            with suppress(OSError):  # broken already
+                opened.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Leaves them to whoever opened them. Idempotent; until then the other side sees none of them closed."""
+        while self._opened:
+            self._opened.pop().close()
 
 
 @contextmanager
 def broken_after(seconds: float) -> Iterator[None]:
-    """Connections that are opened in the block break if for so long nothing that was sent is acknowledged.
-
-    gloo does not show its sockets, so they are told by being new. Linux only; elsewhere nothing is done.
-    """
-    before = _sockets()
-    yield
-    for number in _sockets() - before:
-        # Somebody else's, closed again meanwhile.
-        with suppress(OSError), socket.socket(fileno=os.dup(number[0])) as opened:
-            if opened.type == socket.SOCK_STREAM and opened.family in (socket.AF_INET, socket.AF_INET6):
-                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    """Connections that are opened in the block break if for so long nothing that was sent is acknowledged."""
+    with NewConnections(seconds) as opened:
+        yield
+    opened.forget()
 
 
 def _sockets() -> set[tuple[int, str]]:

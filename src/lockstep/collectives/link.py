@@ -16,32 +16,42 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lockstep.collectives.connections import broken_after
+from lockstep.collectives.connections import SHARE_UNANSWERED, broken_after
 from lockstep.errors import CollectiveError
 from lockstep.membership.membership import Membership
 
 LOOK_EVERY = timedelta(milliseconds=250)
 NCCL_LOOK_EVERY_S = 0.0005
 _GLOO_THREADS = 2
-# Of ``lost_after_s``: the rest is for finding out whether a worker has been lost, or the network between two.
-_SHARE_UNANSWERED = 0.35
 
 
 class Group:
-    """All workers, joined for one purpose. Operations start at once, and are completed by ``wait``.
+    """Workers, all or some, joined for one purpose. Operations start at once, and are completed by ``wait``.
 
     Args:
         membership: the job.
         name: equal on all workers, and no other group's.
         nccl: move tensors with NCCL, from and to this worker's GPU; else with gloo, in host memory.
         timeout_s: how many seconds a worker waits for one that is alive and does not come.
+        members: the numbers of the workers to join, ascending; None is all.
     """
 
-    def __init__(self, membership: Membership, name: str, *, nccl: bool, timeout_s: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        name: str,
+        *,
+        nccl: bool,
+        timeout_s: float,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self._membership = membership
         self._timeout_s = timeout_s
-        store = membership.store(f"group/{name}")
-        rank, size = membership.spec.index, membership.spec.num_workers
+        everyone = range(membership.spec.num_workers)
+        joined = tuple(everyone if members is None else members)
+        team = "" if joined == tuple(everyone) else f" of {'-'.join(map(str, joined))}"
+        store = membership.store(f"group/{name}{team}")
+        rank, size = joined.index(membership.spec.index), len(joined)
         self.nccl = nccl
         self._under_way = 0
         # In a thread of its own: with a worker that was stopped since the roll call it would hang for ``timeout_s``.
@@ -110,7 +120,7 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Memb
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
     options._threads = _GLOO_THREADS
     options._timeout = timedelta(seconds=timeout_s)
-    with broken_after(membership.lost_after_s * _SHARE_UNANSWERED):
+    with broken_after(membership.lost_after_s * SHARE_UNANSWERED):
         return dist.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -36,12 +36,23 @@ class RemoteWorkers(Workers):
         replicas: how many local replicas each worker runs, in worker order.
         nccl: whether sums of tensors on GPUs go through NCCL.
         timeout_s: how many seconds a worker waits in a call for one that is alive and does not come.
+        members: the numbers of the workers that this is about, ascending, where not all; this worker is among them.
     """
 
     def __init__(
-        self, membership: Membership, replicas: Sequence[int], *, nccl: bool = False, timeout_s: float = 1800.0
+        self,
+        membership: Membership,
+        replicas: Sequence[int],
+        *,
+        nccl: bool = False,
+        timeout_s: float = 1800.0,
+        members: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(membership.spec.index, replicas, membership.names)
+        everyone = range(membership.spec.num_workers)
+        self._members = tuple(everyone if members is None else members)
+        names = [membership.names[member] for member in self._members]
+        super().__init__(self._members.index(membership.spec.index), replicas, names)
+        self._owns_membership = members is None
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s
@@ -63,6 +74,9 @@ class RemoteWorkers(Workers):
                 room[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             gathered = self._gather(room, name)
         return [bytes(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
+
+    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
+        return self.exchange_bytes(name, payload if self.is_chief else b"")[0]
 
     def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._one_call:
@@ -108,11 +122,15 @@ class RemoteWorkers(Workers):
         self.membership.doing(text)
 
     def close(self) -> None:
-        """Ends the connections, and tells the others that this worker has ended. Idempotent."""
+        """Ends the connections and, where this is about all workers, tells the others that this one has ended.
+
+        Idempotent.
+        """
         for group in self._groups.values():
             group.close()
         self._groups.clear()
-        self.membership.close()
+        if self._owns_membership:
+            self.membership.close()
 
     def _exchange(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[Record]:
         self.membership.check()
@@ -159,7 +177,9 @@ class RemoteWorkers(Workers):
 
     def _group(self, name: str, *, nccl: bool) -> Group:
         if name not in self._groups:
-            self._groups[name] = Group(self.membership, name, nccl=nccl, timeout_s=self._timeout_s)
+            self._groups[name] = Group(
+                self.membership, name, nccl=nccl, timeout_s=self._timeout_s, members=self._members
+            )
         return self._groups[name]
 
 

@@ -25,7 +25,7 @@ def exchange_values(workers: Workers, name: str, value: Any) -> list[Any]:
         name: what this call is for.
         value: tensors, numbers, texts and None in lists, tuples and dicts.
     """
-    if workers.size == 1:
+    if workers.alone:
         return [value]
     written = io.BytesIO()
     torch.save(value, written)
@@ -52,9 +52,9 @@ def on_chief(workers: Workers, name: str, act: Callable[[], R]) -> R | None:
         except Exception as error:  # noqa: BLE001  it is raised below, when the others know of it
             failed = error
     told = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode()
-    message = workers.exchange_bytes(name, told)[0].decode()
+    message = workers.chiefs_bytes(name, told).decode()
     if failed is not None:
         raise failed
     if message:
-        raise ClusterError(f"{workers.names[0]}, the chief, failed in {name!r} with {message}")
+        raise ClusterError(f"{workers.chief_name}, the chief, failed in {name!r} with {message}")
     return result

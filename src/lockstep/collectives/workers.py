@@ -35,9 +35,21 @@ class Workers(ABC):
         index: this worker's number, from 0.
         replicas: how many local replicas each worker runs, in worker order.
         names: how the workers are called in messages, such as "worker 1 (hostb:20001)".
+        alone: whether there is nobody to talk to; None is where there is one worker.
+        chief: whether this is the chief; None is where its number is 0.
     """
 
-    def __init__(self, index: int, replicas: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        replicas: Sequence[int],
+        names: Sequence[str],
+        *,
+        alone: bool | None = None,
+        chief: bool | None = None,
+    ) -> None:
+        self._alone = len(replicas) == 1 if alone is None else alone
+        self._chief = index == 0 if chief is None else chief
         self._index = index
         self._replicas = tuple(replicas)
         self._names = tuple(names)
@@ -54,9 +66,14 @@ class Workers(ABC):
         return len(self._replicas)
 
     @property
+    def alone(self) -> bool:
+        """Whether this process has nobody to talk to, so that all is here already."""
+        return self._alone
+
+    @property
     def is_chief(self) -> bool:
         """Whether this is worker 0: the one that prints, logs and publishes checkpoints."""
-        return self._index == 0
+        return self._chief
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -67,6 +84,11 @@ class Workers(ABC):
     def names(self) -> tuple[str, ...]:
         """How the workers are called in messages."""
         return self._names
+
+    @property
+    def chief_name(self) -> str:
+        """How the chief is called in messages."""
+        return self._names[0]
 
     @property
     def num_replicas(self) -> int:
@@ -112,6 +134,10 @@ class Workers(ABC):
     @abstractmethod
     def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
         """Gives every worker the payloads of all, in worker order; lengths may differ. Every worker must call it."""
+
+    @abstractmethod
+    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
+        """The chief's payload, on every worker; the others' are not looked at. Every worker must call it."""
 
     @abstractmethod
     def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -172,6 +198,10 @@ class OneWorker(Workers):
     def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
         """The payload alone."""
         return [payload]
+
+    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
+        """The payload: this is the chief."""
+        return payload
 
     def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors as they are."""

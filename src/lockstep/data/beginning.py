@@ -18,7 +18,6 @@ from lockstep.data.source_random import default_state, set_default_state
 from lockstep.errors import ClusterError
 
 _UNKNOWN = -1
-_HEADER = struct.Struct("<qqI")  # batches, examples, generators beside torch's default one
 _SIZE = struct.Struct("<I")
 _CALL = "the beginning of an iteration over the data"
 
@@ -43,12 +42,12 @@ def begin_alike(workers: Workers, dataset: Iterable[Any], generators: Sequence[t
         ClusterError: a worker has data of another length, or with other generators, than the chief.
     """
     examples = _examples(dataset)
-    header = _HEADER.pack(_or_unknown(batches_in(dataset)), _or_unknown(examples), len(generators))
+    lengths = (_or_unknown(batches_in(dataset)), _or_unknown(examples), len(generators))
+    _check([[int(each) for each in met] for met in workers.exchange(_CALL, lengths)], workers.names)
     states = [default_state(), *(generator.get_state() for generator in generators)] if workers.is_chief else []
-    everyones = workers.exchange_bytes(_CALL, b"".join([header, *map(_packed, states)]))
-    _check([_HEADER.unpack_from(each) for each in everyones], workers.names)
+    told = workers.chiefs_bytes(f"{_CALL}: the chief's generators", b"".join(map(_packed, states)))
     if not workers.is_chief:
-        chiefs = _unpacked(everyones[0][_HEADER.size :])
+        chiefs = _unpacked(told)
         set_default_state(chiefs[0])
         for generator, state in zip(generators, chiefs[1:], strict=True):
             generator.set_state(state)
@@ -65,7 +64,7 @@ def _or_unknown(length: int | None) -> int:
     return _UNKNOWN if length is None else length
 
 
-def _check(headers: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
+def _check(headers: Sequence[Sequence[int]], names: Sequence[str]) -> None:
     for column, unit in enumerate(("global batches", "examples", "torch.Generators")):
         values = [header[column] for header in headers]
         for name, value in zip(names, values, strict=True):

@@ -23,7 +23,7 @@ def averages(buffers: Sequence[Sequence[torch.Tensor]], workers: Workers) -> lis
         workers: all workers.
     """
     floating = [copies for copies in buffers if copies[0].is_floating_point()]
-    if workers.size == 1 or not floating:
+    if workers.alone or not floating:
         return [_mean(copies) for copies in buffers]
     if len(set(workers.exchange("buffers", [_checksum(floating)]))) == 1:
         return [copies[0].detach() for copies in buffers]

@@ -12,7 +12,7 @@ all buckets go again. Frozen parameters do not travel; which ones are frozen is 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, finalize
@@ -24,7 +24,7 @@ from lockstep.collectives.link import Group
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
 from lockstep.mirroring.bucket_plan import plan_buckets
-from lockstep.mirroring.exchange import Copies, GradientExchange
+from lockstep.mirroring.exchange import Copies, GradientExchange, joined_norm
 from lockstep.replicas.context import ReplicaContext
 
 
@@ -72,6 +72,10 @@ class BucketExchange(GradientExchange):
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         """The gradients are there since ``open``."""
+
+    def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """All are here."""
+        return joined_norm(norms)
 
     @property
     def keeps_sums(self) -> bool:

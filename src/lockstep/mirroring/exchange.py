@@ -10,7 +10,7 @@ leader's ``.grad``; the other members' gradients become None. A parameter withou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -36,6 +36,10 @@ class GradientExchange(ABC):
             context: the calling replica's.
             mine: the numbers of the parameters that this replica looks after.
         """
+
+    @abstractmethod
+    def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The norm of all summed gradients of the model, given each parameter's; called once, while replicas wait."""
 
     @property
     @abstractmethod
@@ -65,6 +69,10 @@ class LocalExchange(GradientExchange):
         sum_within_group([self._parameters[index] for index in mine], self._groups[context.local_replica])
         if len(self._leaders) > 1:
             context.meet("gradient exchange", None, lambda _: sum_between_groups(self._parameters, self._leaders))
+
+    def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """All are here."""
+        return joined_norm(norms)
 
     @property
     def keeps_sums(self) -> bool:
@@ -118,6 +126,12 @@ def sum_between_groups(parameters: Sequence[Copies], leaders: Sequence[int]) -> 
         home.grad = total
         for leader in others:
             copies[leader].grad = total.to(copies[leader].device, copy=True)
+
+
+def joined_norm(norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The norm of several tensors together, given each one's norm by the number of its parameter."""
+    in_order = [norms[index] for index in sorted(norms)]
+    return torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
 
 
 def gradients_of(parameters: Sequence[Copies], replica: int) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.batch_norm import convert_sync_batch_norm
 from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels_last
+from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_step import watch_plain_steps
 
@@ -29,6 +30,7 @@ def mirror_module(
     *,
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
+    pipeline: Pipelined | None = None,
 ) -> MirroredModule:
     """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
 
@@ -39,6 +41,7 @@ def mirror_module(
         workers: all workers, who get the chief's weights.
         sync_batchnorm: replace batch norms (in place) by ones over the global batch.
         memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
+        pipeline: how a step passes through the module, where it cannot be called by itself.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
@@ -53,8 +56,8 @@ def mirror_module(
     layout = _layout(module, memory_format)
     if layout is not None:
         module.to(memory_format=layout)  # type: ignore[call-overload]
-    if workers.size > 1:
-        agree(workers, "the model", _signature(module))
+    if not workers.alone:
+        agree(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
     watch_plain_steps()
@@ -65,10 +68,10 @@ def mirror_module(
         leader = source[replica]
         alias = leader != replica
         copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
-    return MirroredModule(owner, copies, groups, workers)
+    return MirroredModule(owner, copies, groups, workers, pipeline)
 
 
-def _signature(module: nn.Module) -> list[str]:
+def signature(module: nn.Module) -> list[str]:
     """A line per parameter and buffer: what must be equal on all workers."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in named]

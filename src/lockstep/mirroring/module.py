@@ -14,9 +14,10 @@ from torch import nn
 
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
-from lockstep.mirroring.averages import averages
+from lockstep.mirroring.averages import averages, weights_digest
 from lockstep.mirroring.batch_norm import has_sync_batch_norm
 from lockstep.mirroring.copies import align
+from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
@@ -35,10 +36,16 @@ class MirroredModule(nn.Module):
         copies: one per replica; the first is the user's module.
         groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
         workers: over whose replicas buffers are averaged.
+        pipeline: how a step passes through it, where it cannot be called by itself.
     """
 
     def __init__(
-        self, owner: object, copies: Sequence[nn.Module], groups: Sequence[Sequence[int]], workers: Workers
+        self,
+        owner: object,
+        copies: Sequence[nn.Module],
+        groups: Sequence[Sequence[int]],
+        workers: Workers,
+        pipeline: Pipelined | None = None,
     ) -> None:
         super().__init__()
         # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
@@ -46,6 +53,7 @@ class MirroredModule(nn.Module):
         self._copies = tuple(copies)
         self._groups = tuple(tuple(group) for group in groups)
         self._workers = workers
+        self.pipeline = pipeline
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
 
     @property
@@ -65,6 +73,16 @@ class MirroredModule(nn.Module):
             return here(*args, **kwargs)
         with guard_single_row(here, args, kwargs):
             return here(*args, **kwargs)
+
+    def compare_weights(self) -> None:
+        """Checks that all workers that hold the same weights still have the same ones. Every one of them must call it.
+
+        Raises:
+            CollectiveError: a worker has others.
+        """
+        if not self._workers.alone:
+            self._workers.attach(weights_digest(self.module))
+            self._workers.exchange("comparison of the weights")
 
     def align(self) -> None:
         """Gives all copies the training mode, the frozen parameters and the storage of the user's module."""

@@ -16,6 +16,7 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
+from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner, settings
@@ -31,10 +32,12 @@ class MirroredObjects:
 
     Args:
         make_exchange: how an optimizer's gradients are summed, given its parameters' copies and the storage groups.
+        holding: what of a model this worker holds.
     """
 
-    def __init__(self, make_exchange: MakeExchange) -> None:
+    def __init__(self, make_exchange: MakeExchange, holding: Holding) -> None:
         self._make_exchange = make_exchange
+        self._holding = holding
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._checked: WeakSet[type | CodeType] = WeakSet()
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
@@ -64,10 +67,18 @@ class MirroredObjects:
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
+        module = self._holding.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
+            peers = self._holding.peers(workers)
             mirrored = mirror_module(
-                owner, module, devices, workers, sync_batchnorm=sync_batchnorm, memory_format=memory_format
+                owner,
+                module,
+                devices,
+                peers,
+                sync_batchnorm=sync_batchnorm,
+                memory_format=memory_format,
+                pipeline=self._holding.pipeline(module),
             )
             self._modules[id(mirrored.module)] = mirrored
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
@@ -85,6 +96,7 @@ class MirroredObjects:
         Raises:
             UsageError: it holds parameters of modules that are not mirrored here.
         """
+        self._holding.check(optimizer)
         agree(workers, "the optimizer", settings(optimizer))
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange

@@ -219,8 +219,7 @@ class LockstepUpdate:
 
     def _global_norm(self, parts: list[dict[int, torch.Tensor]]) -> torch.Tensor:
         norms = {index: norm for part in parts for index, norm in part.items()}
-        in_order = [norms[index] for index in sorted(norms)]
-        return torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
+        return self._exchange.norm(norms)
 
     def _run_scaled(
         self, context: ReplicaContext, opened: StepResult, clip_norm: float | None, scaler: torch.amp.GradScaler

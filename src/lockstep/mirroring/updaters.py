@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lockstep.errors import UsageError
 from lockstep.mirroring.plain_step import IN_LOCKSTEP, refuse_plain_step
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
 )  # fmt: skip
@@ -50,7 +50,7 @@ class Updaters:
             [hook for hook in _global_optimizer_pre_hooks.values() if hook is not refuse_plain_step],
             _global_optimizer_post_hooks,
         )
-        return type(self.plain) in _ELEMENTWISE and not any(hooks)
+        return type(self.plain) in ELEMENTWISE and not any(hooks)
 
     def reset(self) -> None:
         """Makes the copies anew, with the state that the user's optimizer has now (after load_state_dict)."""

@@ -58,7 +58,7 @@ class MirroredVariable:
             torch.as_tensor(each).detach().to(device.torch_device, copy=True)
             for each, device in zip(_one_each(value, len(devices)), devices, strict=True)
         )
-        if workers.size > 1 and not isinstance(value, PerReplica):
+        if not workers.alone and not isinstance(value, PerReplica):
             workers.broadcast("the chief's value of a variable", self._values)
 
     @property

@@ -22,6 +22,7 @@ from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Sha
 from lockstep.data.input_context import InputContext
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
+from lockstep.mirroring.holding import Holding, WholeModels
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
@@ -40,8 +41,8 @@ R = TypeVar("R")
 class Strategy(Executor):
     """How one program runs on many replicas: an executor, and all that follows from it."""
 
-    def __init__(self, make_exchange: MakeExchange = LocalExchange) -> None:
-        self._mirrored = MirroredObjects(make_exchange)
+    def __init__(self, make_exchange: MakeExchange = LocalExchange, holding: Holding | None = None) -> None:
+        self._mirrored = MirroredObjects(make_exchange, holding or WholeModels())
 
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:
@@ -234,7 +235,7 @@ class Strategy(Executor):
             BaseException: whatever else the step raises, unchanged; everything is put back then too.
         """
         self._outside("find_batch_size")
-        if self.workers.size > 1:
+        if not self.workers.alone:
             raise UsageError(
                 f"find_batch_size tries batches in one process, and this is a job of {self.workers.size} workers; find "
                 "the size on the devices of one worker with MirroredStrategy, and multiply it by the workers"

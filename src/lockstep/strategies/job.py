@@ -53,15 +53,19 @@ class Job:
             self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
             self.workers = _remote(self._membership, options.timeout_s)
 
-    def agree(self, seed: int | None) -> int:
+    def agree(self, seed: int | None, settings: Sequence[str] = ()) -> int:
         """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike.
+
+        Args:
+            seed: that this one was given.
+            settings: whatever else must be equal, a line each.
 
         Raises:
             ClusterError: the workers were given different seeds or options.
         """
         try:
             agree(self.workers, "the seed", [f"seed={seed}"])
-            agree(self.workers, "the settings of the strategy", [repr(self._options)])
+            agree(self.workers, "the settings of the strategy", [repr(self._options), *settings])
             chiefs = self.workers.exchange_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
             state = torch.default_generator.get_state()
             self.workers.broadcast("the chief's random numbers", [state])
@@ -72,6 +76,18 @@ class Job:
         if self.workers.size > 1:
             torch.default_generator.set_state(state)
         return int(chiefs) if seed is None else seed
+
+    def team(self, members: Sequence[int]) -> Workers:
+        """Some of the workers, among them this one, as if they were all. Every one of them must ask for it.
+
+        Args:
+            members: their numbers, ascending.
+        """
+        if not isinstance(self.workers, RemoteWorkers) or len(members) == 1:
+            return OneWorker(1)
+        return RemoteWorkers(
+            self.workers.membership, [1] * len(members), timeout_s=self._options.timeout_s, members=members
+        )
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``."""
@@ -84,17 +100,26 @@ class Job:
         if self._membership is not None:
             self._membership.subscribe(stop)
 
-    def make_exchange(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
-        """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it."""
-        if not isinstance(self.workers, RemoteWorkers):
+    def make_exchange(
+        self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], team: Workers | None = None
+    ) -> GradientExchange:
+        """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it.
+
+        Args:
+            parameters: per parameter its local copies.
+            groups: the local replicas by storage.
+            team: the workers over which to sum; None is all.
+        """
+        workers = self.workers if team is None else team
+        if not isinstance(workers, RemoteWorkers):
             return LocalExchange(parameters, groups)
         self._optimizers += 1
         return BucketExchange(
             parameters,
             [group[0] for group in groups],
-            workers=self.workers,
+            workers=workers,
             bucket_bytes=self._options.bucket_bytes,
-            stream=self.workers.stream(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
+            stream=workers.stream(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
             travel_as=self._options.travel_as,
         )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from lockstep.collectives.caller import caller
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.mirroring.exchange import LocalExchange
+from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.optimizer import MakeExchange
 from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.observer import current_observer
@@ -25,6 +27,8 @@ class ThreadedStrategy(Strategy):
         workers: all workers, as this one sees them.
         runner: the replicas' threads.
         make_exchange: how an optimizer's gradients are summed.
+        holding: what of a model this worker holds; None is all of it.
+        guard: what each body is run in, in its replica's thread.
     """
 
     def __init__(
@@ -33,8 +37,12 @@ class ThreadedStrategy(Strategy):
         workers: Workers,
         runner: ReplicaRunner,
         make_exchange: MakeExchange = LocalExchange,
+        *,
+        holding: Holding | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(make_exchange)
+        super().__init__(make_exchange, holding)
+        self._guard = guard
         self._devices = devices
         self._workers = workers
         self._runner = runner
@@ -69,9 +77,14 @@ class ThreadedStrategy(Strategy):
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
-        if self._workers.size > 1:
+        if not self._workers.alone:
             self._workers.doing(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({caller()})")
-        return self._runner.run(self, fn, bodies, rows)
+        return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows)
+
+
+def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
+    with guard():
+        return body()
 
 
 def observed(devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
