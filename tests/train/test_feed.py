@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lockstep.data.iterated import Distributed
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
-from lockstep.train.feed import Distributed, Feed, distribute
+from lockstep.train.feed import Feed, distribute
 
 if TYPE_CHECKING:
     from tests.train.conftest import MakeStrategy

@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.file_shards import own_files
 from lockstep.data.input_context import InputContext
+from lockstep.data.iterated import Distributed
 from lockstep.data.meeting import Alone, Meeting, OwnBatches, SameBatches
 from lockstep.data.own_rows import OwnRows
 from lockstep.data.passes import Passes
-from lockstep.data.position import RandomState
-from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.readers import CutBatches, LocalBatches, Reader, Rounds
 from lockstep.data.skipping import loads_by_index
 from lockstep.errors import ConfigError, DataError
@@ -29,7 +27,7 @@ from lockstep.errors import ConfigError, DataError
 Shard = Literal["batch", "file", "off"]
 
 
-class DistributedDataset:
+class DistributedDataset(Distributed):
     """Global batches, each divided among the replicas: ceil(rows / replicas) each until none are left.
 
     Args:
@@ -68,40 +66,10 @@ class DistributedDataset:
         workers = workers or OneWorker(len(devices))
         source = _checked(dataset)
         reader = _shared_reader(source, workers) if shard == "batch" else _own_reader(source, workers, shard)
-        self._passes = Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch)
-
-    def __iter__(self) -> ClosableIterator[Any]:
-        return self._passes.begin()
-
-    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
-        """An iteration that goes on where another one stopped.
-
-        The global batches before that place are read once more, unless the data can go there without, so that all
-        that the data draws comes out as if they had been taken.
-
-        Args:
-            skip: how many global batches to pass over.
-            random: what ``random_state()`` gave when that iteration began, or None to begin with the generators as
-                they are. torch's default generator is put back when the iteration has begun: it is the caller's.
-
-        Raises:
-            DataError: the data holds other generators than ``random`` is about.
-        """
-        return self._passes.begin(skip=skip, random=random)
-
-    def random_state(self) -> RandomState:
-        """The states of all generators that the data may draw from, now; for ``iterate``."""
-        return self._passes.random_state()
-
-    def __len__(self) -> int:
-        return self._passes.length()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the data's sampler, where it shuffles by epoch, which one comes next."""
-        _set_epoch(self._passes.dataset, epoch)
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
-class PerReplicaDataset:
+class PerReplicaDataset(Distributed):
     """Batches that are per-replica already, taken in order: replica 0 gets the first, replica 1 the second, and so on.
 
     Where the source ends in the middle of a round the remaining replicas get an empty batch, and so do all of a worker
@@ -129,30 +97,7 @@ class PerReplicaDataset:
             num_replicas_in_sync=workers.num_replicas,
         )
         reader = Rounds(_checked(fn(context)), len(devices))
-        self._passes = Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch)
-
-    def __iter__(self) -> ClosableIterator[Any]:
-        return self._passes.begin()
-
-    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
-        """An iteration that goes on where another one stopped; see ``DistributedDataset.iterate``.
-
-        Args:
-            skip: how many rounds to pass over.
-            random: what ``random_state()`` gave when that iteration began, or None.
-        """
-        return self._passes.begin(skip=skip, random=random)
-
-    def random_state(self) -> RandomState:
-        """The states of all generators that the data may draw from, now; for ``iterate``."""
-        return self._passes.random_state()
-
-    def __len__(self) -> int:
-        return self._passes.length()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the data's sampler, where it shuffles by epoch, which one comes next."""
-        _set_epoch(self._passes.dataset, epoch)
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
 def _shared_reader(dataset: Iterable[Any], workers: Workers) -> Reader:
@@ -178,17 +123,12 @@ def _meeting(reader: Reader, workers: Workers) -> Meeting:
 
 
 @runtime_checkable
-class _ShufflesByEpoch(Protocol):
-    def set_epoch(self, epoch: int, /) -> None: ...
-
-
-@runtime_checkable
 class _Indexed(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 def _checked(dataset: Any) -> Iterable[Any]:
-    if isinstance(dataset, (DistributedDataset, PerReplicaDataset)):
+    if isinstance(dataset, Distributed):
         raise DataError("received a dataset that is distributed already; distribute the original once")
     if isinstance(dataset, (torch.Tensor, Mapping, str, bytes)):
         raise DataError(
@@ -201,12 +141,3 @@ def _checked(dataset: Any) -> Iterable[Any]:
             "as a DataLoader"
         )
     return dataset  # type: ignore[return-value]  # what has __getitem__ alone is iterable too, by Python's old protocol
-
-
-def _set_epoch(dataset: Iterable[Any], epoch: int) -> None:
-    parts: list[Any] = [dataset]
-    if isinstance(dataset, DataLoader):
-        parts += [dataset.sampler, dataset.batch_sampler, dataset.dataset]
-    for part in {id(part): part for part in parts}.values():
-        if isinstance(part, _ShufflesByEpoch):
-            part.set_epoch(epoch)

@@ -7,18 +7,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
+from lockstep.data.iterated import Distributed
 from lockstep.data.position import RandomState, without_default
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
 
-Distributed = DistributedDataset | PerReplicaDataset
-
 
 def distribute(strategy: Strategy, data: Iterable[Any] | Distributed) -> Distributed:
     """The data divided among the strategy's replicas; data that is distributed already stays as it is."""
-    if isinstance(data, (DistributedDataset, PerReplicaDataset)):
+    if isinstance(data, Distributed):
         return data
     return strategy.distribute_dataset(data)
 

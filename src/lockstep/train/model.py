@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.data.iterated import Distributed
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
@@ -23,7 +24,7 @@ from lockstep.train.callbacks.base import Callback
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.compile_config import CompileConfig, Loss
 from lockstep.train.evaluation import run_evaluation
-from lockstep.train.feed import Distributed, Feed, distribute
+from lockstep.train.feed import Feed, distribute
 from lockstep.train.fit import run_fit
 from lockstep.train.fit_settings import Epochs, Verbose, agree_on_fit, with_progress
 from lockstep.train.history import History
