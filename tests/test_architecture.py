@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"extras"}),
+    frozenset({"extras", "lifeline"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),

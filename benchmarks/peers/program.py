@@ -39,6 +39,7 @@ class Job:
         source: folder that the package ``lockstep`` lies in.
         socket: path at which the harness listens.
         started_s: ``time.monotonic()`` of the machine when the program was started.
+        lifeline: what each process of the program hangs on, so that it ends with the benchmark.
     """
 
     workload: str
@@ -54,11 +55,14 @@ class Job:
     source: str
     socket: str
     started_s: float
+    lifeline: str
 
 
 def take_job() -> Job:
-    """The job on the command line, the only argument."""
-    return Job(**json.loads(sys.argv[1]))
+    """The job on the command line, the only argument. From here on this process ends with the benchmark."""
+    job = Job(**json.loads(sys.argv[1]))
+    _load(Path(job.source) / "lockstep" / "lifeline.py").hang_on(job.lifeline)
+    return job
 
 
 def load_batches(job: Job) -> list[dict[str, np.ndarray]]:

@@ -114,11 +114,28 @@ def test_a_module_runs_as_python_m_would_run_it(run_lockstep: Run, tmp_path: Pat
     assert (done.stdout, done.stderr) == ("__main__ package ['--lr', '1']\n", "")
 
 
+def test_what_a_worker_leaves_behind_ends_with_the_job(run_lockstep: Run, write):
+    program = "import os, signal\nleft = os.fork()\nif left: print(left)\nelse: signal.pause()"
+
+    done = run_lockstep("run", "--workers", "1", "--quiet", write(program))
+
+    assert done.returncode == 0
+    assert has_ended(int(done.stdout))
+
+
 def started_workers(process: subprocess.Popen[str], number: int) -> list[int]:
     """Handles of the workers' processes, once each has said that it is ready."""
     assert process.stdout is not None
     lines = [process.stdout.readline().split() for _ in range(number)]
     return [os.pidfd_open(int(words[2])) for words in lines]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process with that number ends within the limit, or has ended."""
+    try:
+        return all_end([os.pidfd_open(pid)])
+    except ProcessLookupError:
+        return True
 
 
 def all_end(handles: list[int]) -> bool:
@@ -132,9 +149,10 @@ def all_end(handles: list[int]) -> bool:
 @pytest.mark.parametrize(
     ("sign", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_the_workers_end_with_the_launcher(sign: signal.Signals, code: int, start_lockstep: Start, write):
-    process = start_lockstep("run", "--workers", "2", "--output", "all", "--quiet", write(WAIT))
-    handles = started_workers(process, 2)
+def test_the_workers_and_what_they_started_end_with_the_launcher(sign, code: int, start_lockstep: Start, write):
+    program = 'import os, signal\nos.fork()\nos.write(1, b"ready %d\\n" % os.getpid())\nsignal.pause()'
+    process = start_lockstep("run", "--workers", "2", "--output", "all", "--quiet", write(program))
+    handles = started_workers(process, 4)
     sent = time.monotonic()
 
     process.send_signal(sign)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from lockstep.errors import ClusterError, ConfigError
 pytestmark = pytest.mark.workers
 
 LIMIT_S = 60
+ENDED_WITHIN_S = 20  # much less on a machine that has nothing else to do; without any care it is never
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +103,25 @@ def test_a_worker_that_gives_no_result_is_named(end, said: str):
 def test_they_are_ended_when_they_take_too_long():
     with pytest.raises(ClusterError, match=r"the 2 workers had not ended after 0\.5 s and were ended"):
         ls.launch(signal.pause, workers=2, timeout_s=0.5)
+
+
+def leaves_a_process_behind() -> None:
+    """The worker waits for it when it ends, and torch's agent for the worker."""
+    process = multiprocessing.Process(target=signal.pause)
+    process.start()
+    sys.stdout.write(f"{process.pid}\n")
+
+
+def test_they_are_ended_when_they_take_too_long_to_end(capsys: pytest.CaptureFixture[str]):
+    ls.launch(os.getpid, workers=1)  # from now on a worker starts within a moment
+
+    with pytest.raises(ClusterError, match=r"the 1 workers had not ended after 3 s and were ended"):
+        ls.launch(leaves_a_process_behind, workers=1, timeout_s=3)
+
+    with suppress(ProcessLookupError):  # it may be gone already
+        handle = os.pidfd_open(int(capsys.readouterr().out))
+        assert select.select([handle], [], [], LIMIT_S)[0]
+        os.close(handle)
 
 
 def fails_once() -> str:
@@ -200,11 +222,30 @@ def test_functions_of_main_travel_and_main_is_not_run_again(how: str, tmp_path: 
     assert (done.stdout, done.returncode) == ("top\n3\n", 0), done.stderr
 
 
+IN_A_LOADER_AND_IN_A_COLLECTIVE = """
+import os, signal, pathlib, lockstep as ls
+from torch.utils.data import DataLoader
+class Stuck:
+    def __len__(self): return 1
+    def __getitem__(self, index):
+        print(os.getpid(), os.getppid(), pathlib.Path("worker-1").read_text(), flush=True)
+        signal.pause()
+def work():
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"])
+    if strategy.workers.index == 1:
+        pathlib.Path("worker-1").write_text(str(os.getpid()))
+    strategy.workers.exchange("both are here")
+    if strategy.workers.index == 0:
+        next(iter(DataLoader(Stuck(), num_workers=1)))
+    strategy.workers.exchange("the other never comes")
+ls.launch(work, workers=2)
+"""
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_the_workers_end_with_the_process_that_launched_them(sign: signal.Signals, tmp_path: Path):
-    program = "import os, signal, lockstep as ls\ndef work():\n    print(os.getpid(), flush=True)\n    signal.pause()\n"
+def test_the_workers_and_what_they_started_end_with_the_process_that_launched_them(sign, tmp_path: Path):
     process = subprocess.Popen(
-        [sys.executable, "-c", program + "ls.launch(work, workers=1)"],
+        [sys.executable, "-c", IN_A_LOADER_AND_IN_A_COLLECTIVE],
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -212,12 +253,16 @@ def test_the_workers_end_with_the_process_that_launched_them(sign: signal.Signal
         text=True,
     )
     assert process.stdout is not None
-    handle = os.pidfd_open(int(process.stdout.readline()))
+    handles = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
+    sent = time.monotonic()
 
     process.send_signal(sign)
 
-    assert select.select([handle], [], [], LIMIT_S)[0]
-    os.close(handle)
+    assert len(handles) == 3
+    assert all(select.select([handle], [], [], LIMIT_S)[0] for handle in handles)
+    assert time.monotonic() - sent < ENDED_WITHIN_S
+    for handle in handles:
+        os.close(handle)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == -sign
     assert ("KeyboardInterrupt" in err) == (sign == signal.SIGINT)

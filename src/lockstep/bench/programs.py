@@ -29,6 +29,7 @@ from lockstep.bench.laps import LapRecord
 from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
 from lockstep.bench.trial import Trial
 from lockstep.errors import ReplicaError
+from lockstep.lifeline import Lifeline
 
 _PACKAGE = Path(__file__).parents[1]
 _CREDENTIALS = struct.Struct("3i")  # what Linux tells of a Unix socket's other end: process, user, group
@@ -46,6 +47,7 @@ class Program(Launcher):
         script: the program; it is given one argument, the job.
         options: settings for the program, handed on as they are.
         variables: environment variables that its framework reads when it is imported.
+        takes_batches: whether the workload's batches are written for it; a program of this package makes its own.
     """
 
     python: Path
@@ -53,16 +55,19 @@ class Program(Launcher):
     words: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    takes_batches: bool = True
 
     def launch(self, trial: Trial, folder: Path) -> Team:
         """Writes the batches and starts the program, for which the folder holds this package and nothing beside it."""
         inputs = folder / "inputs.npz"
         (folder / _PACKAGE.name).symlink_to(_PACKAGE)
-        write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
-        job = self._job(trial, folder, inputs)
+        if self.takes_batches:
+            write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
+        lifeline = Lifeline()
+        job = {**self._job(trial, folder, inputs), "lifeline": lifeline.path}
         variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
-        return _ProgramTeam(["env", *variables, *command], trial, folder)
+        return _ProgramTeam(["env", *variables, *command], trial, folder, lifeline)
 
     def _job(self, trial: Trial, folder: Path, inputs: Path) -> dict[str, Any]:
         return {
@@ -100,11 +105,12 @@ class _Member:
 
 
 class _ProgramTeam(Team):
-    def __init__(self, command: list[str], trial: Trial, folder: Path) -> None:
+    def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: Lifeline) -> None:
         self._trial = trial
         self._members: list[_Member] = []
         self._done = False
         with ExitStack() as stack:
+            stack.callback(lifeline.cut)
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(_socket(folder)))
             self._listener.listen()

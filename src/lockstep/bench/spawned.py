@@ -6,6 +6,7 @@ Where a contender asks for a link, its processes run on two hosts that it joins,
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from lockstep.bench.laps import LapRecord, Laps
 from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
 from lockstep.bench.trial import Trial
 from lockstep.errors import ReplicaError
+from lockstep.lifeline import Lifeline, hang_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +31,14 @@ class Seat:
         rank: 0 to processes - 1.
         started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
         store: path of a file, not there yet, at which the processes of the trial meet.
+        lifeline: what the process hangs on.
         host: on which host the process runs; None is this machine as it is.
     """
 
     rank: int
     started_s: float
     store: str
+    lifeline: str
     host: Host | None = None
 
 
@@ -64,13 +68,22 @@ class _SpawnedTeam(Team):
         self._trial = trial
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
+        self._lifeline = Lifeline()
+        self._done = False
         with ExitStack() as stack:
             hosts = None if link is None else stack.enter_context(two_hosts(link))
             stack.callback(self._end_processes)
             started_s = time.monotonic()
             for rank in range(trial.contender.processes):
                 host = None if hosts is None else hosts[rank * len(hosts) // trial.contender.processes]
-                self._start(body, Seat(rank=rank, started_s=started_s, store=str(folder / "store"), host=host))
+                seat = Seat(
+                    rank=rank,
+                    started_s=started_s,
+                    store=str(folder / "store"),
+                    lifeline=self._lifeline.path,
+                    host=host,
+                )
+                self._start(body, seat)
             self._resources = stack.pop_all()
 
     @property
@@ -88,6 +101,7 @@ class _SpawnedTeam(Team):
             for connection in self._connections:
                 if connection in ready:
                     records[waiting.pop(connection)] = self._receive(connection)
+        self._done = True
         return [records[rank] for rank in sorted(records)]
 
     def end(self) -> None:
@@ -105,19 +119,18 @@ class _SpawnedTeam(Team):
     def _end_processes(self) -> None:
         for connection in self._connections:
             connection.close()
+        limit = time.monotonic() + (END_LIMIT_S if self._done else 0.0)
         for process in self._processes:
-            process.join(END_LIMIT_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(max(0.0, limit - time.monotonic()))
+        self._lifeline.cut()  # also those that were asked to end and have not, and whatever they had started
+        for process in self._processes:
+            process.join()
             process.close()
 
     def _receive(self, connection: Connection) -> LapRecord:
         try:
             record: LapRecord = connection.recv()
         except EOFError:
-            for process in self._processes:
-                process.kill()
             raise ReplicaError(
                 f"{self._trial.name} ended before its last step; its own message is above; run it alone with --only"
             ) from None
@@ -126,6 +139,9 @@ class _SpawnedTeam(Team):
 
 def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None:
     """The life of one process of a trial: train, report inside the last step, wait there until all were measured."""
+
+    os.setsid()
+    hang_on(seat.lifeline)
 
     def report(record: LapRecord) -> None:
         connection.send(record)

@@ -17,17 +17,18 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.deaths import Deaths
 from lockstep.launch.failures import Failure, Record, first_failure
+from lockstep.launch.logs import PipedLogs
 from lockstep.launch.places import record_path
 from lockstep.launch.surroundings import main_is_not_run_again
 
 _POLL_S = 0.02
 _LOST_RESULT_S = 1.0
+_LATE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +61,24 @@ class Agent(LocalElasticAgent):
 
     Args:
         spec: what to start, how often, and how the launchers meet.
-        logs: where the workers' output goes, and in whose folder they write down how they failed.
+        logs: where the workers' output goes, in whose folder they write down how they failed, and what ends them.
         start_method: of multiprocessing, for functions.
         limits: how long to wait.
         on_restart: told before workers are started again.
     """
 
     def __init__(
-        self, spec: WorkerSpec, logs: LogsSpecs, *, start_method: str, limits: Limits, on_restart: OnRestart
+        self, spec: WorkerSpec, logs: PipedLogs, *, start_method: str, limits: Limits, on_restart: OnRestart
     ) -> None:
         super().__init__(spec, logs, start_method=start_method)
+        self._logs = logs
         self._folder = Path(logs.root_log_dir)
         self._limits = limits
         self._until = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
         self._on_restart = on_restart
         self._deaths: Deaths | None = None
+        self._late: threading.Timer | None = None
+        self._were_late = False
         self._ended_ns: dict[int, int] = {}
         self._attempt = -1  # not started yet
 
@@ -111,6 +115,7 @@ class Agent(LocalElasticAgent):
     def kill(self) -> None:
         """Ends what is still running, at once."""
         self._stop_watching()
+        self._logs.end_all()
         if any(code is None for code in self.exit_codes.values()):
             super()._shutdown(signal.SIGKILL, 1)
 
@@ -121,6 +126,10 @@ class Agent(LocalElasticAgent):
         with main_is_not_run_again():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         self._deaths = Deaths(ids)
+        if self._until is not None:
+            # While the last processes of functions end, torch waits for them and looks at nothing else.
+            self._late = threading.Timer(self._until - time.monotonic() + _LATE_S, self._end_late)
+            self._late.start()
         return ids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -132,10 +141,10 @@ class Agent(LocalElasticAgent):
         if self._deaths is not None:
             self._ended_ns = self._deaths.ended_ns  # before torch ends the others
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.HEALTHY:
+        if result.state == WorkerState.HEALTHY or self._were_late:
             self._check_time()
-            if self._lost_a_result():
-                return RunResult(state=WorkerState.FAILED)
+        if result.state == WorkerState.HEALTHY and self._lost_a_result():
+            return RunResult(state=WorkerState.FAILED)
         for worker in result.failures:  # should torch have been the first to see it
             local = worker - int(worker_group.workers[0].global_rank)
             self._ended_ns.setdefault(local, time.monotonic_ns())
@@ -147,12 +156,17 @@ class Agent(LocalElasticAgent):
         running = [pid for local, pid in self._pids().items() if self.exit_codes.get(local) is None]
         _ask_to_end(running, death_sig, limit_s)
         super()._shutdown(death_sig, 1)
+        self._logs.end_all()  # what the workers had started
 
     def _pids(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None and self.exit_codes else {}
 
     def _restarts(self) -> int:
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    def _end_late(self) -> None:
+        self._were_late = True
+        self._logs.end_all()
 
     def _check_time(self) -> None:
         if self._until is not None and time.monotonic() > self._until:
@@ -172,6 +186,10 @@ class Agent(LocalElasticAgent):
         if self._deaths is not None:
             self._deaths.close()
             self._deaths = None
+        if self._late is not None:
+            self._late.cancel()
+            self._late.join()
+            self._late = None
 
 
 def _ask_to_end(pids: list[int], sign: signal.Signals, limit_s: float) -> None:

@@ -7,15 +7,14 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import parent_process
 from pathlib import Path
 
 import torch
 
 from lockstep.launch.failures import Record
-from lockstep.launch.lifeline import end_with_pipe
-from lockstep.launch.places import AGENT_VARIABLES, error_path, pipe_path, record_path
+from lockstep.launch.places import AGENT_VARIABLES, LIFELINE, error_path, pipe_path, record_path
 from lockstep.launch.travel import pack, unpack
+from lockstep.lifeline import hang_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +41,7 @@ def occupy(call: Call) -> bytes | None:
         The chief's result, packed; None on the others.
     """
     os.setsid()  # Ctrl-C in the launcher's terminal reaches the launcher alone, which passes it on
-    parent = parent_process()
-    if parent is not None:
-        end_with_pipe(parent.sentinel)
+    hang_on(os.environ[LIFELINE])
     # What the function starts is started as in any program: a DataLoader's processes, which would import torch anew in
     # the way that this one was started, took 6 s in place of 0.3.
     multiprocessing.set_start_method(None, force=True)

@@ -25,7 +25,7 @@ def launch(
     ``MultiWorkerMirroredStrategy()`` in the function finds the others by itself; so does torch's
     ``init_process_group()``. The function and its arguments travel by value (cloudpickle), so one that a notebook cell
     or a script defines will do, without ``if __name__ == "__main__"``. What the chief prints is shown as it comes.
-    The workers end with this call, however it ends, and with this process.
+    The workers end with this call, however it ends, and with this process, and so do the processes that they started.
 
     Args:
         fn: what every worker runs.
@@ -34,7 +34,7 @@ def launch(
         kwargs: its keyword arguments, the same on all.
         gpus_per_worker: GPUs that each worker sees, 0 for none; None divides all of them.
         max_restarts: how often all workers are started again after one has failed.
-        timeout_s: seconds after which they are ended; None for no limit.
+        timeout_s: seconds after which they are ended, those that save first within 30 s more; None for no limit.
         log_dir: a folder for a log file of each worker, ``worker-0.log`` and on; None keeps none.
 
     Raises:

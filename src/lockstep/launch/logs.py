@@ -1,4 +1,4 @@
-"""Where the output of the workers goes that torch's agent starts, and what each of them gets of the host."""
+"""What the workers of a host are started with: pipes for their output, their share of the host, what ends them all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from lockstep.launch.places import LIFELINE
 from lockstep.launch.streams import Streams
+from lockstep.lifeline import Lifeline
 
 
 class PipedLogs(LogsSpecs):
-    """Opens pipes for every worker, at every attempt, just before the agent starts it.
+    """Opens pipes for every worker, at every attempt, just before the agent starts it. The agent calls ``end_all``.
 
     Args:
         streams: reads them.
@@ -25,6 +27,7 @@ class PipedLogs(LogsSpecs):
     ) -> None:
         super().__init__()
         self._streams, self._shares, self._folder, self._opened_by_agent = streams, shares, folder, opened_by_agent
+        self._lifeline: Lifeline | None = None
 
     @property
     def root_log_dir(self) -> str:
@@ -36,10 +39,16 @@ class PipedLogs(LogsSpecs):
 
         torch's own class adds a variable in this place too; the agent offers no other.
         """
+        self._lifeline = Lifeline()
         outs, errs = {}, {}
         for local, variables in envs.items():
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             channel = self._streams.open(worker, attempt, named=not self._opened_by_agent)
             outs[local], errs[local] = (channel.out, channel.err) if self._opened_by_agent else ("", "")
-            variables.update(self._shares[local])
+            variables.update({**self._shares[local], LIFELINE: self._lifeline.path})
         return LogsDest(outs, errs, {}, {}, dict.fromkeys(envs, ""), "", "")
+
+    def end_all(self) -> None:
+        """Ends, at once, what is left of the workers of the last attempt and of the processes that they started."""
+        if self._lifeline is not None:
+            self._lifeline.cut()

@@ -26,6 +26,9 @@ AGENT_VARIABLES = frozenset(
 )
 """What torch's agent sets for every worker."""
 
+LIFELINE = "LOCKSTEP_LIFELINE"
+"""The variable that names the ``Lifeline`` that a worker hangs on."""
+
 
 def log_path(folder: Path, worker: int, attempt: int) -> Path:
     """What a worker printed: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""

@@ -144,7 +144,7 @@ class ProgramJob:
     def _words(self, folder: Path) -> tuple[str, ...]:
         """The command line of every worker after Python's name. The agent would fill in what follows a dollar sign."""
         kind = MODULE if self.program.is_module else SCRIPT
-        words = ("-u", "-m", "lockstep.launch.program_worker", str(folder), str(os.getpid()), kind, self.program.target)
+        words = ("-u", "-m", "lockstep.launch.program_worker", str(folder), kind, self.program.target)
         return tuple(word.replace("$", "$$") for word in (*words, *self.program.arguments))
 
     def _outcome(self, ending: Ending, folder: Path) -> Outcome:

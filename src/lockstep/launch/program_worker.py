@@ -1,4 +1,4 @@
-"""The life of a worker that runs a program: ``... -m lockstep.launch.program_worker FOLDER LAUNCHER KIND TARGET ...``.
+"""The life of a worker that runs a program: ``... -m lockstep.launch.program_worker FOLDER KIND TARGET ...``.
 
 The program is ``__main__``, with its own ``sys.argv`` and ``sys.path``, as if Python had been started with it.
 """
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from lockstep.launch.failures import Record, without_frames
-from lockstep.launch.lifeline import end_with_parent
-from lockstep.launch.places import record_path
+from lockstep.launch.places import LIFELINE, record_path
+from lockstep.lifeline import hang_on
 
 MODULE, SCRIPT = "module", "script"
 _FAILED_S = 3.0
@@ -24,8 +24,8 @@ _HIDDEN = (__file__, runpy.__file__ or "", "<frozen runpy>")
 
 def main() -> None:
     """Runs the program that ``sys.argv`` names, and writes down the error that ends it."""
-    folder, launcher, kind, target, *arguments = sys.argv[1:]
-    end_with_parent(int(launcher))
+    hang_on(os.environ.pop(LIFELINE))  # before all else: the launcher may have ended meanwhile
+    folder, kind, target, *arguments = sys.argv[1:]
     sys.argv = [target, *arguments]
     leave = _Leave()
     atexit.register(leave)  # before what the program registers, so that it is called after that

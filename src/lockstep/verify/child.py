@@ -12,17 +12,16 @@ import pickle
 import random
 import runpy
 import sys
-import threading
 import traceback as tracebacks
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from lockstep.config import apply_device_request, parse_device_request
+from lockstep.lifeline import end_with_pipe
 from lockstep.verify.config import Program, Side
 from lockstep.verify.one_shard import one_shard
 from lockstep.verify.randomness import without_randomness
@@ -58,7 +57,9 @@ class Job:
 def occupy(job: Job, connection: Connection) -> None:
     """Runs the program of ``job`` and sends what is recorded, last an ``EndRecord``. The target of the process."""
     os.setsid()
-    _end_with_parent()
+    parent = parent_process()
+    if parent is not None:
+        end_with_pipe(parent.sentinel)
     _redirect(job.output)
     # A process begins with the start method that it was started by; the program's own workers get Python's default.
     multiprocessing.set_start_method(None, force=True)
@@ -144,19 +145,3 @@ def _redirect(path: str) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    _in_background(watch)
-
-
-def _in_background(watch: Callable[[], None]) -> None:
-    threading.Thread(target=watch, name="lockstep-verify-parent", daemon=True).start()

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -27,6 +26,7 @@ from lockstep.bench.scaling.settings import ScalingSettings
 from lockstep.bench.scaling.training import Record, measure
 from lockstep.bench.scaling.works import build_work
 from lockstep.errors import LockstepError, ReplicaError
+from lockstep.lifeline import end_with_pipe
 from lockstep.strategies.mirrored import MirroredStrategy
 
 TRIAL_LIMIT_S = 3600.0
@@ -97,7 +97,7 @@ def run_trial(trial: Trial) -> Answer:
 def answer(trial: Trial, connection: Connection) -> None:
     """The life of the process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that what is open is closed
-    threading.Thread(target=_end_with_parent, name="lockstep-parent", daemon=True).start()
+    _end_with_parent()
     with closing(connection):
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -137,11 +137,11 @@ def _interrupts_kept_back() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that asked has gone, however it went."""
+    """Ends this process, and what it starts, when the one that asked has gone, however it went."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.setsid()
+        end_with_pipe(parent.sentinel)
 
 
 def _receive(connection: Connection, name: str) -> Answer | Failure:

@@ -1,0 +1,67 @@
+"""The processes of a trial, and what they have started, end with the benchmark, though nothing tells them to."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.workers
+
+LIMIT_S = 60.0
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+# Some frameworks' launchers start their processes in sessions of their own.
+PROGRAM = f"""
+import os, signal, sys
+sys.path.insert(0, {str(PEERS)!r})
+from program import take_job
+
+if not os.fork():
+    os.setsid()
+take_job()
+open(os.environ["TOLD"], "a").write(f"{{os.getpid()}}\\n")
+signal.pause()
+"""
+BENCH = """
+import os, signal, sys
+from pathlib import Path
+from lockstep.bench.harness import run_trial
+from lockstep.bench.programs import Program
+from lockstep.bench.spawned import SpawnedBody
+from lockstep.bench.trial import Contender, Trial
+from lockstep.bench.workloads import WORKLOADS
+
+def stuck(trial, seat, laps):
+    os.fork()
+    open(os.environ["TOLD"], "a").write(f"{os.getpid()}\\n")
+    signal.pause()
+
+if __name__ == "__main__":
+    program = Program(python=Path(sys.executable), script=Path("program.py"))
+    launcher = program if sys.argv[1] == "program" else SpawnedBody(body=stuck)
+    contender = Contender(name="stuck-1", settings="", launcher=launcher, shares=1)
+    run_trial(Trial(workload=WORKLOADS["linear"], contender=contender, warm_up=1, steps=1, cores=1))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["spawned", "program"])
+def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path: Path):
+    (tmp_path / "bench.py").write_text(BENCH)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    os.mkfifo(tmp_path / "told")
+    told = os.fdopen(os.open(tmp_path / "told", os.O_RDWR))
+    variables = {**os.environ, "TOLD": str(tmp_path / "told"), "TMPDIR": str(tmp_path)}
+
+    with told, subprocess.Popen([sys.executable, "bench.py", launcher], cwd=tmp_path, env=variables) as bench:
+        handles = [os.pidfd_open(int(told.readline())) for _ in range(2)]
+        bench.send_signal(signal.SIGKILL)
+        ended = [bool(select.select([handle], [], [], LIMIT_S)[0]) for handle in handles]
+
+    for handle in handles:
+        os.close(handle)
+    assert ended == [True, True]
