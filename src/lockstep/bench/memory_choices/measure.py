@@ -23,6 +23,7 @@ from lockstep.errors import ReplicaError
 from lockstep.extras import require
 from lockstep.recipes.memory.choices import with_choices
 from lockstep.recipes.memory.lora import trained_parameters
+from lockstep.recipes.settings import at_least
 from lockstep.replicas.host_memory import give_back_freed_memory
 from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
 from lockstep.strategies.losses import compute_average_loss
@@ -52,6 +53,10 @@ class MemoryTrial:
     work: ReviewsWork
     warm_up: int
     steps: int
+
+    def __post_init__(self) -> None:
+        at_least("warm_up", self.warm_up, 0)
+        at_least("steps", self.steps, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from lockstep.bench.memory_choices.markdown import Row, render_choices, rows_of
 from lockstep.bench.memory_choices.measure import Measured, MemoryTrial, measured
 from lockstep.bench.memory_choices.roster import Choice, ReviewsWork, chosen, why_not
 from lockstep.checkpoint.whole_file import write_whole
+from lockstep.recipes.settings import at_least
 
 Progress = Callable[[str, Measured | str], None]
 """Told of a choice's name and what it took, or why it was not measured."""
@@ -53,9 +54,10 @@ def measure_choices(
         only: names of the choices that are wanted; None for all.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or no round or step at all.
         ReplicaError: a choice failed.
     """
+    at_least("rounds", conditions.rounds, 1)
     step, wanted = work or ReviewsWork(), chosen(only)
     reasons = {choice.name: why_not(choice, _CPU) for choice in wanted}
     for name, reason in reasons.items():
