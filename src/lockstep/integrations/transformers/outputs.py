@@ -22,14 +22,14 @@ class Prediction(NamedTuple):
 
     Args:
         rows: how many examples it had.
-        items: how many values the mean loss is over.
+        items: how many values the loss is a mean over.
         loss: the mean, a tensor without a dimension; None without labels.
         logits: nested tuples or dicts of tensors, [rows, ...] each; None where only the loss was asked for.
         labels: likewise.
     """
 
     rows: int
-    items: int
+    items: float
     loss: Tensor | None
     logits: Any
     labels: Any

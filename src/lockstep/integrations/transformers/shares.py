@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 IGNORED = -100
 """The label of what has no loss, in transformers as in torch's cross-entropy."""
@@ -52,17 +53,31 @@ class Share:
     Args:
         count: rows or tokens of the shard that a mean is over.
         total: those of the global batch.
-        items: the number of items that the whole loss is divided by, as the model is given it; None if it is not.
     """
 
-    def __init__(self, count: int, total: int, items: Tensor | None = None) -> None:
-        self._mean = count / total if total else 0.0
-        self.items = None if items is None else CountedItems.of(items)
+    def __init__(self, count: int, total: int) -> None:
+        self._count = count
+        self._total = total
+        self._items: CountedItems | None = None
+
+    def watch(self, items: Tensor | int | None) -> Tensor | None:
+        """The number of items that a loss may be divided by, watched for whether it is."""
+        self._items = None if items is None else CountedItems.of(torch.as_tensor(items))
+        return self._items
 
     @property
     def factor(self) -> float:
-        """What the shard's loss is multiplied by."""
-        return 1.0 if self.items is not None and self.items.used else self._mean
+        """What the loss of a shard is multiplied by, where the number of items is that of the whole batch."""
+        return 1.0 if self._divides else self._count / self._total
+
+    @property
+    def weight(self) -> float:
+        """What the loss of a shard was divided by, where the number of items is that of the shard."""
+        return float(self._items) if self._items is not None and self._divides else self._count
+
+    @property
+    def _divides(self) -> bool:
+        return self._items is not None and self._items.used
 
 
 _share: ContextVar[Share | None] = ContextVar("lockstep_share", default=None)
@@ -70,12 +85,17 @@ _share: ContextVar[Share | None] = ContextVar("lockstep_share", default=None)
 
 @contextmanager
 def weighing(share: Share) -> Iterator[Share]:
-    """Inside, ``weighted`` weighs a loss of this thread by ``share``."""
+    """Inside, ``share`` is that of the shard whose loss this thread computes."""
     token = _share.set(share)
     try:
         yield share
     finally:
         _share.reset(token)
+
+
+def current_share() -> Share | None:
+    """The share of the shard whose loss is being computed; None outside ``weighing``."""
+    return _share.get()
 
 
 def weighted(loss: Tensor) -> Tensor:
@@ -85,12 +105,14 @@ def weighted(loss: Tensor) -> Tensor:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether the model's loss compares position i with label i + 1, so that a row's first label has no loss.
+    """Whether a mean loss of the model compares position i with label i + 1, so that a row's first label has no loss.
 
     An encoder-decoder's labels stand where they are compared, whatever its loss is called.
     """
-    causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-    return causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    base = getattr(model, "get_base_model", lambda: model)()  # what adapters of peft are around
+    causal = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+    causal = causal or type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
 def count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:

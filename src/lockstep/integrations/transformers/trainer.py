@@ -36,7 +36,7 @@ from lockstep.integrations.transformers.one_process import as_one_process, seen_
 from lockstep.integrations.transformers.outputs import Prediction, joined
 from lockstep.integrations.transformers.refusals import check_arguments, check_model
 from lockstep.integrations.transformers.shards import Shard, divided
-from lockstep.integrations.transformers.shares import Share, shifts_labels, weighing, weighted
+from lockstep.integrations.transformers.shares import Share, current_share, shifts_labels, weighing, weighted
 from lockstep.integrations.transformers.strategies import chosen_strategy
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
@@ -181,8 +181,10 @@ class Trainer(transformers.Trainer):
         return self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
 
     def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
+        share = current_share()
         with seen_as_one_device(self.args):
-            return super()._get_num_items_in_batch(*args, **named)
+            items = super()._get_num_items_in_batch(*args, **named)
+        return items if share is None else share.watch(items)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As there, on all replicas, each with its shard of ``inputs``."""
@@ -197,9 +199,8 @@ class Trainer(transformers.Trainer):
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if shard.count:
-            share = Share(shard.count, shard.total, items)
-            with weighing(share), guard_single_row(copy, (), shard.inputs):
-                loss += super().training_step(copy, shard.inputs, share.items) * share.factor
+            with weighing(Share(shard.count, shard.total)) as share, guard_single_row(copy, (), shard.inputs):
+                loss += super().training_step(copy, shard.inputs, share.watch(items)) * share.factor
         if self.accelerator.sync_gradients:
             self._mirrored_optimizer.sum_gradients()
         return loss
@@ -215,8 +216,9 @@ class Trainer(transformers.Trainer):
     def _predict_shard(self, shard: Shard, prediction_loss_only: bool, ignore_keys: Any) -> Prediction | None:
         if not shard.rows:
             return None
-        found = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
-        return Prediction(shard.rows, shard.count, *found)
+        with weighing(Share(shard.count, shard.total)) as share:
+            found = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
+        return Prediction(shard.rows, share.weight, *found)
 
     def _prepare_input(self, data: Any) -> Any:
         if get_replica_context() is None:
