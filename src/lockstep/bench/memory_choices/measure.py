@@ -21,6 +21,7 @@ from lockstep import config
 from lockstep.bench.memory_choices.roster import Choice, ReviewsWork
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
+from lockstep.lifeline import Lifeline, hang_on
 from lockstep.recipes.memory.choices import with_choices
 from lockstep.recipes.memory.lora import trained_parameters
 from lockstep.recipes.settings import at_least
@@ -86,7 +87,8 @@ def measured(trial: MemoryTrial) -> Measured:
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(trial, far), daemon=True)
+    line = Lifeline()
+    process = context.Process(target=_answer, args=(trial, far, line.path), daemon=True)
     process.start()
     far.close()
     try:
@@ -94,17 +96,18 @@ def measured(trial: MemoryTrial) -> Measured:
             if not near.poll(TRIAL_LIMIT_S):
                 raise ReplicaError(f"{trial.choice.name} was not done after {TRIAL_LIMIT_S:.0f} s; give fewer --steps")
             answer: Measured = near.recv()
+        process.join(_END_LIMIT_S)
     except EOFError:
+        process.join(_END_LIMIT_S)  # it is saying why
         raise ReplicaError(f"{trial.choice.name} ended before its last step; its own message is above") from None
     finally:
-        process.join(_END_LIMIT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        line.cut()
+        process.join()
     return answer
 
 
-def _answer(trial: MemoryTrial, far: Connection) -> None:
+def _answer(trial: MemoryTrial, far: Connection, line: str) -> None:
+    hang_on(line)
     (cpu,) = config.list_physical_devices("CPU")
     shares = [config.LogicalDeviceConfiguration() for _ in range(trial.work.replicas)]
     config.set_logical_device_configuration(cpu, shares)
