@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from lockstep.plan import (
     DEVICE_KINDS,
     KNOWN_SHAPES,
     LINKS,
+    LOCKSTEP,
     Choices,
     Layout,
     ModelShape,
@@ -39,7 +41,7 @@ def test_layouts_are_ranked_and_fit():
 
 
 def test_a_plainer_layout_that_is_hardly_slower_is_preferred():
-    found = plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512)
+    found = plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512, choices=Choices())
 
     assert found.ranked[0].layout.options > 0
     assert found.best.layout.options == 0
@@ -56,7 +58,7 @@ def test_every_way_of_dividing_is_either_ranked_or_refused():
 
 def test_thousands_of_layouts_take_less_than_a_second():
     start = time.process_time()
-    found = plan("gpt-3", devices=1024, kind="a100-80gb", batch=1536)
+    found = plan("gpt-3", devices=1024, kind="a100-80gb", batch=1536, choices=Choices())
 
     assert found.tried > 5000
     assert time.process_time() - start < 1.0
@@ -98,12 +100,30 @@ def test_what_is_given_is_kept():
 
 
 def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
-    with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
+    with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 512 dev"):
         plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
-
     with pytest.raises(ConfigError, match=r"fits: the smallest .*; data=1, pipeline=8, tensor=4 does"):
         plan("llama-2-70b", devices=32, kind="a100-80gb", batch=64, choices=Choices(pipeline=1, tensor=1))
-    assert plan("megatron-1t", devices=256, kind="a100-80gb", batch=512).ranked
+    assert plan("megatron-1t", devices=512, kind="a100-80gb", batch=512).ranked
+
+
+def test_the_default_is_what_the_strategy_does():
+    """Whoever teaches the strategy more adds it to LOCKSTEP, and the planner recommends it."""
+    module = pytest.importorskip("lockstep.strategies.parallel")
+
+    def takes(**asked: bool) -> bool:
+        try:
+            module.ParallelStrategy(**asked, cluster=object())
+        except ConfigError:
+            return False
+        except Exception:  # noqa: BLE001 - it got past its own settings, to the cluster that is none
+            return True
+        raise AssertionError("a strategy was made of a cluster that is none")
+
+    assert set(LOCKSTEP.schedules) == set(get_args(module.Schedule))
+    assert takes()
+    for name in ("shard_optimizer", "sequence_parallel"):
+        assert takes(**{name: True}) == (True in getattr(LOCKSTEP, name)), f"bring LOCKSTEP.{name} up to date"
 
 
 def test_a_batch_that_no_division_of_the_devices_divides_is_one_line():
@@ -116,7 +136,7 @@ def test_interleaving_needs_groups_of_as_many_microbatches_as_stages():
     choices = Choices(data=1, tensor=1, rows=1, schedules=("interleaved",))
 
     assert plan("gpt2", devices=4, kind="a100-40gb", batch=8, choices=choices).best.layout.chunks > 1
-    with pytest.raises(ConfigError, match="no microbatch of those asked for divides the batch"):
+    with pytest.raises(ConfigError, match="the batch does not give each copy as many microbatches as stages"):
         plan("gpt2", devices=4, kind="a100-40gb", batch=6, choices=choices)
 
 

@@ -13,13 +13,12 @@ from lockstep.cli.flags import config_command
 from lockstep.cli.plan_table import plan_dictionary, plan_text
 from lockstep.errors import ConfigError
 from lockstep.plan.devices import DEVICE_KINDS, device_kind
-from lockstep.plan.layout import RECOMPUTES, SCHEDULES
 from lockstep.plan.links import parse_link
 from lockstep.plan.measure import Measured, measure
 from lockstep.plan.plan import plan as make_plan
 from lockstep.plan.plan import usual_network, usual_software
 from lockstep.plan.read import shape_of
-from lockstep.plan.search import Choices, Plan
+from lockstep.plan.search import LOCKSTEP, Choices, Plan
 from lockstep.plan.settings import Software, precision_named
 from lockstep.plan.shape import ModelShape
 from lockstep.plan.validation import validation_markdown
@@ -71,15 +70,17 @@ class PlanRequest:
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} was given, expected at least 1")
 
-    @property
-    def choices(self) -> Choices:
-        return Choices(
+    def choices(self, *, every: bool) -> Choices:
+        """What is free: all that Lockstep does, or with ``every`` all that can be predicted."""
+        free = Choices() if every else LOCKSTEP
+        return replace(
+            free,
             data=self.data,
             pipeline=self.pipeline,
             tensor=self.tensor,
             rows=self.rows,
-            schedules=SCHEDULES if self.schedule is None else (self.schedule,),
-            recomputes=RECOMPUTES if self.recompute is None else (self.recompute,),
+            schedules=free.schedules if self.schedule is None else (self.schedule,),
+            recomputes=free.recomputes if self.recompute is None else (self.recompute,),
         )
 
 
@@ -96,6 +97,14 @@ MeasureFlag = Annotated[
     bool, typer.Option("--measure", help="Use this machine's figures, measured in a second or two, for every device.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print it for machines.")]
+EveryFlag = Annotated[
+    bool,
+    typer.Option(
+        "--every",
+        help="Try as well what ls.ParallelStrategy does not do yet: interleaved and zero-bubble schedules, a sharded "
+        "optimizer, sequence parallelism.",
+    ),
+]
 PublishedFlag = Annotated[
     bool,
     typer.Option(
@@ -115,6 +124,7 @@ def plan(
     config: PlanRequest,
     top: TopFlag = 5,
     measured: MeasureFlag = False,
+    every: EveryFlag = False,
     json: JsonFlag = False,
     refused: RefusedFlag = False,
     published: PublishedFlag = False,
@@ -124,7 +134,7 @@ def plan(
     def job() -> int:
         if top < 1:
             raise ConfigError(f"--top {top} was given, expected at least 1")
-        found = planned(model_shape(model, config.sequence), config, measured=measured)
+        found = planned(model_shape(model, config.sequence), config, config.choices(every=every), measured=measured)
         if json:
             print(text_of.dumps(plan_dictionary(found, top=top), indent=2))
         else:
@@ -146,7 +156,7 @@ def model_shape(model: str, sequence: int | None) -> ModelShape:
     return shape_of(mlm() if model == "mlm" else model, sequence=sequence)
 
 
-def planned(shape: ModelShape, request: PlanRequest, *, measured: bool) -> Plan:
+def planned(shape: ModelShape, request: PlanRequest, choices: Choices, *, measured: bool) -> Plan:
     """The plan that was asked for.
 
     Raises:
@@ -177,7 +187,7 @@ def planned(shape: ModelShape, request: PlanRequest, *, measured: bool) -> Plan:
         batch=_LINES_A_DEVICE * request.devices if request.batch is None else request.batch,
         network=network,
         software=software,
-        choices=request.choices,
+        choices=choices,
     )
 
 

@@ -12,7 +12,7 @@ from lockstep.plan.memory import Memory, estimate_memory
 from lockstep.plan.plan import plan
 from lockstep.plan.predict import Prediction, predict
 from lockstep.plan.read import shape_of
-from lockstep.plan.search import Choices, Plan, Refusal, Setting, search
+from lockstep.plan.search import LOCKSTEP, Choices, Plan, Refusal, Setting, search
 from lockstep.plan.settings import Constants, Precision, Software
 from lockstep.plan.shape import Kept, ModelShape
 
@@ -20,6 +20,7 @@ __all__ = [
     "DEVICE_KINDS",
     "KNOWN_SHAPES",
     "LINKS",
+    "LOCKSTEP",
     "Choices",
     "Constants",
     "DeviceKind",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from lockstep.plan.devices import DeviceKind, device_kind
 from lockstep.plan.links import LINKS, Network
 from lockstep.plan.read import Model, shape_of
-from lockstep.plan.search import Choices, Plan, Setting, search
+from lockstep.plan.search import LOCKSTEP, Choices, Plan, Setting, search
 from lockstep.plan.settings import Software, precision_named
 
 
@@ -30,7 +30,8 @@ def plan(
         batch: lines in the global batch.
         network: how devices are joined; by default as such devices usually are.
         software: what is assumed of the program; by default Lockstep's own, in the half precision that the device has.
-        choices: what is given and what is free.
+        choices: what is given and what is free; by default all that ``ls.ParallelStrategy`` does so far, and with
+            ``Choices()`` all that can be predicted.
 
     Returns:
         Every layout that fits in memory, the fastest first, and why the others do not.
@@ -51,7 +52,7 @@ def plan(
         batch=batch,
         software=software or usual_software(device),
     )
-    return search(setting, choices or Choices())
+    return search(setting, choices or LOCKSTEP)
 
 
 def usual_network(device: DeviceKind, devices: int) -> Network:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lockstep.errors import ConfigError
@@ -61,6 +61,15 @@ class Choices:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} was given, expected at least 1")
+
+    @property
+    def any_degrees(self) -> Choices:
+        """The same with all degrees free."""
+        return replace(self, data=None, pipeline=None, tensor=None)
+
+
+LOCKSTEP = Choices(schedules=("1f1b", "gpipe"), shard_optimizer=(False,), sequence_parallel=(False,))
+"""What ``ls.ParallelStrategy`` does so far; a test holds it to that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +166,7 @@ def search(setting: Setting, choices: Choices = Choices()) -> Plan:
         if reason is None:
             for layout in _variants(setting, choices, data, pipeline, tensor):
                 tried += 1
-                needed = estimate_memory(setting.shape, layout, setting.software).total
+                needed = _needed(setting, layout)
                 least = min(least, needed)
                 if needed <= setting.usable_memory:
                     fits.append(_predict(setting, layout))
@@ -211,7 +220,7 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
     recomputes = [r for r in choices.recomputes if not (r == "selective" and software.fused_attention)]
     shards = [s for s in choices.shard_optimizer if data > 1 or not s] or [False]
     sequences = [s for s in choices.sequence_parallel if tensor > 1 or not s] or [False]
-    for rows, microbatches in _microbatches(setting.batch // data, choices):
+    for rows, microbatches in _microbatches(setting.batch // data, pipeline, choices):
         for schedule, chunks in _schedules(setting.shape.layers, pipeline, microbatches, choices):
             for recompute in recomputes:
                 for shard in shards:
@@ -230,10 +239,10 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
                         )
 
 
-def _microbatches(rows: int, choices: Choices) -> list[tuple[int, int]]:
-    """(lines in a microbatch, microbatches) of a copy's ``rows`` lines."""
+def _microbatches(rows: int, pipeline: int, choices: Choices) -> list[tuple[int, int]]:
+    """(lines in a microbatch, microbatches) of a copy's ``rows`` lines; fewer than stages would keep some waiting."""
     wanted = [n for n in divisors(rows) if n <= _MOST_ROWS] if choices.rows is None else [choices.rows]
-    return [(n, rows // n) for n in wanted if rows % n == 0]
+    return [(n, rows // n) for n in wanted if rows % n == 0 and rows // n >= pipeline]
 
 
 def _schedules(layers: int, pipeline: int, microbatches: int, choices: Choices) -> Iterator[tuple[ScheduleName, int]]:
@@ -252,18 +261,17 @@ def _schedules(layers: int, pipeline: int, microbatches: int, choices: Choices) 
 
 def _too_large(setting: Setting, least: float) -> str:
     if least == float("inf"):
-        return "no microbatch of those asked for divides the batch"
+        return "the batch does not give each copy as many microbatches as stages; give more lines or take fewer stages"
     return f"needs {least / GIB:,.1f} GiB a device, expected at most {setting.usable_memory / GIB:,.1f}"
 
 
 def _nothing(setting: Setting, choices: Choices, refused: list[Refusal], smallest: float) -> str:
     """One line for a search that found nothing."""
     if smallest == float("inf"):
-        last = refused[0] if len(refused) == 1 else refused[-1]
-        several = (
-            f"none of {len(refused)} layouts divides the model and the batch, such as: " if len(refused) > 1 else ""
-        )
-        return several + last.reason
+        # What fails for want of microbatches is nearer to working than what does not divide.
+        nearest = next((refusal for refusal in refused if refusal.reason.startswith("the batch")), refused[-1])
+        several = f"none of {len(refused)} layouts divides the model and the batch, such as: "
+        return (several if len(refused) > 1 else "") + nearest.reason
     advice = _what_would_fit(setting, choices)
     return (
         f"no layout of {setting.shape.name} on {setting.devices} x {setting.device.name} fits: the smallest needs"
@@ -273,32 +281,29 @@ def _nothing(setting: Setting, choices: Choices, refused: list[Refusal], smalles
 
 def _what_would_fit(setting: Setting, choices: Choices) -> str:
     """Other degrees where some were given, or else more devices."""
-    if choices != Choices():
+    free = choices.any_degrees
+    if choices != free:
         try:
-            other = search(setting, Choices()).best.layout
+            other = search(setting, free).best.layout
         except ConfigError:
             return "nor does any other; take more devices, or devices with more memory"
         recompute = "" if other.recompute == "none" else f", recompute={other.recompute!r}"
         return f"data={other.data}, pipeline={other.pipeline}, tensor={other.tensor}{recompute} does"
-    more = _devices_that_fit(setting)
+    more = _devices_that_fit(setting, choices)
     return f"take {more} devices" if more else "take devices with more memory"
 
 
-def _devices_that_fit(setting: Setting) -> int | None:
-    """The first multiple of the devices on which some layout fits."""
+def _devices_that_fit(setting: Setting, choices: Choices) -> int | None:
+    """The first multiple of the devices on which some layout fits, of those that take the least memory."""
     for times in _MORE_DEVICES:
-        devices = setting.devices * times
-        for data, pipeline, tensor in _degrees(devices, Choices()):
+        larger = replace(setting, devices=setting.devices * times)
+        for data, pipeline, tensor in _degrees(larger.devices, choices):
             if why_not(setting.shape, data=data, pipeline=pipeline, tensor=tensor, batch=setting.batch) is None:
-                layout = Layout(
-                    data=data,
-                    pipeline=pipeline,
-                    tensor=tensor,
-                    microbatches=setting.batch // data,
-                    recompute="full",
-                    shard_optimizer=data > 1,
-                    sequence_parallel=tensor > 1,
-                )
-                if estimate_memory(setting.shape, layout, setting.software).total <= setting.usable_memory:
-                    return devices
+                variants = _variants(larger, replace(choices, rows=1), data, pipeline, tensor)
+                if any(_needed(larger, layout) <= larger.usable_memory for layout in variants):
+                    return larger.devices
     return None
+
+
+def _needed(setting: Setting, layout: Layout) -> float:
+    return estimate_memory(setting.shape, layout, setting.software).total
