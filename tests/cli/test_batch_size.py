@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep.cli import main
 from lockstep.cli.app import parse
 from lockstep.errors import ConfigError
 
@@ -93,3 +95,19 @@ def test_the_help_says_that_it_can_be_left_to_the_search(recipe: str, capsys: py
     said = capsys.readouterr().out
     assert "NUMBER|auto" in said
     assert "finds the largest that" in " ".join(said.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("words", [SMALL_MLM, SMALL_IMAGES])
+def test_auto_is_refused_in_one_line_among_several_workers(words: list[str], capsys, monkeypatch, tmp_path: Path):
+    workers = ["127.0.0.1:20000", "127.0.0.1:20001"]
+    monkeypatch.setenv(
+        "TF_CONFIG", json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": 0}})
+    )
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["train", *words, "--batch-size", "auto", "--output", "out"]) == 2
+
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "--batch-size auto tries batches in one process, and TF_CONFIG declares 2 workers" in printed.err
+    assert not (tmp_path / "out").exists()

@@ -19,7 +19,8 @@ class CommunicationOptions:
     Args:
         bucket_mb: the most, in MB (2**20 bytes), of the gradients that travel together; the last buckets of a step are
             smaller, since nothing is computed meanwhile.
-        compression: "bf16" sends gradients in bfloat16, half the bytes, with its rounding; None sends them as they are.
+        compression: "bf16" sends float32 gradients in bfloat16, half the bytes, with its rounding; those of any other
+            dtype, and all of them with None, go as they are.
         lost_after_s: after how many seconds without a sign of life a worker counts as lost.
         timeout_s: how many seconds a worker or replica waits in a collective for one that is alive and does not come.
 
@@ -51,7 +52,7 @@ class CommunicationOptions:
 
     @property
     def travel_as(self) -> torch.dtype | None:
-        """The dtype in which floating gradients travel; None is their own."""
+        """The dtype in which gradients in single precision travel; None is their own."""
         return torch.bfloat16 if self.compression == "bf16" else None
 
 

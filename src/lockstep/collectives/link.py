@@ -23,6 +23,7 @@ from lockstep.membership.membership import Membership
 LOOK_EVERY = timedelta(milliseconds=250)
 NCCL_LOOK_EVERY_S = 0.0005
 _GLOO_THREADS = 2
+_GLOO_IS_LATER = timedelta(seconds=5)  # our own wait ends first: it knows who does not come
 
 
 class Group:
@@ -86,9 +87,11 @@ class Group:
         while not self._done(work, waiting_in):
             self._membership.check()
             if time.monotonic() > limit:
+                where = self._membership.elsewhere() or "all of them wait in it, and the network between them is cut"
                 raise CollectiveError(
-                    f"nothing came for {self._timeout_s:g} s in {waiting_in}, though all workers are alive; one of "
-                    "them does not come to this call, or the network between them is cut"
+                    f"nothing came for {self._timeout_s:g} s in {waiting_in}, though all workers are alive: {where}; "
+                    "every worker must make the same calls in the same order, or timeout_s of CommunicationOptions be"
+                    " longer"
                 )
         self._under_way -= 1
 
@@ -119,7 +122,7 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Memb
     # By default gloo listens on the address of the machine's host name, whatever that is.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
     options._threads = _GLOO_THREADS
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=timeout_s) + _GLOO_IS_LATER
     with broken_after(membership.lost_after_s * SHARE_UNANSWERED):
         return dist.ProcessGroupGloo(store, rank, size, options)
 

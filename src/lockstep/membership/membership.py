@@ -155,6 +155,11 @@ class Membership:
         ]
         return self._watch.explain(error, " or ".join(others), waiting_in)
 
+    def elsewhere(self) -> str:
+        """Who of the others was last doing something else than this worker, for messages: "worker 1 was last in x"."""
+        found = self._watch.elsewhere()
+        return ", ".join(f"{self._names[index]} was last in {doing}" for index, doing in found.items())
+
     def failed(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``. The first cause of a job's end is kept, by all."""
         own = self._spec.index

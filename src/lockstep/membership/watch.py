@@ -137,6 +137,11 @@ class Watch:
         reason = describe_broken_link(self._names[own], other, waiting_in, str(broken))
         return self.end_job(Ending(worker=own, found_by=own, reason=reason)).error()
 
+    def elsewhere(self) -> dict[int, str]:
+        """What the others were doing when last heard of, where it is not what this one does."""
+        doings = {index: self._peers.silence(index, self._clock.now_s)[1] for index in range(len(self._names))}
+        return {index: doing for index, doing in doings.items() if index != self._index and doing != self.doing}
+
     def end_job(self, ending: Ending) -> Ending:
         """Ends the job for all workers with this cause, or the one that was there first; returns that one."""
         return self.end.ending or self.end.conclude(self._publish(ending, self._lost_after_s), tell=False)

@@ -37,7 +37,7 @@ class BucketExchange(GradientExchange):
         workers: the workers whose gradients are summed.
         bucket_bytes: the most that travels together, but for one parameter that is larger.
         stream: the connection to the other workers, for this optimizer alone.
-        travel_as: the dtype in which floating gradients travel; None is their own.
+        travel_as: the dtype in which gradients in single precision travel; None is their own.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class _Bucket:
         own[-len(members) :] = torch.tensor([_count(copies) for copies in parameters], dtype=home.dtype)
         self._fill(_views(own, self._parameters, self._numbers), parameters)
         self._own = own
-        travels = travel_as is not None and own.is_floating_point()
+        travels = travel_as is not None and own.dtype == torch.float32  # a wider one is asked for, a narrower no larger
         self.flat = own.to(travel_as) if travels else own
         self.work: Any = None
 
