@@ -85,6 +85,37 @@ def test_rows_that_do_not_fit_together_are_named(tiny: Any, make_strategy: MakeS
         trainer.train()
 
 
+def test_lists_of_one_item_per_row_are_divided_too(tiny: Any, make_strategy: MakeStrategy):
+    seen: list[tuple[int, list[str]]] = []
+
+    def named(base: type) -> type:
+        class Named(base):
+            def compute_loss(self, model, inputs, **more):
+                seen.append((len(inputs["labels"]), inputs.pop("texts")))
+                return super().compute_loss(model, inputs, **more)
+
+        return Named
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        return tiny.collate(rows) | {"texts": [str(row["labels"]) for row in rows]}
+
+    task = tiny.Task(trainer=named, args={"remove_unused_columns": False}, more={"data_collator": collate})
+    tiny.train(task, Trainer, replicas=4, strategy=make_strategy(4))
+
+    assert all(rows == len(texts) for rows, texts in seen)
+    assert sum(rows for rows, _ in seen) == 2 * 21
+
+
+def test_other_arguments_made_later_do_no_harm(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
+    trainer = make(tiny, tmp_path, strategy=make_strategy(2), bf16=True)
+    tiny.arguments(str(tmp_path), 2)  # makes accelerate forget what it knows
+
+    trainer.train()
+
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert trainer.args.n_gpu == 2
+
+
 class Watches(transformers.TrainerCallback):
     """Notes what the gradients are before each update, and changes the first."""
 

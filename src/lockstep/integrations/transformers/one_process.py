@@ -18,19 +18,41 @@ from transformers import TrainingArguments
 from lockstep.strategies.base import Strategy
 
 
-def as_one_process(args: TrainingArguments, strategy: Strategy) -> None:
-    """Gives ``args``, and accelerate's state of this process, what they are to know of the strategy.
+class OneProcess:
+    """What ``args``, and all of accelerate in this process, are to know of a strategy.
 
-    Idempotent. Making another ``TrainingArguments`` undoes it: that asks the environment once more.
+    Args:
+        args: of one Trainer, which owns them.
+        strategy: whose replicas are one device.
     """
-    device = strategy.devices[0].torch_device
-    args.n_gpu  # noqa: B018  the first look at it sets everything up, which must not come later
-    args._n_gpu = strategy.num_replicas_in_sync
-    args.__dict__["_setup_devices"] = device
-    args.distributed_state = _detached(_state(device, index=strategy.workers.index))
-    if not _is_one_process(device):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._shared_state.update(_state(device, index=0))
+
+    def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
+        self._args = args
+        self._replicas = strategy.num_replicas_in_sync
+        self._index = strategy.workers.index
+        self._device = strategy.devices[0].torch_device
+        self._accelerator: dict[str, Any] = {}
+        args.n_gpu  # noqa: B018  the first look at it sets everything up, which must not come later
+        self.establish()
+
+    def establish(self) -> None:
+        """Tells them, or tells them again: making other arguments asks the environment anew, and forgets it all."""
+        self._args._n_gpu = self._replicas
+        self._args.__dict__["_setup_devices"] = self._device
+        self._args.distributed_state = _detached(_state(self._device, index=self._index))
+        if not self._is_known():
+            AcceleratorState._reset_state(reset_partial_state=True)
+            PartialState._shared_state.update(_state(self._device, index=0))
+            AcceleratorState._shared_state.update(self._accelerator)
+
+    def keep(self) -> None:
+        """Keeps what accelerate knows now that there is an Accelerator."""
+        self._accelerator = dict(AcceleratorState._shared_state)
+
+    def _is_known(self) -> bool:
+        known, accelerator = PartialState._shared_state, AcceleratorState._shared_state
+        alone = known.get("distributed_type") is DistributedType.NO and known.get("device") == self._device
+        return alone and (not self._accelerator or accelerator.keys() == self._accelerator.keys())
 
 
 @contextmanager
@@ -57,7 +79,6 @@ def seen_as_chief(args: TrainingArguments) -> Iterator[None]:
 def _state(device: Any, *, index: int) -> dict[str, Any]:
     return {
         "_cpu": device.type == "cpu",
-        "_mixed_precision": None,
         "backend": None,
         "debug": False,
         "device": device,
@@ -74,8 +95,3 @@ def _detached(values: dict[str, Any]) -> PartialState:
     state = object.__new__(PartialState)
     state.__dict__ = values
     return state
-
-
-def _is_one_process(device: Any) -> bool:
-    known = PartialState._shared_state
-    return known.get("distributed_type") is DistributedType.NO and known.get("device") == device

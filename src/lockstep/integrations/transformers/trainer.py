@@ -32,7 +32,7 @@ from lockstep.integrations.transformers.agreement import (
     agree_on_checkpoint,
     agree_on_flags,
 )
-from lockstep.integrations.transformers.one_process import as_one_process, seen_as_one_device
+from lockstep.integrations.transformers.one_process import OneProcess, seen_as_chief, seen_as_one_device
 from lockstep.integrations.transformers.outputs import Prediction, joined
 from lockstep.integrations.transformers.refusals import check_arguments, check_model
 from lockstep.integrations.transformers.shards import Shard, divided
@@ -80,7 +80,7 @@ class Trainer(transformers.Trainer):
         self._holds_best = False
         check_arguments(args, workers=self._workers.size)
         check_model(model)
-        as_one_process(args, self.strategy)
+        self._one_process = OneProcess(args, self.strategy)
         random_state.begin(self.strategy, args.seed)
         super().__init__(model, args, *others, **named)
         if self._workers.size > 1:
@@ -89,6 +89,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As there; a loss is weighed by its shard's share before it goes back."""
         super().create_accelerator_and_postprocess()
+        self._one_process.keep()
         self.accelerator.backward = partial(_backward, self.accelerator.backward)
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -98,7 +99,7 @@ class Trainer(transformers.Trainer):
 
     def train(self, *args: Any, **named: Any) -> Any:
         """As there. With several workers every one must call it."""
-        as_one_process(self.args, self.strategy)
+        self._one_process.establish()
         agree_on_arguments(self._workers, self.args)
         self._holds_best = False
         output = super().train(*args, **named)
@@ -108,7 +109,7 @@ class Trainer(transformers.Trainer):
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """As there. With several workers every one must come here, and the chief's metrics are everyone's."""
-        as_one_process(self.args, self.strategy)
+        self._one_process.establish()
         output = super().evaluation_loop(*args, **named)
         metrics = exchange_values(self._workers, "the metrics", output.metrics)[0]
         return output._replace(metrics=metrics)
@@ -179,6 +180,10 @@ class Trainer(transformers.Trainer):
 
     def _renewed(self, optimizer: Any) -> MirroredOptimizer:
         return self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+
+    def _get_dataloader(self, *args: Any, **named: Any) -> Any:
+        with seen_as_chief(self.args):  # every worker loads the same batches, with the same random numbers
+            return super()._get_dataloader(*args, **named)
 
     def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
         share = current_share()
