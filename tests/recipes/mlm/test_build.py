@@ -106,3 +106,23 @@ def test_the_rate_falls_linearly_to_zero_over_all_updates(tiny: MakeConfig):
 
 def test_the_accuracy_is_the_metric():
     assert [type(metric).__name__ for metric in build_metrics().values()] == ["MaskedTokenAccuracy"]
+
+
+def test_gradient_checkpointing_reaches_every_layer_and_changes_no_gradient(tiny: MakeConfig):
+    task = build_mlm(tiny(gradient_checkpointing=True))
+    (x, _), *_ = task.valid
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        task.module.zero_grad()
+        task.module.train()(**x).square().mean().backward()
+        return [parameter.grad for parameter in task.module.parameters() if parameter.grad is not None]
+
+    layers = task.module.bert.encoder.layer
+    assert all(layer.gradient_checkpointing for layer in layers)
+    checkpointed = gradients()
+    for layer in layers:
+        layer.gradient_checkpointing = False
+
+    assert checkpointed
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(checkpointed, gradients(), strict=True))

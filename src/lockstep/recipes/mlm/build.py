@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.extras import require
+from lockstep.recipes.memory.choices import checkpoint_layers
 from lockstep.recipes.mlm.batches import BatchSettings, Inputs, MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
@@ -62,6 +63,8 @@ def build_mlm(config: MlmConfig) -> MlmTask:
     """
     text = read_text(config)
     module, vocabulary = _model(config, text)
+    if config.gradient_checkpointing:
+        checkpoint_layers(module.bert)
     limit = min(config.sequence_length, module.bert.config.max_position_embeddings)
     return MlmTask(
         module=module,

@@ -47,6 +47,7 @@ class MlmConfig:
             and the published 1e-4 from pretrained ones.
         patience: epochs without a better validation loss before training stops; 0 never stops early.
         precision: of the forward pass.
+        gradient_checkpointing: keep no activations inside layers, and compute them again: less memory, more time.
         accumulate: global batches per update.
         clip_norm: largest global norm of the gradients; by default they are not clipped.
         seed: of weights, order, masks and dropout.
@@ -76,6 +77,7 @@ class MlmConfig:
     learning_rate: float | None = None
     patience: int = 2
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_checkpointing: bool = False
     accumulate: int = 1
     clip_norm: float | None = None
     seed: int = 0
