@@ -23,6 +23,7 @@ def test_this_machine_is_measured_and_planned_for():
     assert 1e9 < device.peak("fp32") < 1e16
     assert 0.1 < device.bandwidth_gb_s < 1e5
     assert 0.05 < found.constants.launch_us < 1e4
+    assert 0 < found.constants.passes <= 1
     assert (found.constants.matmul, found.constants.memory, found.constants.link) == (1, 1, 1)
     assert plan("bert-tiny", devices=1, kind=device, batch=8, network=found.network).best.step_s > 0
 

@@ -41,10 +41,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
-    """The rates that are reached: FLOP/s, bytes a second, bytes of a value."""
+    """The rates that are reached: FLOP/s, bytes a second of copies and of a layer's passes; bytes of a value."""
 
     rate: float
     bandwidth: float
+    through: float
     value: int
 
     def product(self, m: float, n: float, k: float, count: float = 1) -> float:
@@ -52,7 +53,7 @@ class _Machine:
         return count * (2 * m * n * k / self.rate + moved / self.bandwidth)
 
     def passes(self, values: float) -> float:
-        return values / self.bandwidth
+        return values / self.through
 
 
 def _machine(device: DeviceKind, software: Software) -> _Machine:
@@ -60,6 +61,7 @@ def _machine(device: DeviceKind, software: Software) -> _Machine:
     return _Machine(
         rate=device.peak(precision.format) * constants.matmul,
         bandwidth=device.bandwidth * constants.memory,
+        through=device.bandwidth * constants.memory * constants.passes,
         value=precision.activation,
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from lockstep.errors import ConfigError
 from lockstep.plan.devices import GIB, DeviceKind, Format
@@ -22,6 +23,7 @@ _CPU_SIZES, _GPU_SIZES = (256, 512, 1024), (2048, 4096, 8192)
 _TYPES: dict[Format, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MEGABYTE = 2**20
 _SEVERAL = 100
+_TOKENS, _WIDTH = 2048, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,13 @@ def _measured(watch: _Stopwatch, kind: DeviceKind, link: Link) -> Measured:
     return Measured(
         device=kind,
         network=Network(inside=link, between=LINKS[kind.between], per_host=kind.per_host),
-        constants=Constants(matmul=1.0, memory=1.0, link=1.0, launch_us=watch.launch_seconds() * 1e6),
+        constants=Constants(
+            matmul=1.0,
+            memory=1.0,
+            passes=min(1.0, watch.pass_rate() / kind.bandwidth),
+            link=1.0,
+            launch_us=watch.launch_seconds() * 1e6,
+        ),
     )
 
 
@@ -136,6 +144,19 @@ class _Stopwatch:
         here = torch.ones(size // 4, device=self.device)
         there = torch.empty(size // 4, device=target)
         return size / self._best(lambda: there.copy_(here))
+
+    def pass_rate(self) -> float:
+        """Bytes a second of what lies between a layer's products: a norm, an activation, a dropout and its sum.
+
+        Counted as the predictions count them: two values each for norm and activation, three and a mask's byte.
+        """
+        values = torch.ones(_TOKENS, _WIDTH, device=self.device)
+
+        def between() -> None:
+            normed = functional.layer_norm(values, (_WIDTH,))
+            functional.dropout(functional.gelu(normed), 0.1).add_(values)
+
+        return values.numel() * (2 * 4 + 2 * 4 + 3 * 4 + 1) / self._best(between)
 
     def launch_seconds(self) -> float:
         """What an operation on next to nothing takes, of many in a row."""

@@ -75,6 +75,8 @@ class Constants:
             beside it, so small and narrow products come out slower. Large half-precision products on an A100 run at
             250 of 312 TFLOP/s.
         memory: part of the memory bandwidth that passes over memory reach.
+        passes: part of ``memory`` that a layer's norms, activations and dropout reach; a GPU is bound by memory, a
+            CPU by their arithmetic and by dropout's random numbers, which --measure times.
         link: part of a link's bandwidth that collectives reach; eight A100 measure 232 of 300 GB/s (NVIDIA/nccl-tests,
             issue 175).
         launch_us: what an operation costs where it is too small to keep the device busy, in microseconds.
@@ -87,6 +89,7 @@ class Constants:
 
     matmul: float = 0.80
     memory: float = 0.80
+    passes: float = 1.0
     link: float = 0.78
     launch_us: float = 6.0
     start_us: float = 8.4
@@ -97,7 +100,7 @@ class Constants:
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in ("matmul", "memory", "link", "usable_memory") and not 0 < value <= 1:
+            if entry.name in ("matmul", "memory", "passes", "link", "usable_memory") and not 0 < value <= 1:
                 raise ConfigError(f"{entry.name}={value} was given, expected a share above 0 and at most 1")
             if value < 0:
                 raise ConfigError(f"{entry.name}={value} was given, expected at least 0")
