@@ -71,6 +71,8 @@ def test_what_takes_the_model_apart_is_refused(tiny: Any, make_strategy: MakeStr
         setattr(args, name, value)  # as it is where the packages that it needs are installed
         with pytest.raises(ConfigError, match=f"the Trainer of lockstep got .*{name}.*use transformers' own Trainer"):
             Trainer(tiny.model(), args, strategy=strategy)
+    with pytest.raises(ConfigError, match="the Trainer of lockstep got the default strategy of one device, and needs"):
+        make(tiny, tmp_path, strategy=ls.get_strategy())
     spread = tiny.model()
     spread.hf_device_map = {"bert": 0, "classifier": "cpu"}
     with pytest.raises(ConfigError, match=r"is spread over 0, cpu by its device_map, .*; load it without"):

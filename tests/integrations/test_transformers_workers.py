@@ -34,7 +34,7 @@ def causal(tiny: Any, **settings: Any) -> Any:
     return tiny.Task(
         model=lambda: tiny.model("CausalLM"),
         train=tiny.rows(21, "tokens"),
-        valid=tiny.rows(9, "tokens", seed=2),
+        valid=tiny.rows(9, "tokens", seed=2, labelled=True),
         args={"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **settings},
     )
 

@@ -40,8 +40,11 @@ def model(kind: str = "SequenceClassification", *, dropout: float = 0.0, **setti
     return made.double()
 
 
-def rows(number: int, labels: str = "class", *, seed: int = 1) -> list[dict[str, Any]]:
-    """Rows of 2 to 12 tokens with labels: "class", "number", "several", or "tokens" and "tags", many ignored."""
+def rows(number: int, labels: str = "class", *, seed: int = 1, labelled: bool = False) -> list[dict[str, Any]]:
+    """Rows of 2 to 12 tokens with labels: "class", "number", "several", or "tokens" and "tags", many ignored.
+
+    Some rows may have no label at all, unless ``labelled``.
+    """
     random = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(number):
@@ -56,6 +59,7 @@ def rows(number: int, labels: str = "class", *, seed: int = 1) -> list[dict[str,
             row["labels"] = [float(ids[0] % 2), float(ids[-1] % 2), float(length % 2)]
         else:
             kept = torch.rand(length, generator=random) < torch.rand((), generator=random)
+            kept[1] |= labelled
             row["labels"] = torch.where(kept, ids % 5 if labels == "tags" else ids, IGNORED).tolist()
         made.append(row)
     return made
