@@ -1,0 +1,188 @@
+"""``lockstep train reviews`` in real processes: what it prints and leaves, what it refuses, and Ctrl-C."""
+
+from __future__ import annotations
+
+import csv
+import re
+import signal
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+SETTINGS = {
+    "--csv": "reviews.csv",
+    "--cache-dir": "cache",
+    "--output": "out",
+    "--vocabulary": "200",
+    "--hidden": "16",
+    "--feed-forward": "32",
+    "--max-tokens": "16",
+    "--per-device-train-batch-size": "5",
+    "--learning-rate": "0.02",
+    "--hide": "0",
+}
+SMALL = [word for pair in SETTINGS.items() for word in pair]
+HEADER = ["epoch", "loss", "val_loss", "val_accuracy", "val_f1", "seconds", "ms/step", "examples/s"]
+THINGS = ("房间", "服务", "早餐", "书", "屏幕", "送货", "价格", "质量", "前台", "包装")
+WORDS = {1: ("很好", "不错", "满意", "喜欢", "干净"), 0: ("很差", "失望", "糟糕", "难用", "太慢")}
+
+
+@pytest.fixture(autouse=True)
+def reviews(tmp_path: Path) -> Path:
+    """100 different reviews, one of them twice, and a row without one."""
+    rows = [(label, f"{thing}{word}。") for label in (0, 1) for thing, word in product(THINGS, WORDS[label])]
+    path = tmp_path / "reviews.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("label", "review"), *rows, rows[0], (1, "")])
+    return path
+
+
+def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lockstep, tmp_path: Path):
+    asked = ["--text", "书不错。", "--text", "服务很差。"]
+    done = run_lockstep("train", "reviews", *SMALL, *asked, "--devices", "cpu:3", "--epochs", "2", "--check-exact")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = done.stdout.splitlines()
+    words = [line.split() for line in printed]
+    work = "reviews.csv, 5 reviews a replica and step, 2 epochs, fp32"
+    assert printed[0] == f"review classes on 3 logical devices: {work}"
+    assert ["cpu:2", "cpu:0", "1", "of", "3"] in words
+    assert "data    reviews.csv: 102 rows; dropped: 1 empty, 1 repeated" in printed
+    assert "parts   train 80, valid 10 (chooses the best epoch), test 10" in printed
+    assert "labels  0 is 差评！, 1 is 好评！" in printed
+    assert [line[:9] for line in printed if line.startswith("epoch ")] == ["epoch 1/2", "epoch 2/2", "epoch    "]
+    assert [row[0] for row in words[words.index(HEADER) + 2 :][:2]] == ["1", "2"]
+    last = [row[0] for row in words[words.index(HEADER) + 5 :] if row]
+    assert last[:6] == ["best", "test", "model", "logs", "curves", "tested"]
+    answers = [line for line in printed if line.endswith(("书不错。", "服务很差。"))]
+    assert len(answers) == 2
+    assert all(re.match(r"(好评！|差评！)  [01]\.\d{3}  ", line) for line in answers)
+    assert "3 replicas against one device in plain PyTorch" in done.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "checkpoints",
+        "curves.png",
+        "logs",
+        "model",
+        "predictions.csv",
+    }
+    assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
+
+
+def test_a_model_to_begin_with_gets_adapters_and_a_run_goes_on(run_lockstep, tmp_path: Path):
+    first = run_lockstep("train", "reviews", *SMALL, "--epochs", "1", "--quiet")
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").rglob("checkpoint-*")
+    resumed = run_lockstep("train", "reviews", *SMALL, "--epochs", "2", "--resume", str(checkpoint))
+    places = ["--csv", "reviews.csv", "--cache-dir", "cache", "--output", "again", "--epochs", "1"]
+    adapted = run_lockstep("train", "reviews", *places, "--pretrained", "out/model", "--lora", "r=2")
+
+    assert (first.returncode, first.stderr) == (0, "")
+    assert "epoch 1/1" not in first.stdout
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert [line[:9] for line in resumed.stdout.splitlines() if line.startswith("epoch ")] == ["epoch 2/2", "epoch    "]
+    assert (adapted.returncode, adapted.stderr) == (0, "")
+    assert "of them trained; " in adapted.stdout
+    assert not (tmp_path / "again" / "model" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--epochs", "0"], "epochs=0 was given"),
+        (["--csv", "nowhere.csv"], "the review file 'nowhere.csv' does not exist"),
+        (["--output", "reviews.csv"], "is a file, expected a folder"),
+        (["--pretrained", "."], "pretrained='.' could not be loaded"),
+        (["--resume", "."], "resume='.' is no checkpoint of a Trainer"),
+        (["--names", "bad"], "names='bad' was given for the 2 classes 0, 1"),
+        (["--lora", "rank=8"], "lora has no setting 'rank'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, said, run_lockstep, tmp_path: Path):
+    done = run_lockstep("train", "reviews", *SMALL, *words)
+
+    *warnings, error = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert all(line.startswith("lockstep: warning: ") for line in warnings)
+    assert error.startswith("lockstep: error: ")
+    assert said in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("label,review\n1,很好\ngood,不错\n", "'reviews.csv', line 3: the label 'good' is no whole number"),
+        ("label,review\n1,很好\n1,不错\n", "all 2 reviews of reviews.csv have the label 1"),
+        ("label,review\n1,很好\n0,很差\n", "reviews.csv has 1 review with the label 0 to divide, expected at least 3"),
+    ],
+)
+def test_reviews_that_cannot_be_used_are_one_line(content: str, said: str, reviews: Path, run_lockstep):
+    reviews.write_text(content, encoding="utf-8")
+
+    done = run_lockstep("train", "reviews", *SMALL)
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+
+
+def test_a_file_of_another_encoding_is_refused_with_the_flag_that_helps_and_then_read(reviews: Path, run_lockstep):
+    reviews.write_bytes(reviews.read_text(encoding="utf-8").encode("gb18030"))
+
+    refused = run_lockstep("data", "reviews", "--csv", "reviews.csv")
+    read = run_lockstep("data", "reviews", "--csv", "reviews.csv", "--encoding", "gb18030", "--lines", "1")
+
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "(0xb7, line 2) does not belong there; it can be read as gb18030: give --encoding gb18030" in refused.stderr
+    assert (read.returncode, read.stderr) == (0, "")
+    printed = [line.split() for line in read.stdout.splitlines()]
+    assert ["part", "reviews", "label", "0", "label", "1", "characters", "longest"] in printed
+    assert ["test", "10", "5", "5"] in [row[:4] for row in printed]
+    assert printed[-1][:2] == ["test", "0"]
+
+
+def test_a_loss_that_is_no_number_leaves_no_result(run_lockstep, tmp_path: Path):
+    done = run_lockstep("train", "reviews", *SMALL, "--learning-rate", "1e30", "--clip-norm", "0")
+
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "the loss became nan between step 1 and step " in done.stderr
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_ctrl_c_ends_a_run_in_one_line(start_lockstep, tmp_path: Path):
+    process = start_lockstep("train", "reviews", *SMALL, "--devices", "cpu:2", "--epochs", "5000")
+    for line in process.stdout:
+        if line.startswith("epoch 2/5000"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+
+    assert (process.returncode, said) == (130, "lockstep: interrupted\n")
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+def test_a_missing_package_is_one_line_before_anything_is_read(package: str, tmp_path: Path):
+    hide = f"import sys; sys.modules[{package!r}] = None"
+    code = f"{hide}; from lockstep.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "train", "reviews", *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "pip install 'lockstep[reviews]'" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.workers
+def test_workers_train_together_and_the_chief_alone_prints_and_writes(run_lockstep, tmp_path: Path):
+    recipe = ("-m", "lockstep.cli", "train", "reviews", *SMALL, "--devices", "cpu:1", "--epochs", "1")
+
+    done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", *recipe)
+
+    assert done.returncode == 0, done.stderr
+    assert "[0] 2 workers, 2 replicas: worker 0 (" in done.stdout
+    assert [line[:3] for line in done.stdout.splitlines() if "test    loss" in line] == ["[0]"]
+    assert not any(line.startswith("[1]") for line in done.stdout.splitlines())
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
