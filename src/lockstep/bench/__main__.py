@@ -6,7 +6,7 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -30,16 +30,15 @@ from lockstep.errors import ConfigError, LockstepError
 
 _log = logging.getLogger("lockstep.bench")
 _USUAL = ("mobilenetv2", "mlm")
-_MANY_SHORT_STEPS, _FEW_LONG_STEPS = (3, 10, 3), (1, 2, 1)
+_MANY_SHORT_STEPS, _FEW_LONG_STEPS, _TRAINER_STEPS = (3, 10, 3), (1, 2, 1), (5, 40, 3)
 """Steps of warm-up, timed steps, and rounds, where the command line does not say."""
 
 
 def main(words: Sequence[str]) -> int:
     """Runs the benchmark; the exit code is 1 if it could not be run, not if a target was missed."""
     asked = _parser().parse_args(words)
-    measure = _measure_memory if asked.memory else _measure_workers if asked.workers else _measure
     try:
-        path = measure(asked, words)
+        path = _measure_of(asked)(asked, words)
     except LockstepError as error:
         _log.error("error: %s", error)
         return 1
@@ -48,6 +47,14 @@ def main(words: Sequence[str]) -> int:
         return 130
     _log.info("\nwritten to %s", path)
     return 0
+
+
+def _measure_of(asked: argparse.Namespace) -> Callable[[argparse.Namespace, Sequence[str]], Path]:
+    if asked.memory:
+        return _measure_memory
+    if asked.trainer:
+        return _measure_trainer
+    return _measure_workers if asked.workers else _measure
 
 
 def _measure(asked: argparse.Namespace, words: Sequence[str]) -> Path:
@@ -73,11 +80,24 @@ def _measure_workers(asked: argparse.Namespace, words: Sequence[str]) -> Path:
 
 
 def _measure_memory(asked: argparse.Namespace, words: Sequence[str]) -> Path:
-    if asked.workload or asked.workers or asked.peers != "no":
-        raise ConfigError("--memory measures one step of its own; leave --workload, --workers and --peers out")
+    _check_alone(asked, "--memory")
     result = measure_choices(_conditions(asked, words), _say_choice, only=asked.only)
     _log.info("\n%s", result.text)
     return write_memory_report(Path(asked.output), result)
+
+
+def _measure_trainer(asked: argparse.Namespace, words: Sequence[str]) -> Path:
+    from lockstep.bench.trainer.run import measure_trainer, write_trainer_report  # transformers' Trainer: seconds
+
+    _check_alone(asked, "--trainer")
+    result = measure_trainer(_conditions(asked, words), _say, only=asked.only)
+    _log.info("\n%s", result.text)
+    return write_trainer_report(Path(asked.output), result)
+
+
+def _check_alone(asked: argparse.Namespace, flag: str) -> None:
+    if asked.workload or asked.workers or asked.peers != "no" or (asked.memory and asked.trainer):
+        raise ConfigError(f"{flag} measures one step of its own; leave --workload, --workers and --peers out")
 
 
 def _say_choice(name: str, outcome: Measured | str) -> None:
@@ -88,7 +108,8 @@ def _say_choice(name: str, outcome: Measured | str) -> None:
 
 
 def _conditions(asked: argparse.Namespace, words: Sequence[str]) -> Conditions:
-    warm_up, steps, rounds = _FEW_LONG_STEPS if asked.memory else _MANY_SHORT_STEPS
+    usual = _FEW_LONG_STEPS if asked.memory else _TRAINER_STEPS if asked.trainer else _MANY_SHORT_STEPS
+    warm_up, steps, rounds = usual
     return Conditions(
         date=date.today().isoformat(),
         machine=this_machine(),
@@ -163,12 +184,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), help="which; mobilenetv2 and mlm by default")
     parser.add_argument("--only", nargs="+", metavar="CONTENDER", help='names such as lockstep-2 "ddp-2 channels_last"')
     parser.add_argument("--rounds", type=int, help="trials of each contender (default 3; with --memory 1)")
-    parser.add_argument("--steps", type=int, help="timed steps of a trial (default 10; with --memory 2)")
-    parser.add_argument("--warm-up", type=int, help="steps before those (default 3; with --memory 1)")
+    parser.add_argument("--steps", type=int, help="timed steps of a trial (default 10; with --memory 2, --trainer 40)")
+    parser.add_argument("--warm-up", type=int, help="steps before those (default 3; with --memory 1, --trainer 5)")
     parser.add_argument(
         "--memory",
         action="store_true",
         help="measure what LoRA, bf16 and gradient checkpointing save instead; --only names rows of the table",
+    )
+    parser.add_argument(
+        "--trainer",
+        action="store_true",
+        help="measure our Transformers Trainer beside the original instead, on the recipe reviews",
     )
     parser.add_argument(
         "--workers",

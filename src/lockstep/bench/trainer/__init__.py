@@ -1,0 +1,1 @@
+"""Our Transformers ``Trainer`` beside the original, on the training step of the recipe ``reviews``."""
