@@ -17,9 +17,17 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
 LIMIT_S = 170
-# The server that commands are forked from has these, so that not every one of them imports torch for two seconds. It
-# is the one of `lockstep verify` too, which asks for the first three.
-PRELOADED = ["torch", "torch._dynamo", "lockstep", "lockstep.verify.child", "lockstep.cli.app"]
+# The server that commands are forked from has these, so that not every one of them imports torch for two seconds, and
+# torchmetrics for three. It is the one of `lockstep verify` too, which asks for the first three.
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "lockstep",
+    "lockstep.verify.child",
+    "lockstep.cli.app",
+    "torchmetrics.classification",
+    "transformers.models.bert.modeling_bert",
+]
 
 
 @pytest.fixture
