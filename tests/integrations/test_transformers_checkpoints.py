@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from lockstep.integrations.transformers import Trainer  # noqa: E402  what it needs is there
 
-SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+SAVING = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 MakeStrategy = Callable[..., Any]
 
 

@@ -35,12 +35,16 @@ def causal(tiny: Any, **settings: Any) -> Any:
         model=lambda: tiny.model("CausalLM"),
         train=tiny.rows(21, "tokens"),
         valid=tiny.rows(9, "tokens", seed=2, labelled=True),
-        args={"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **settings},
+        args={"num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **settings},
     )
 
 
 def dropping(tiny: Any) -> Any:
-    return tiny.Task(model=lambda: tiny.model(dropout=0.3), args=SAVING, more={"compute_metrics": tiny.accuracy})
+    return tiny.Task(
+        model=lambda: tiny.model(dropout=0.3),
+        args={**SAVING, "num_train_epochs": 2},
+        more={"compute_metrics": tiny.accuracy},
+    )
 
 
 def settle(program: str, replicas: int) -> Any:

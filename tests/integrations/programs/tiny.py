@@ -123,7 +123,7 @@ def arguments(folder: str, per_device: int, **settings: Any) -> TrainingArgument
             "output_dir": folder,
             "per_device_train_batch_size": per_device,
             "per_device_eval_batch_size": per_device,
-            "num_train_epochs": 2,
+            "num_train_epochs": 1,
             "learning_rate": 1e-3,
             "logging_steps": 1,
             "save_strategy": "no",
