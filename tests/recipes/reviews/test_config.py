@@ -9,7 +9,7 @@ from lockstep.recipes.reviews.config import ReviewsConfig, reviews
 
 
 def test_the_recipe_leaves_nothing_to_fill_in():
-    assert (reviews().learning_rate, reviews().hide) == (0.003, 0.3)
+    assert (reviews().learning_rate, reviews().hide) == (0.002, 0.3)
     assert (reviews(pretrained="bert").learning_rate, reviews(pretrained="bert").hide) == (2e-5, 0.0)
     assert ReviewsConfig(pretrained="bert", lora="r=8").rate == 5e-4
     assert ReviewsConfig(learning_rate=0.1, lora="r=8").rate == 0.1
