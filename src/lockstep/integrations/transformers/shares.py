@@ -60,9 +60,9 @@ class Share:
         self._total = total
         self._items: CountedItems | None = None
 
-    def watch(self, items: Tensor | int | None) -> Tensor | None:
-        """The number of items that a loss may be divided by, watched for whether it is."""
-        self._items = None if items is None else CountedItems.of(torch.as_tensor(items))
+    def watch(self, items: Tensor | int | None, device: torch.device) -> Tensor | None:
+        """The number of items that a loss may be divided by, on ``device``, watched for whether it is."""
+        self._items = None if items is None else CountedItems.of(torch.as_tensor(items, device=device))
         return self._items
 
     @property

@@ -189,7 +189,7 @@ class Trainer(transformers.Trainer):
         share = current_share()
         with seen_as_one_device(self.args):
             items = super()._get_num_items_in_batch(*args, **named)
-        return items if share is None else share.watch(items)
+        return items if share is None else share.watch(items, self._device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As there, on all replicas, each with its shard of ``inputs``."""
@@ -205,7 +205,7 @@ class Trainer(transformers.Trainer):
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if shard.count:
             with weighing(Share(shard.count, shard.total)) as share, guard_single_row(copy, (), shard.inputs):
-                loss += super().training_step(copy, shard.inputs, share.watch(items)) * share.factor
+                loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
         if self.accelerator.sync_gradients:
             self._mirrored_optimizer.sum_gradients()
         return loss
