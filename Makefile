@@ -9,10 +9,10 @@ PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers bench-workers gpu docs clean
+.PHONY: help demo test check bench bench-peers bench-workers bench-trainer bench-memory gpu docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from, so that a second run installs nothing.
 $(STAMP): pyproject.toml constraints.txt
@@ -49,6 +49,12 @@ bench-peers: $(STAMP) $(PEER_STAMPS) ## the same beside Accelerate, Fabric, Tens
 
 bench-workers: $(STAMP) ## measure many workers beside DDP, on one host and on two that a slowed link joins
 	@$(BIN)/python -m lockstep.bench --workers
+
+bench-trainer: $(STAMP) ## measure the recipe reviews' step beside the original Transformers Trainer
+	@$(BIN)/python -m lockstep.bench --trainer
+
+bench-memory: $(STAMP) ## measure the memory that LoRA, bf16 and gradient checkpointing save
+	@$(BIN)/python -m lockstep.bench --memory
 
 gpu: ## run the tests that need a GPU, with a Python whose torch has CUDA: make gpu GPU_PYTHON=python3
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/config tests/data tests/strategies
