@@ -15,7 +15,7 @@ from lockstep.bench.trainer.run import targets_of
 
 
 def test_the_original_runs_alone_and_under_torchrun_as_it_starts_and_told():
-    assert [one.name for one in contenders(2)] == ["lockstep-2", "lockstep-4", "trainer", "torchrun-2"]
+    assert [one.name for one in contenders(2)] == ["lockstep-1", "lockstep-2", "lockstep-4", "trainer", "torchrun-2"]
     assert [one.name for one in contenders(8)][-2:] == ["torchrun-2", "torchrun-2 told"]
     for one in contenders(8):
         assert pickle.loads(pickle.dumps(one)) == one  # it travels to its process
@@ -53,7 +53,10 @@ def test_the_report_has_a_row_for_each_and_the_target(make):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "ddp-2"], "--only ddp-2 names no contender; choose from 'lockstep-2', 'lockstep-4', 'trainer', "),
+        (
+            ["--only", "ddp-2"],
+            "--only ddp-2 names no contender; choose from 'lockstep-1', 'lockstep-2', ",
+        ),
         (["--workload", "mlm"], "--trainer measures one step of its own; leave --workload, --workers and --peers out"),
         (["--memory"], "measures one step of its own"),
     ],

@@ -24,7 +24,9 @@ _LEGEND = """\
 - first step: from the start of the processes to the end of the slowest one's first step: imports, tokens and model
   included.
 - peak: the sum of all processes' resident peaks (VmHWM).
-- loss: the one that was logged last, the mean of ten steps. Dropout masks differ, so these do a little."""
+- loss: the one that was logged last, the mean of ten steps. Dropout masks differ, so these do a little. Under torchrun
+  transformers multiplies it, and the gradients, by the number of processes: it takes this model's loss, a mean, for a
+  part of a sum."""
 
 
 def render_trainer(conditions: Conditions, title: str, figures: Sequence[Figures], targets: Sequence[Target]) -> str:

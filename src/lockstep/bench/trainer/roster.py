@@ -1,4 +1,4 @@
-"""Who takes part: ours on 2 and 4 replicas, the original in one process, and under torchrun in two."""
+"""Who takes part: ours on 1, 2 and 4 replicas, the original in one process, and under torchrun in two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.bench.spawned import SpawnedBody
 from lockstep.bench.trial import Contender
 
 _PROCESSES = 2
-_SHARES = (2, 4)
+_SHARES = (1, 2, 4)
 
 
 def contenders(cores: int) -> tuple[Contender, ...]:
@@ -32,9 +32,10 @@ def contenders(cores: int) -> tuple[Contender, ...]:
 def _ours(replicas: int) -> Contender:
     from lockstep.bench.trainer.steps import train_ours
 
+    devices = "the whole CPU, as a user has it without a split" if replicas == 1 else f"CPU split in {replicas}"
     return Contender(
         name=f"lockstep-{replicas}",
-        settings=f"lockstep.integrations.transformers.Trainer, MirroredStrategy, CPU split in {replicas}, one process",
+        settings=f"lockstep.integrations.transformers.Trainer, MirroredStrategy, {devices}, one process",
         launcher=SpawnedBody(body=train_ours),
         shares=replicas,
         role="ours",
