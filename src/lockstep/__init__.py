@@ -17,6 +17,7 @@ from lockstep.strategies.default import get_strategy
 from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
+from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.strategies.scope import has_strategy, in_cross_replica_context
 from lockstep.train import History, Model, callbacks
 from lockstep.train.callbacks import (
@@ -48,6 +49,7 @@ __all__ = [
     "Model",
     "ModelCheckpoint",
     "MultiWorkerMirroredStrategy",
+    "ParallelStrategy",
     "PerReplica",
     "ProgressBar",
     "ReduceOp",

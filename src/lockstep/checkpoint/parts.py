@@ -93,6 +93,11 @@ def part_of(name: str, thing: Any) -> Part:
     if isinstance(thing, Part):
         return thing
     if isinstance(thing, MirroredModule):
+        if thing.is_part:
+            raise ConfigError(
+                f"Checkpoint({name}=...) got a part of a model, whose other parts are on other workers, and "
+                "checkpoints of parts do not work yet; Model.save_weights writes the whole model"
+            )
         return ModulePart(thing)
     if isinstance(thing, Optimizer):
         return OptimizerPart(thing)

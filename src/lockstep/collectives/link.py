@@ -31,7 +31,7 @@ class Group:
 
     Args:
         membership: the job.
-        name: equal on all workers, and no other group's.
+        name: equal on all its workers, and no other group's of any of them.
         nccl: move tensors with NCCL, from and to this worker's GPU; else with gloo, in host memory.
         timeout_s: how many seconds a worker waits for one that is alive and does not come.
         members: the numbers of the workers to join, ascending; None is all.
@@ -48,10 +48,8 @@ class Group:
     ) -> None:
         self._membership = membership
         self._timeout_s = timeout_s
-        everyone = range(membership.spec.num_workers)
-        joined = tuple(everyone if members is None else members)
-        team = "" if joined == tuple(everyone) else f" of {'-'.join(map(str, joined))}"
-        store = membership.store(f"group/{name}{team}")
+        joined = tuple(range(membership.spec.num_workers) if members is None else members)
+        store = membership.store(f"group/{name}")
         rank, size = joined.index(membership.spec.index), len(joined)
         self.nccl = nccl
         self._under_way = 0

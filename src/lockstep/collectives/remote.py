@@ -37,6 +37,7 @@ class RemoteWorkers(Workers):
         nccl: whether sums of tensors on GPUs go through NCCL.
         timeout_s: how many seconds a worker waits in a call for one that is alive and does not come.
         members: the numbers of the workers that this is about, ascending, where not all; this worker is among them.
+        team: what they are called; no worker is in two teams of one name.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class RemoteWorkers(Workers):
         nccl: bool = False,
         timeout_s: float = 1800.0,
         members: Sequence[int] | None = None,
+        team: str = "",
     ) -> None:
         everyone = range(membership.spec.num_workers)
         self._members = tuple(everyone if members is None else members)
         names = [membership.names[member] for member in self._members]
         super().__init__(self._members.index(membership.spec.index), replicas, names)
         self._owns_membership = members is None
+        # The team's first worker tells it from others of the same name.
+        self._prefix = f"{team} {self._members[0]}/" if team else ""
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s
@@ -178,7 +182,7 @@ class RemoteWorkers(Workers):
     def _group(self, name: str, *, nccl: bool) -> Group:
         if name not in self._groups:
             self._groups[name] = Group(
-                self.membership, name, nccl=nccl, timeout_s=self._timeout_s, members=self._members
+                self.membership, self._prefix + name, nccl=nccl, timeout_s=self._timeout_s, members=self._members
             )
         return self._groups[name]
 

@@ -101,7 +101,7 @@ class PerReplicaDataset(Distributed):
 
 
 def _shared_reader(dataset: Iterable[Any], workers: Workers) -> Reader:
-    if workers.size == 1:
+    if workers.alone:
         return LocalBatches(dataset, workers.num_replicas)
     if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
         raise DataError(
@@ -117,7 +117,7 @@ def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard) -> Reade
 
 
 def _meeting(reader: Reader, workers: Workers) -> Meeting:
-    if workers.size == 1:
+    if workers.alone:
         return Alone()
     return SameBatches(workers) if isinstance(reader, (CutBatches, OwnRows)) else OwnBatches(workers, reader)
 

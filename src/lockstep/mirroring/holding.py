@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from lockstep.collectives.workers import Workers
 
-
 Examine = Callable[[Any, slice], Tensor]
 """Given the outputs for some rows of a shard: the scalar to back-propagate."""
 
@@ -41,6 +40,11 @@ class Holding(ABC):
     def take(self, module: nn.Module) -> nn.Module:
         """What this worker holds of a module. Every worker must call it."""
 
+    @property
+    @abstractmethod
+    def parts(self) -> bool:
+        """Whether what ``take`` gives is a part, whose other parts are on other workers."""
+
     @abstractmethod
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         """How a step passes through what ``take`` gave, where the module cannot be called by itself."""
@@ -64,6 +68,11 @@ class WholeModels(Holding):
     def take(self, module: nn.Module) -> nn.Module:
         """All of it."""
         return module
+
+    @property
+    def parts(self) -> bool:
+        """It is all of it."""
+        return False
 
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         """It can be called."""

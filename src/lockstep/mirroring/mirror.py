@@ -31,6 +31,7 @@ def mirror_module(
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
     pipeline: Pipelined | None = None,
+    is_part: bool = False,
 ) -> MirroredModule:
     """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
 
@@ -42,6 +43,7 @@ def mirror_module(
         sync_batchnorm: replace batch norms (in place) by ones over the global batch.
         memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
         pipeline: how a step passes through the module, where it cannot be called by itself.
+        is_part: whether other workers hold other parts of the model.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
@@ -68,7 +70,7 @@ def mirror_module(
         leader = source[replica]
         alias = leader != replica
         copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
-    return MirroredModule(owner, copies, groups, workers, pipeline)
+    return MirroredModule(owner, copies, groups, workers, pipeline, is_part=is_part)
 
 
 def signature(module: nn.Module) -> list[str]:

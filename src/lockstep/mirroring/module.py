@@ -37,6 +37,7 @@ class MirroredModule(nn.Module):
         groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
         workers: over whose replicas buffers are averaged.
         pipeline: how a step passes through it, where it cannot be called by itself.
+        is_part: whether other workers hold other parts of the model.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class MirroredModule(nn.Module):
         groups: Sequence[Sequence[int]],
         workers: Workers,
         pipeline: Pipelined | None = None,
+        *,
+        is_part: bool = False,
     ) -> None:
         super().__init__()
         # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
@@ -54,6 +57,7 @@ class MirroredModule(nn.Module):
         self._groups = tuple(tuple(group) for group in groups)
         self._workers = workers
         self.pipeline = pipeline
+        self.is_part = is_part
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
 
     @property

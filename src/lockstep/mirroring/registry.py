@@ -79,6 +79,7 @@ class MirroredObjects:
                 sync_batchnorm=sync_batchnorm,
                 memory_format=memory_format,
                 pipeline=self._holding.pipeline(module),
+                is_part=self._holding.parts,
             )
             self._modules[id(mirrored.module)] = mirrored
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):

@@ -77,16 +77,21 @@ class Job:
             torch.default_generator.set_state(state)
         return int(chiefs) if seed is None else seed
 
-    def team(self, members: Sequence[int]) -> Workers:
+    def team(self, name: str, members: Sequence[int]) -> Workers:
         """Some of the workers, among them this one, as if they were all. Every one of them must ask for it.
 
         Args:
+            name: what the team is called; no worker is in two of one name.
             members: their numbers, ascending.
         """
         if not isinstance(self.workers, RemoteWorkers) or len(members) == 1:
             return OneWorker(1)
         return RemoteWorkers(
-            self.workers.membership, [1] * len(members), timeout_s=self._options.timeout_s, members=members
+            self.workers.membership,
+            [1] * len(members),
+            timeout_s=self._options.timeout_s,
+            members=members,
+            team=name,
         )
 
     def fail(self, error: BaseException) -> None:

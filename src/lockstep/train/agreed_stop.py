@@ -32,7 +32,7 @@ class AgreedStop:
 
     def after_batch(self) -> bool:
         """Whether all end here. Nothing is exchanged: one of several workers only wishes it, for the batch after."""
-        if self._workers.size == 1:
+        if self._workers.alone:
             return self._model.stop_training
         if self.heard():
             return True
@@ -49,7 +49,7 @@ class AgreedStop:
 
     def agreed(self, place: str) -> bool:
         """Whether all end at ``place``; several workers exchange it. Every worker must call it."""
-        if self._workers.size > 1:
+        if not self._workers.alone:
             self._wish()
             self._workers.exchange(place)
             self.heard()

@@ -30,7 +30,7 @@ def run_evaluation(
         outputs = strategy.local_results(strategy.run(evaluate_step, (job, states, batch)))
         for output in outputs:
             loss.add(output.total, output.count)
-        return sum(output.rows for output in outputs), {"loss": loss.value}
+        return sum(output.rows for output in outputs), {"loss": loss.value} if loss.count else {}
 
     with module_mode(job.module, training=False):
         callbacks.call("on_test_begin")

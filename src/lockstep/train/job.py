@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.errors import ConfigError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
@@ -46,6 +47,11 @@ def make_job(
         ConfigError: no optimizer, or no scheduler, and no function that makes one.
         UsageError: an optimizer over other parameters than the module's.
     """
+    if module.is_part and config.precision == "fp16":
+        raise ConfigError(
+            'precision="fp16" scales losses, which does not work yet where a model is divided among workers; choose '
+            '"bf16" or "fp32"'
+        )
     precision = Precision(config.precision, strategy.devices[0].torch_device.type)
     if optimizer is None:
         return Job(module=module, config=config, precision=precision)

@@ -12,7 +12,6 @@ from typing import Any
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.workers import Wish
 from lockstep.errors import NonFiniteLossError
-from lockstep.mirroring.averages import weights_digest
 from lockstep.mirroring.update import StepResult
 from lockstep.strategies.base import Strategy
 from lockstep.train.agreed_stop import AgreedStop
@@ -103,7 +102,7 @@ class TrainLoop:
 
     def _tell(self) -> None:
         """Tells the callbacks of a batch that is done, of its metrics too where those of some worker show them."""
-        if self._workers.size == 1 or self.pending:  # an update of several workers has told their wishes already
+        if self._workers.alone or self.pending:  # an update of several workers has told their wishes already
             self._workers.exchange("end of a batch")
         wishes = self._workers.granted
         metrics = self.metrics.compute() if Wish.LOGS in wishes else {}
@@ -116,13 +115,13 @@ class TrainLoop:
             results = self._strategy.run(finish_cycle, (self._job, self._states))
         update = self._strategy.local_results(results)[0]
         self._after_update(update)
-        if self._workers.size > 1:
+        if not self._workers.alone:
             self.loss.add(update.total, update.count)
         self.pending = 0
 
     def _count(self, outputs: Sequence[StepOutput]) -> None:
         """Adds a step to the loss. With several workers it is the update that knows the sums of all replicas."""
-        if self._workers.size == 1:
+        if self._workers.alone:
             for output in outputs:
                 self.loss.add(output.total, output.count)
         elif outputs[0].update is not None:
@@ -130,9 +129,9 @@ class TrainLoop:
 
     def _end_of_epoch(self, rows: int) -> int:
         """The rows of all workers; a check that all have the same weights still; a stop wished after the last batch."""
-        if self._workers.size == 1:
+        if self._workers.alone:
             return rows
-        self._workers.attach(weights_digest(self._job.module.module))
+        self._job.module.compare_weights()
         everyones = self._workers.exchange("end of an epoch", [rows])
         self._stop.heard()
         return int(sum(each for (each,) in everyones))

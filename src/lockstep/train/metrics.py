@@ -86,7 +86,9 @@ class ReplicaMetrics:
         for name in self._copies[0]:
             local = [copies[name] for copies in self._copies]
             everyones = exchange_values(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
-            merged = merge_metrics(local, [states for worker in everyones for states in worker])
+            states = [each for worker in everyones for each in worker]
+            alone = self._workers.alone and len(local) == 1
+            merged = local[0] if alone else merge_metrics(local, states)
             values.update(_as_floats(name, merged.compute()))
         return values
 
@@ -103,8 +105,6 @@ def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) 
         local: the same metric on each local replica, in replica order.
         states: ``states_of`` it on each replica of all workers, in replica order.
     """
-    if len(states) == 1:
-        return local[0]
     base = next((metric for metric in local if any(part["updates"] for part in states_of(metric))), local[0])
     merged = _copy_sharing_states(base)
     for part, sources in zip(nested_metrics(merged), zip(*states, strict=True), strict=True):

@@ -5,7 +5,7 @@ Pure functions on one value per replica; the structure of the module's outputs i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class CollectedOutputs:
             ConfigError: no worker has a row; or this one has none, and the structure is none of plain containers.
         """
         columns = [torch.cat(column) for column in self._columns]
-        if workers.size == 1:
+        if workers.alone:
             return tree_unflatten(columns, self._spec)
         columns, spec = self._like_others(workers, columns)
         rows = exchange_values(workers, "rows of the predictions", self._rows)
@@ -74,13 +74,23 @@ class CollectedOutputs:
 
     def _like_others(self, workers: Workers, columns: list[Tensor]) -> tuple[list[Tensor], Any]:
         """This worker's columns; where it never had a row, empty ones such as another worker has."""
-        empty = None if self._spec is None else tree_unflatten([column[:0] for column in columns], self._spec)
+        empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
         known = [each for each in exchange_values(workers, "structure of the predictions", empty) if each is not None]
         if self._spec is not None:
             return columns, self._spec
         if not known:
             raise ConfigError("predict got no rows on any worker; give data with at least one row")
         return tree_flatten(known[0])
+
+
+def _plain(structure: Any) -> Any:
+    """The same tensors in dicts and tuples, as they can be sent: a worker without rows knows no class of the user's."""
+    if isinstance(structure, Mapping):
+        return {key: _plain(value) for key, value in structure.items()}
+    if isinstance(structure, (tuple, list)):
+        parts = [_plain(each) for each in structure]
+        return parts if isinstance(structure, list) else tuple(parts)
+    return structure
 
 
 def _interleaved(parts: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:

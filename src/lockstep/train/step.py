@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.shards import batch_rows
 from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult, Totals
 from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -66,6 +67,17 @@ class Prediction:
 def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard; then the update, if it is due. Every replica must call it."""
     context, rows = _context(), batch_rows(item)
+    if job.module.pipeline is not None:
+        total, count = _train_in_stages(job, job.module.pipeline, state, item, rows)
+    else:
+        total, count = _train(job, state, item, context, rows)
+    state.add(total, count)
+    return StepOutput(
+        rows=rows, total=total, count=count, update=update_weights(job, state, context) if update else None
+    )
+
+
+def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, rows: int) -> tuple[Count, Count]:
     total: Count = 0.0
     count: Count = 0.0
     # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
@@ -80,10 +92,18 @@ def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOu
         _check_graph(total)
         torch.autograd.backward(total if scale == 1.0 else total * scale)
         total = total.detach()
-    state.add(total, count)
-    return StepOutput(
-        rows=rows, total=total, count=count, update=update_weights(job, state, context) if update else None
-    )
+    return total, count
+
+
+def _train_in_stages(job: Job, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int) -> tuple[Count, Count]:
+    """The sums of this replica's shard where this worker has the last stage; else nothing, and others tell."""
+    if not rows:
+        return 0.0, 0.0
+    batch = unpack_labelled(item)
+    sums = _MicrobatchSums(job, state, batch)
+    with job.precision.autocast():
+        pipeline.train(batch.x, rows, sums.examine)
+    return sums.total, sums.count
 
 
 def update_weights(job: Job, state: ReplicaState, context: ReplicaContext) -> StepResult:
@@ -113,6 +133,11 @@ def evaluate_step(job: Job, state: ReplicaState, item: Any) -> StepOutput:
     if not rows:
         return StepOutput(rows=0, total=0.0, count=0.0)
     batch = unpack_labelled(item)
+    if job.module.pipeline is not None:
+        sums = _MicrobatchSums(job, state, batch)
+        with job.precision.autocast():
+            job.module.pipeline.evaluate(batch.x, rows, sums.examine)
+        return StepOutput(rows=rows, total=sums.total, count=sums.count)
     with job.precision.autocast():
         outputs = call_module(job.module, batch.x)
         total, count = _sums(job, outputs, batch, rows)
@@ -127,7 +152,42 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
     if not rows:
         return Prediction(rows=0)
     with precision.autocast():
-        return Prediction(rows=rows, outputs=call_module(module, x))
+        if module.pipeline is None:
+            return Prediction(rows=rows, outputs=call_module(module, x))
+        parts: list[Any] = []
+        module.pipeline.evaluate(x, rows, lambda outputs, _: _kept(parts, outputs))
+    if not parts:  # another worker has the last stage
+        return Prediction(rows=0)
+    return Prediction(rows=rows, outputs=tree_map(lambda *leaves: torch.cat(leaves), *parts))
+
+
+class _MicrobatchSums:
+    """What the microbatches of a shard add up to, on the worker that has their outputs."""
+
+    def __init__(self, job: Job, state: ReplicaState, batch: LabelledBatch) -> None:
+        self._job, self._state, self._batch = job, state, batch
+        self.total: Count = 0.0
+        self.count: Count = 0.0
+
+    def examine(self, outputs: Any, rows: slice) -> Tensor:
+        """The loss of some rows of the shard, which are counted."""
+        y, weight = tree_map(
+            lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf,
+            (self._batch.y, self._batch.sample_weight),
+        )
+        part = LabelledBatch(self._batch.x, y, weight)
+        number = rows.stop - rows.start
+        total, count = _sums(self._job, outputs, part, number)
+        _update_metrics(self._state, outputs, part, number)
+        if torch.is_grad_enabled():
+            _check_graph(total)
+        self.total, self.count = self.total + total.detach(), self.count + count
+        return total
+
+
+def _kept(parts: list[Any], outputs: Any) -> Tensor:
+    parts.append(outputs)
+    return torch.zeros(())
 
 
 def _sums(job: Job, outputs: Any, batch: LabelledBatch, rows: int) -> tuple[Tensor, Count]:

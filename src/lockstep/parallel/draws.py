@@ -1,0 +1,62 @@
+"""Dropout among tensor ranks: alike where all hold the same values, each its own where each holds a part.
+
+A replica's generator stands at the same number on all its tensor ranks, so whatever they compute alike they drop alike.
+Modules that work on this rank's part of a layer draw from a generator of the rank's own instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.replicas.random import ReplicaRandom, in_a_replica
+
+
+class OwnDraws:
+    """Which of a module's parts draw a tensor rank's own random numbers.
+
+    Args:
+        generator: this rank's own.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._on = False
+        self._random = ReplicaRandom(generator, applies=self._applies)
+
+    def give(self, module: nn.Module, apart: Iterable[str], together: Iterable[str]) -> None:
+        """Has the parts named in ``apart`` draw from it, but for those inside them that ``together`` names."""
+        for name in apart:
+            _wrap(module.get_submodule(name), self._apart)
+        for name in together:
+            _wrap(module.get_submodule(name), self._together)
+
+    def _applies(self) -> bool:
+        return self._on and in_a_replica()
+
+    def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self._on = self._on, True
+        try:
+            with self._random:
+                return forward(*args, **kwargs)
+        finally:
+            self._on = before
+
+    def _together(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self._on = self._on, False
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._on = before
+
+
+def _wrap(part: nn.Module, within: Callable[..., Any]) -> None:
+    forward = part.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return within(forward, *args, **kwargs)
+
+    part.forward = wrapped

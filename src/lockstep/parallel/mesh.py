@@ -1,0 +1,120 @@
+"""The workers as torch's DeviceMesh: its process groups, made for a grid, and broken when the job ends before its time.
+
+torch's collectives cannot be interrupted: a worker that waits for a lost one waits in gloo for its time limit. So the
+groups' connections are kept in sight, and shut down when the membership says that the job is over; every wait in them
+then ends with an error at once, and its cause is the membership's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.collectives.connections import SHARE_UNANSWERED, NewConnections
+from lockstep.collectives.remote import RemoteWorkers
+from lockstep.collectives.workers import Workers
+from lockstep.errors import ClusterError, UsageError
+from lockstep.membership.membership import Membership
+from lockstep.parallel.grid import AXES, Grid
+
+_numbers = itertools.count()
+_GLOO_THREADS = 2
+
+
+class GridMesh:
+    """torch's process groups over all workers of a job, and the DeviceMesh of a grid. Every worker must make one.
+
+    Args:
+        membership: the job.
+        grid: the degrees.
+        timeout_s: how many seconds an operation waits for a worker that is alive and does not come.
+
+    Attributes:
+        mesh: with the axes "pipeline", "data" and "tensor".
+
+    Raises:
+        UsageError: the program has initialised torch's process groups already.
+        ClusterError: a worker was lost meanwhile.
+    """
+
+    def __init__(self, membership: Membership, grid: Grid, *, timeout_s: float) -> None:
+        if dist.is_initialized():
+            raise UsageError(
+                "torch's process group is initialised already, and ParallelStrategy makes it over the workers of its "
+                "own job; leave out torch.distributed.init_process_group"
+            )
+        self._membership = membership
+        self._timeout = timedelta(seconds=timeout_s)
+        self._connections: list[NewConnections] = []
+        self._backends: list[Any] = []
+        store = membership.store("mesh")
+        self.mesh: DeviceMesh = membership.watched(lambda: self._make(store, grid), "the making of the mesh")
+        membership.subscribe(lambda _: self.break_off())
+        atexit.register(self.close)  # before the membership's own end; else gloo's threads may abort the interpreter's
+
+    def explain(self, error: RuntimeError, doing: str) -> ClusterError | None:
+        """The error to raise in place of one that a broken connection raised; None for any other."""
+        if any(isinstance(each, dist.DistError) or "gloo/" in str(each) for each in _causes(error)):
+            return self._membership.explain_broken(error, doing)
+        return None
+
+    def break_off(self) -> None:
+        """Ends every wait in the groups, now and from now on, with an error. From any thread."""
+        for connections in self._connections:
+            connections.shut_down()
+
+    def close(self) -> None:
+        """Ends the groups. Idempotent."""
+        atexit.unregister(self.close)
+        backends, self._backends = self._backends, []
+        if backends and dist.is_initialized():
+            dist.destroy_process_group()
+        for backend in backends:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
+        for connections in self._connections:
+            connections.forget()
+
+    def _make(self, store: Store, grid: Grid) -> DeviceMesh:
+        # A name of its own: torch keeps what makes the groups of a backend for the life of the process.
+        backend = f"lockstep_{next(_numbers)}"
+        dist.Backend.register_backend(backend, self._make_group, devices=["cpu"])
+        rank, size = self._membership.spec.index, self._membership.spec.num_workers
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=self._timeout)
+        return DeviceMesh("cpu", torch.arange(size).reshape(grid.shape), mesh_dim_names=AXES)
+
+    def _make_group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # By default gloo listens on the address of the machine's host name, whatever that is.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._membership.address)]
+        options._threads = _GLOO_THREADS
+        options._timeout = timeout
+        with NewConnections(self._membership.lost_after_s * SHARE_UNANSWERED) as connections:
+            made: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        self._connections.append(connections)
+        # Its destructor would wait for an operation that is still under way; nothing deletes it before ``close``.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+        self._backends.append(made)
+        return made
+
+
+def make_mesh(workers: Workers, grid: Grid, *, timeout_s: float) -> GridMesh | None:
+    """The mesh of a job's workers; None where there is one. Every worker must call it."""
+    if not isinstance(workers, RemoteWorkers):
+        return None
+    return GridMesh(workers.membership, grid, timeout_s=timeout_s)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from: torch's pipelining raises its own from any other."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

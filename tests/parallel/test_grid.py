@@ -1,0 +1,70 @@
+"""The grid of workers: pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.parallel.grid import Grid, Place, check_divides, choose_grid
+
+
+@pytest.mark.parametrize(
+    ("workers", "degrees", "expected"),
+    [
+        (1, {}, Grid()),
+        (8, {}, Grid(data=8)),
+        (8, {"tensor": 2}, Grid(data=4, tensor=2)),
+        (8, {"data": 1, "pipeline": 2, "tensor": -1}, Grid(pipeline=2, tensor=4)),
+        (8, {"data": 2, "pipeline": 2, "tensor": 2}, Grid(data=2, pipeline=2, tensor=2)),
+    ],
+)
+def test_what_is_left_is_taken(workers: int, degrees: dict[str, int], expected: Grid):
+    assert choose_grid(workers, **degrees) == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "degrees", "message"),
+    [
+        (
+            8,
+            {"tensor": 3},
+            "tensor=3 = 3 does not divide the 8 workers of the job; choose degrees whose product is 1, 2, ",
+        ),
+        (8, {"data": 2, "tensor": 2}, "is a grid of 4 workers, and the job has 8; start 4, or leave data at -1"),
+        (2, {"pipeline": 4}, "pipeline=4 = 4 does not divide the 2 workers of the job; .* product is 1 or 2"),
+        (4, {"data": -1, "tensor": -1}, "data=-1 and tensor=-1: only one degree can be what is left"),
+        (4, {"tensor": 0}, "tensor=0 is no degree; give a number from 1, or -1"),
+        (4, {"pipeline": True}, "pipeline=True is no degree"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_those_that_would(workers: int, degrees: dict[str, int], message: str):
+    with pytest.raises(ConfigError, match=message):
+        choose_grid(workers, **degrees)
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_far_apart():
+    grid = Grid(data=2, pipeline=2, tensor=2)
+
+    assert [grid.place(worker) for worker in (0, 1, 2, 4)] == [
+        Place(stage=0, replica=0, tensor=0),
+        Place(stage=0, replica=0, tensor=1),
+        Place(stage=0, replica=1, tensor=0),
+        Place(stage=1, replica=0, tensor=0),
+    ]
+    assert [grid.worker(grid.place(worker)) for worker in range(8)] == list(range(8))
+
+
+def test_who_belongs_together():
+    grid = Grid(data=2, pipeline=2, tensor=2)
+
+    assert grid.peers(5) == (5, 7)
+    assert grid.members(1) == (2, 3, 6, 7)
+    assert grid.speakers == (4, 6)
+    assert Grid(tensor=4).speakers == (0,)
+
+
+def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_would():
+    check_divides("tensor", 2, [("num_attention_heads", 4), ("hidden_size", 16)])
+
+    with pytest.raises(ConfigError, match=r"tensor=8 does not divide num_attention_heads=12; choose 1, 2, 3, 4, 6 or"):
+        check_divides("tensor", 8, [("hidden_size", 768), ("num_attention_heads", 12)])

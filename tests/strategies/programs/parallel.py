@@ -1,0 +1,181 @@
+"""What the workers of test_parallel.py compute, on any grid; and the same by hand on one device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+import lockstep as ls
+
+WORDS = 66  # no multiple of 4
+LAYERS = 4
+SIZES = (9, 8, 1, 5)  # the small ones leave microbatches, and whole replicas, without rows
+CLIP = 0.5
+Batch = tuple[dict[str, Tensor], Tensor]
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "bert": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
+    "gpt2": lambda p: torch.optim.AdamW(p, 0.01),
+    "llama": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
+}
+
+
+def build(name: str, dropout: float = 0.0) -> nn.Module:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(1)
+    if name == "bert":
+        config = transformers.BertConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=32,
+            max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        )  # fmt: skip
+        return transformers.BertForMaskedLM(config).double()
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4,
+            intermediate_size=32, max_position_embeddings=16, attention_dropout=dropout, use_cache=False,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).double()
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_embd=16, n_layer=LAYERS, n_head=4, n_positions=16,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def batches() -> list[Batch]:
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for rows in SIZES:
+        words = torch.randint(1, WORDS, (rows, 7), generator=random)
+        mask = torch.ones_like(words)
+        mask[0, 5:] = 0
+        found.append(({"input_ids": words, "attention_mask": mask}, torch.randint(WORDS, (rows, 7), generator=random)))
+    return found
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)
+
+
+class Accuracy(MulticlassAccuracy):
+    def update(self, outputs: Any, targets: Tensor) -> None:
+        super().update(outputs.logits.flatten(0, 1), targets.flatten())
+
+
+def metrics() -> dict[str, Any]:
+    return {"accuracy": Accuracy(WORDS, average="micro")}
+
+
+def run_jobs(experiments: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One grid after another."""
+    torch.set_num_threads(1)
+    return [run_job(name, grid) for name, grid in experiments]
+
+
+def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
+    strategy = ls.ParallelStrategy(seed=7, communication=ls.CommunicationOptions(lost_after_s=60), **grid)
+    with strategy.scope():
+        model = ls.Model(strategy.parallelize(build(name)))
+        held = sum(parameter.numel() for parameter in model.module.parameters())
+        model.compile(OPTIMIZERS[name], loss, metrics=metrics(), accumulate=2, clip_norm=CLIP)
+        history = model.fit(batches(), validation_data=batches()[:2], epochs=2, verbose=0)
+        results: dict[str, Any] = {
+            "replicas": strategy.num_replicas_in_sync,
+            "held": held,
+            "history": history.history,
+            "examples": [timing.examples for timing in history.timing],
+            "weights": {key: value.clone() for key, value in model.state_dict().items()},
+            "evaluate": model.evaluate(batches(), verbose=0),
+            "predict": model.predict([x for x, _ in batches()])["logits"],
+        }
+        model.load_state_dict({key: value * 2 for key, value in results["weights"].items()})
+        results["doubled"] = {key: value.clone() for key, value in model.state_dict().items()}
+        alike = strategy.workers.exchange("alike", [int(digest(results)[:12], 16)])
+        results["all alike"] = len(set(alike)) == 1
+    strategy.close()
+    return results
+
+
+def digest(results: dict[str, Any]) -> str:
+    """Of what is the same on every worker."""
+    found = hashlib.sha256()
+    shared = {key: value for key, value in results.items() if key not in ("held", "history")}
+    for leaf in torch.utils._pytree.tree_leaves(shared):
+        found.update(leaf.contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode())
+    return found.hexdigest()
+
+
+def run_dropout(experiments: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each twice: the weights, and what each worker's whole parameters and draws are."""
+    torch.set_num_threads(1)
+    return [dropped(name, grid) for name, grid in experiments for _ in range(2)]
+
+
+def dropped(name: str, grid: dict[str, Any]) -> dict[str, Any]:
+    strategy = ls.ParallelStrategy(seed=7, communication=ls.CommunicationOptions(lost_after_s=60), **grid)
+    draws: dict[str, list[float]] = {"part": [], "whole": []}
+    with strategy.scope():
+        module = build(name, dropout=0.3)
+        for number in range(LAYERS):
+            layer = module.get_submodule(f"bert.encoder.layer.{number}")
+            layer.attention.self.query.register_forward_hook(lambda *_: draws["part"].append(torch.rand(()).item()))
+            layer.output.dense.register_forward_hook(lambda *_: draws["whole"].append(torch.rand(()).item()))
+        model = ls.Model(strategy.parallelize(module))
+        model.compile(OPTIMIZERS[name], loss)
+        model.fit(batches(), epochs=1, verbose=0)
+        part = model.module
+        whole = [p for p in part.parameters() if id(p) not in part.divided]
+        seen = {
+            "weights": {key: value.clone() for key, value in model.state_dict().items()},
+            "whole": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest(),
+            "draws": draws,
+        }
+    everyones = strategy._job.workers.exchange_bytes("seen", repr([seen["whole"], draws]).encode())
+    strategy.close()
+    return {"weights": seen["weights"], "everyones": [eval(each.decode()) for each in everyones]}
+
+
+def one_device(name: str) -> dict[str, Any]:
+    """The same fit, by hand."""
+    module = build(name)
+    optimizer = OPTIMIZERS[name](module.parameters())
+    losses, accuracies = [], []
+    for _ in range(2):
+        total, count, right = 0.0, 0, 0
+        cycle = 0
+        for index, (x, y) in enumerate(batches()):
+            outputs = module(**x)
+            values = loss(outputs, y)
+            values.sum().backward()
+            cycle += values.numel()
+            total, count = total + values.sum().item(), count + values.numel()
+            right += int((outputs.logits.argmax(-1) == y).sum())
+            if index % 2:
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= cycle
+                nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+                cycle = 0
+        losses.append(total / count)
+        accuracies.append(right / count)
+    module.eval()
+    with torch.no_grad():
+        predicted = [module(**x).logits for x, _ in batches()]
+        values = torch.cat([loss(module(**x), y).flatten() for x, y in batches()])
+    return {
+        "loss": losses,
+        "accuracy": accuracies,
+        "weights": module.state_dict(),
+        "predict": torch.cat(predicted),
+        "evaluate": values.mean().item(),
+        "size": sum(parameter.numel() for parameter in module.parameters()),
+    }

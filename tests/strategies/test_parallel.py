@@ -1,0 +1,147 @@
+"""Models divided among workers, real processes over gloo, against a hand-written loop on one device in float64.
+
+Each number of workers is launched once, and makes one grid after another; the tests look at what its chief returned.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep as ls
+
+pytestmark = pytest.mark.workers
+
+PROGRAM = Path(__file__).parent / "programs" / "parallel.py"
+EXPERIMENTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    4: [
+        ("bert", {"tensor": 4}),
+        ("gpt2", {"pipeline": 4, "microbatches": 4}),
+        ("llama", {"data": 2, "tensor": 2}),
+        ("bert", {"data": 2, "pipeline": 2, "schedule": "gpipe"}),
+        ("gpt2", {"pipeline": 2, "tensor": 2}),
+    ],
+    8: [
+        ("gpt2", {"data": 2, "pipeline": 2, "tensor": 2}),
+        ("bert", {"data": 2, "pipeline": 2, "tensor": 2}),
+    ],
+}
+IDS = {
+    f"{workers}-{name}-{'x'.join(map(str, grid.values()))}": (workers, number)
+    for workers, experiments in EXPERIMENTS.items()
+    for number, (name, grid) in enumerate(experiments)
+}
+LIMIT_S = 170
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="parallel"))
+
+
+@pytest.fixture(scope="module")
+def run(program: Any) -> Callable[[int], list[dict[str, Any]]]:
+    """What the grids of a number of workers compute; launched once."""
+
+    @cache
+    def launched(workers: int) -> list[dict[str, Any]]:
+        return ls.launch(program.run_jobs, workers=workers, args=(EXPERIMENTS[workers],), timeout_s=LIMIT_S)
+
+    return launched
+
+
+@pytest.fixture(scope="module")
+def one_device(program: Any) -> Callable[[str], dict[str, Any]]:
+    return cache(program.one_device)
+
+
+@pytest.fixture(params=IDS)
+def pair(
+    request: pytest.FixtureRequest, run: Callable[[int], Any], one_device: Callable[[str], Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a grid found, and what one device did."""
+    workers, number = IDS[request.param]
+    return run(workers)[number], one_device(EXPERIMENTS[workers][number][0])
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-10) -> bool:
+    return torch.allclose(torch.as_tensor(found), torch.as_tensor(expected), rtol=tolerance, atol=tolerance)
+
+
+def test_losses_and_metrics_are_those_of_one_device(pair: tuple[dict[str, Any], dict[str, Any]]):
+    found, expected = pair
+
+    assert close(found["history"]["loss"], expected["loss"])
+    assert close(found["history"]["accuracy"], expected["accuracy"], 1e-6)  # torchmetrics divides in float32
+    assert close(found["evaluate"]["loss"], expected["evaluate"])
+    assert found["examples"] == [23, 23]
+
+
+def test_weights_after_several_updates_are_those_of_one_device(pair: tuple[dict[str, Any], dict[str, Any]]):
+    found, expected = pair
+
+    assert list(found["weights"]) == list(expected["weights"])
+    off = [name for name, value in expected["weights"].items() if not close(found["weights"][name], value)]
+    assert off == []
+
+
+def test_predictions_are_in_the_order_of_the_data(pair: tuple[dict[str, Any], dict[str, Any]]):
+    found, expected = pair
+
+    assert close(found["predict"], expected["predict"])
+
+
+def test_weights_that_were_loaded_are_the_weights(pair: tuple[dict[str, Any], dict[str, Any]]):
+    found, _ = pair
+
+    assert all(torch.equal(found["doubled"][name], value * 2) for name, value in found["weights"].items())
+
+
+def test_all_workers_know_the_same(pair: tuple[dict[str, Any], dict[str, Any]]):
+    assert pair[0]["all alike"]
+
+
+def test_a_worker_holds_a_part_only(run: Callable[[int], Any], one_device: Callable[[str], Any]):
+    size = one_device("gpt2")["size"]
+
+    assert run(4)[4]["held"] < 0.4 * size  # a quarter, and what tensor ranks all hold
+    assert run(8)[0]["held"] == run(4)[4]["held"]
+    assert run(8)[0]["replicas"] == 2
+
+
+@pytest.fixture(scope="module")
+def dropped(program: Any) -> list[dict[str, Any]]:
+    grids = [("bert", {"data": 2, "tensor": 2}), ("bert", {"pipeline": 2, "tensor": 2})]
+    found: list[dict[str, Any]] = ls.launch(program.run_dropout, workers=4, args=(grids,), timeout_s=LIMIT_S)
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_dropout_on_the_same_grid_twice_gives_the_same_bits(dropped: list[dict[str, Any]], first: int):
+    one, other = dropped[first : first + 2]
+
+    assert all(torch.equal(other["weights"][name], value) for name, value in one["weights"].items())
+    assert one["everyones"] == other["everyones"]
+
+
+@pytest.mark.parametrize(
+    ("run_number", "pairs", "apart"), [(0, [(0, 1), (2, 3)], [(0, 2)]), (2, [(0, 1), (2, 3)], [(0, 2)])]
+)
+def test_tensor_ranks_drop_alike_what_is_whole_and_each_its_own_of_what_is_divided(
+    dropped: list[dict[str, Any]], run_number: int, pairs: list[tuple[int, int]], apart: list[tuple[int, int]]
+):
+    seen = dropped[run_number]["everyones"]
+
+    for one, other in pairs:
+        assert seen[one][0] == seen[other][0]  # so that what both hold stays equal
+        assert seen[one][1]["whole"] == seen[other][1]["whole"] != []
+        assert not set(seen[one][1]["part"]) & set(seen[other][1]["part"])
+    for one, other in apart:  # replicas, and stages
+        assert not set(seen[one][1]["whole"]) & set(seen[other][1]["whole"])
