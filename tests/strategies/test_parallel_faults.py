@@ -77,8 +77,10 @@ TROUBLES = {"waits": wait_for_ever, "fails": fail}
 # What the tests see of them.
 
 
-@pytest.mark.parametrize(("axis", "trouble"), [("tensor", 1), ("pipeline", 0)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("axis", "trouble", "number"),
+    [("tensor", 0, signal.SIGKILL), ("tensor", 1, signal.SIGSTOP), ("pipeline", 0, signal.SIGSTOP)],
+)
 def test_a_worker_that_is_lost_in_mid_step_is_named(start_job: Any, axis: str, trouble: int, number: signal.Signals):
     job = start_job(fit, "index", trouble, axis, "waits")
     job[trouble].wait_for("waits")

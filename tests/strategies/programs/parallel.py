@@ -73,10 +73,14 @@ def metrics() -> dict[str, Any]:
     return {"accuracy": Accuracy(WORDS, average="micro")}
 
 
-def run_jobs(experiments: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One grid after another."""
+def run_jobs(
+    experiments: list[tuple[str, dict[str, Any]]], dropout: list[tuple[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """One grid after another; those of ``dropout`` twice each."""
     torch.set_num_threads(1)
-    return [run_job(name, grid) for name, grid in experiments]
+    return [run_job(name, grid) for name, grid in experiments] + [
+        dropped(name, grid) for name, grid in dropout for _ in range(2)
+    ]
 
 
 def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
@@ -112,13 +116,8 @@ def digest(results: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
-def run_dropout(experiments: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each twice: the weights, and what each worker's whole parameters and draws are."""
-    torch.set_num_threads(1)
-    return [dropped(name, grid) for name, grid in experiments for _ in range(2)]
-
-
 def dropped(name: str, grid: dict[str, Any]) -> dict[str, Any]:
+    """The weights, and what each worker's whole parameters and draws are."""
     strategy = ls.ParallelStrategy(seed=7, communication=ls.CommunicationOptions(lost_after_s=60), **grid)
     draws: dict[str, list[float]] = {"part": [], "whole": []}
     with strategy.scope():
