@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -49,6 +50,17 @@ def test_all_come_in_any_order_and_know_of_each_other(start: Start, addresses: l
     assert job[1].do("put", "b", "key", "of the other group") == "of the other group"
 
 
+def wait_until_served(address: str, limit_s: float = 30.0) -> None:
+    host, port = address.split(":")
+    pause, until = threading.Event(), time.monotonic() + limit_s
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), limit_s).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < until, f"nobody listens at {address}"
+            pause.wait(0.02)
+
+
 def test_those_who_are_missing_are_named_again_and_again_and_then_given_up(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}, timeout_s=4.0).begin("join")
     other = start({"workers": addresses, "index": 1}, timeout_s=60.0).begin("join")
@@ -78,7 +90,8 @@ def test_a_worker_whose_chief_is_missing_says_so(start: Start, addresses: list[s
 def test_a_chief_that_is_stopped_at_the_start_is_given_up(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}).begin("join")
     first = start({"workers": addresses, "index": 1}, timeout_s=5.0).begin("join")
-    assert not first.has_answered(1.0)
+    wait_until_served(addresses[0])
+    assert not first.has_answered(1.0)  # it waits for the third in the chief's store
     chief.send(signal.SIGSTOP)
     late = start({"workers": addresses, "index": 2}, timeout_s=3.0).begin("join")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.parallel.microbatches import SCHEDULES
 from lockstep.plan import (
     DEVICE_KINDS,
     KNOWN_SHAPES,
@@ -21,6 +21,7 @@ from lockstep.plan import (
     plan,
 )
 from lockstep.plan.layout import why_not
+from lockstep.strategies.parallel import ParallelStrategy
 
 GPT2 = KNOWN_SHAPES["gpt2"]
 
@@ -109,18 +110,17 @@ def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
 
 def test_the_default_is_what_the_strategy_does():
     """Whoever teaches the strategy more adds it to LOCKSTEP, and the planner recommends it."""
-    module = pytest.importorskip("lockstep.strategies.parallel")
 
     def takes(**asked: bool) -> bool:
         try:
-            module.ParallelStrategy(**asked, cluster=object())
+            ParallelStrategy(**asked, cluster=object())
         except ConfigError:
             return False
         except Exception:  # noqa: BLE001 - it got past its own settings, to the cluster that is none
             return True
         raise AssertionError("a strategy was made of a cluster that is none")
 
-    assert set(LOCKSTEP.schedules) == set(get_args(module.Schedule))
+    assert set(LOCKSTEP.schedules) == set(SCHEDULES)
     assert takes()
     for name in ("shard_optimizer", "sequence_parallel"):
         assert takes(**{name: True}) == (True in getattr(LOCKSTEP, name)), f"bring LOCKSTEP.{name} up to date"

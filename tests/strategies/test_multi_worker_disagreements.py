@@ -185,7 +185,7 @@ OTHER_DATA = r"CollectiveError: {1} was handed other data, or has other weights,
         (data_that_ends_earlier, "{0} is at .*; {1} is at 'the end of the data, after 3 global batches'"),
         (a_collective_left_out, r"{0} is at 'reduce.*\(test_.*:\d+ in own_loop\).*; {1} is at 'optimizer update'"),
         (evaluate_beside_fit, "did not meet at the same call: {0} is at 'agree .*; {1} is at "),
-        (a_weight_changed_by_hand, OTHER_DATA.replace("{call}", "end of an epoch")),
+        (a_weight_changed_by_hand, OTHER_DATA.replace("{call}", "comparison of the weights")),
     ],
 )
 def test_workers_that_part_ways_are_named(start_job: Any, function: Callable[[int], None], error: str):
