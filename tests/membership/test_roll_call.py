@@ -141,6 +141,7 @@ def test_two_processes_of_one_index_in_the_roll_call(start: Start, addresses: li
 def test_a_worker_that_dies_in_the_roll_call_is_replaced_by_its_next_process(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}).begin("join")
     first = start({"workers": addresses, "index": 1}).begin("join")
+    wait_until_served(addresses[0])
     assert not first.has_answered(1.0)
     first.end()
     job = [chief, *(start({"workers": addresses, "index": index}).begin("join") for index in (2, 1))]
@@ -152,6 +153,7 @@ def test_a_worker_that_dies_in_the_roll_call_is_replaced_by_its_next_process(sta
 def test_a_chief_that_dies_in_the_roll_call_is_replaced_by_its_next_process(start: Start, addresses: list[str]):
     first = start({"workers": addresses, "index": 0}).begin("join")
     worker = start({"workers": addresses, "index": 1}).begin("join")
+    wait_until_served(addresses[0])
     assert not worker.has_answered(1.0)
     first.end()
     job = [worker, *(start({"workers": addresses, "index": index}).begin("join") for index in (0, 2))]
@@ -162,6 +164,7 @@ def test_a_chief_that_dies_in_the_roll_call_is_replaced_by_its_next_process(star
 def test_an_interrupt_of_the_chief_ends_the_roll_call_for_all(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}).begin("join")
     worker = start({"workers": addresses, "index": 1}).begin("join")
+    wait_until_served(addresses[0])
     assert not worker.has_answered(1.0)
     chief.send(signal.SIGINT)
 
@@ -242,6 +245,7 @@ def listeners_at(port: int) -> set[str]:
 def test_noise_at_the_port_disturbs_nobody(start: Start, addresses: list[str]):
     host, port = addresses[0].split(":")
     job = [start({"workers": addresses[:2], "index": 0}).begin("join")]
+    wait_until_served(addresses[0])
     assert not job[0].has_answered(1.0)
     with socket.create_connection((host, int(port))) as noise:
         noise.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
