@@ -197,4 +197,10 @@ def _end_thread(queue: _Queue[T], thread: threading.Thread) -> None:
     queue.close()
     # The garbage collector may run this in any thread, the reading one included; Ctrl-C may come before the start.
     if thread is not threading.current_thread() and thread.is_alive():
-        thread.join(_END_LIMIT_S)
+        try:
+            thread.join(_END_LIMIT_S)
+        except BaseException:
+            # Ctrl-C in the wait: this runs once, and a thread in the middle of torch's work when the interpreter ends
+            # aborts the process.
+            thread.join(_END_LIMIT_S)
+            raise
