@@ -88,9 +88,10 @@ class Pipeline:
         self._examine, self._rows = examine, rows
         given = (words,) if self._number == 0 else ()
         target = torch.arange(len(words)) if self.is_last else None
+        real = torch.arange(len(words)) < rows
         run = schedule.step if backward else schedule.eval
         try:
-            run(*given, target=target, losses=[] if self.is_last else None, return_outputs=False, **named)
+            run(*given, target=target, losses=[] if self.is_last else None, return_outputs=False, real=real, **named)
         finally:
             self._examine = None
 
@@ -115,12 +116,12 @@ class Pipeline:
         return ready
 
     def _loss(self, leaves: tuple[Tensor, ...], numbers: Tensor) -> Tensor:
-        """What one microbatch adds to the loss, less the rows that filled it up."""
+        """What one microbatch adds to the loss; the stage has left out the rows that filled it up."""
         begin, end = int(numbers[0]), min(int(numbers[-1]) + 1, self._rows)
         if begin >= end or self._examine is None:
             return leaves[0].sum() * 0.0
         spec = self._stage.outputs
-        outputs = tree_unflatten([leaf[: end - begin] for leaf in leaves], spec) if spec is not None else leaves
+        outputs = tree_unflatten(list(leaves), spec) if spec is not None else leaves
         return self._examine(outputs, slice(begin, end))
 
 

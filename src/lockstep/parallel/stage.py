@@ -75,13 +75,17 @@ class Stage(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self.outputs: TreeSpec | None = None
 
-    def forward(self, incoming: Tensor, **named: Any) -> Any:
+    def forward(self, incoming: Tensor, *, real: Tensor | None = None, **named: Any) -> Any:
         """The next stage's hidden states, or the tensors of the model's outputs.
 
         Args:
             incoming: the words' numbers on the first stage, else the hidden states.
+            real: [rows] bool, False for the rows behind that only fill up a microbatch. The last stage leaves these
+                out before the model sees them, since its outputs need not have a row for each; it keeps one at least.
             named: the model's other arguments.
         """
+        if self._last and real is not None:
+            incoming, named = _first_rows(incoming, named, max(1, int(real.sum())))
         given = {name: value for name, value in named.items() if name in self._accepted}
         if self._first:
             given["input_ids"] = incoming
@@ -124,6 +128,13 @@ def cut(module: nn.Module, split: PipelineSplit, stages: int, stage: int) -> Sta
             if child is not base and base is not module:
                 setattr(module, name, nn.Identity())
     return Stage(module, base, first=first, last=last)
+
+
+def _first_rows(incoming: Tensor, named: dict[str, Any], rows: int) -> tuple[Tensor, dict[str, Any]]:
+    def cut_off(value: Any) -> Any:
+        return value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == len(incoming) else value
+
+    return incoming[:rows], {name: cut_off(value) for name, value in named.items()}
 
 
 STANDINS: dict[str, type[nn.Module]] = {"handed": Handed, "nothing": Nothing, "through": Through}
