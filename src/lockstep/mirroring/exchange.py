@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from lockstep.mirroring.sharing import Sharing
 from lockstep.replicas.context import ReplicaContext
 
 Copies = Sequence[nn.Parameter]
@@ -45,6 +46,11 @@ class GradientExchange(ABC):
     @abstractmethod
     def keeps_sums(self) -> bool:
         """Whether replica 0, whose gradients are the sums after an update, is one of the local replicas."""
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """The workers among whom the optimizer's state is divided; None where each keeps all of it."""
+        return None
 
 
 class LocalExchange(GradientExchange):

@@ -73,7 +73,7 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The plain optimizer's."""
+        """The plain optimizer's; where workers share it, of this one's pieces of the parameters."""
         return self._plain.state
 
     @property
@@ -193,11 +193,14 @@ class MirroredOptimizer(Optimizer):
             self._holds_sums = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's."""
-        return self._plain.state_dict()
+        """The plain optimizer's. Where workers share the state it is put together: all of them must call it then."""
+        with self._update.updaters.whole_state():
+            return self._plain.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads into the plain optimizer and its copies. Outside a replica only.
+
+        Where workers share the state, each takes its share of a whole one.
 
         Raises:
             UsageError: called inside a replica.
@@ -213,6 +216,7 @@ class MirroredOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer."""
+        self._update.updaters.join()
         self._plain.add_param_group(param_group)
         self._prepare()
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.collectives.workers import Workers
 from lockstep.mirroring.exchange import GradientExchange
+from lockstep.mirroring.sharing import Sharing
 from lockstep.replicas.context import ReplicaContext
 
 
@@ -27,6 +28,7 @@ class PartExchange(GradientExchange):
         counted: the numbers of the parameters whose gradients count here for the norm of the whole model's.
         tied: those that another stage holds too, in an order that is the same there.
         twin: this worker and the one of that other stage; None where there is none.
+        sharing: those who hold this part, where they divide the optimizer's state; None where each keeps all of it.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class PartExchange(GradientExchange):
         counted: frozenset[int],
         tied: Sequence[nn.Parameter] = (),
         twin: Workers | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
+        self._sharing = sharing
         self._tied = tuple(tied)
         self._twin = twin
         self._between_replicas = between_replicas
@@ -76,3 +80,8 @@ class PartExchange(GradientExchange):
     def keeps_sums(self) -> bool:
         """Every worker's own part."""
         return self._workers.is_chief
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Those who hold this part, where they divide the state."""
+        return self._sharing

@@ -1,7 +1,7 @@
 """One update in lockstep: the order of things when all replicas are at the end of a step.
 
     replica r:  meet: totals, NaN check -> sum a slice -> [meet: between storages] -> divide -> [meet: norm; clip]
-                -> update a slice -> meet: done
+                -> update a slice -> meet: done [workers that share the state: weights of all shares]
 
 Gradients are summed, never averaged; the count, where one is given, divides them once. The arithmetic is in
 ``exchange`` and ``updaters``. The two halves also stand alone: ``sum``, then what the program does with the sums
@@ -79,7 +79,7 @@ class LockstepUpdate:
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
-        self.updaters = Updaters(optimizer, parameters, self._leaders)
+        self.updaters = Updaters(optimizer, parameters, self._leaders, exchange.sharing)
         sizes = [copies[0].numel() for copies in parameters]
         self._slices: dict[int, list[int]] = {}
         for group in groups:
@@ -198,6 +198,7 @@ class LockstepUpdate:
         if not self.updaters.divisible:
             for leader in self._leaders:
                 self.updaters.step(leader)
+        self.updaters.finish()
         self._leave_sums_with_first()
 
     def _leave_sums_with_first(self) -> None:
@@ -241,6 +242,7 @@ class LockstepUpdate:
                     _clip(each, norm, clip_norm)
             before = scaler.get_scale()
             scaler.step(everything)
+            self.updaters.finish()
             scaler.update()
             self._leave_sums_with_first()
             skipped = scaler.get_scale() < before

@@ -7,7 +7,9 @@ before every update, so that a scheduler on the user's optimizer reaches them al
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lockstep.errors import UsageError
 from lockstep.mirroring.plain_step import IN_LOCKSTEP, refuse_plain_step
+from lockstep.mirroring.shared_state import SharedState
+from lockstep.mirroring.sharing import Sharing
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
@@ -31,14 +35,20 @@ class Updaters:
         optimizer: the user's, over the first leader's parameters.
         parameters: per parameter its copies, one per replica.
         leaders: the replicas that lead a storage group, replica 0 first.
+        sharing: the workers among whom the state is divided, where there is one leader; None keeps all of it here.
     """
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]], leaders: Sequence[int]
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        leaders: Sequence[int],
+        sharing: Sharing | None = None,
     ) -> None:
         self.plain = optimizer
         self._parameters = parameters
         self._leaders = tuple(leaders)
+        self._shared = None if sharing is None else SharedState([copies[0] for copies in parameters], sharing)
         self.reset()
 
     @property
@@ -54,6 +64,8 @@ class Updaters:
 
     def reset(self) -> None:
         """Makes the copies anew, with the state that the user's optimizer has now (after load_state_dict)."""
+        if self._shared is not None:
+            self._shared.cut(self.plain.state)
         self._state = self.plain.state
         self._by_leader: dict[int, Optimizer] = {self._leaders[0]: self.plain}
         for leader in self._leaders[1:]:
@@ -84,12 +96,52 @@ class Updaters:
                 theirs.update({name: value for name, value in ours.items() if name != "params"})
         self.plain._opt_called = True  # type: ignore[attr-defined]  # what LRScheduler looks for
 
+    @contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Inside the block the user's optimizer has the state of all its parameters. Where it is divided among workers,
+        all of them must call it."""
+        if self._shared is None:
+            yield
+            return
+        own = self.plain.state
+        self.plain.state = defaultdict(dict, self._shared.whole(own))
+        try:
+            yield
+        finally:
+            self.plain.state = own
+
+    def join(self) -> None:
+        """Undoes the division of the state among workers, for another one. All of them must call it."""
+        if self._shared is not None:
+            self.plain.state = defaultdict(dict, self._shared.whole(self.plain.state))
+            self._shared = None
+
     def step(self, leader: int) -> None:
-        """Updates all parameters of the leader's storage."""
-        self._by_leader[leader].step()
+        """Updates all parameters of the leader's storage; of those that workers share, this one's."""
+        optimizer = self._by_leader[leader]
+        if self._shared is None:
+            optimizer.step()
+            return
+        wholes = [group["params"] for group in optimizer.param_groups]
+        with self._shared.ready([parameter for group in wholes for parameter in group]):
+            try:
+                for group in optimizer.param_groups:
+                    group["params"] = self._stepped(group["params"])
+                optimizer.step()
+            finally:
+                for group, whole in zip(optimizer.param_groups, wholes, strict=True):
+                    group["params"] = whole
+
+    def finish(self) -> None:
+        """Takes, where workers share the state, the weights that the others have updated. All of them must call it."""
+        if self._shared is not None:
+            self._shared.take_weights()
 
     def step_slice(self, leader: int, chosen: Sequence[nn.Parameter]) -> None:
-        """Updates only ``chosen`` of the leader's storage; disjoint slices may be updated at the same time."""
+        """Updates only ``chosen`` of the leader's storage; disjoint slices may be updated at the same time.
+
+        Of what workers share, each updates its own.
+        """
         optimizer = self._by_leader[leader]
         wanted = {id(parameter) for parameter in chosen}
         # Shares the state. Not copy.copy, whose __setstate__ walks through the state of all parameters while other
@@ -98,7 +150,14 @@ class Updaters:
         part.__dict__.update(optimizer.__dict__)
         part.__dict__[IN_LOCKSTEP] = True
         part.param_groups = [
-            {**group, "params": [parameter for parameter in group["params"] if id(parameter) in wanted]}
+            {**group, "params": self._stepped(each for each in group["params"] if id(each) in wanted)}
             for group in optimizer.param_groups
         ]
-        type(optimizer).step(part)
+        with nullcontext() if self._shared is None else self._shared.ready(chosen):
+            type(optimizer).step(part)
+
+    def _stepped(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """What is to be stepped here of parameters."""
+        if self._shared is None:
+            return list(parameters)
+        return [piece for parameter in parameters for piece in self._shared.own(parameter)]

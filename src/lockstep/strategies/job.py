@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from lockstep.errors import LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.buckets import BucketExchange
 from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
+from lockstep.mirroring.sharing import Sharing
 
 
 class Job:
@@ -126,6 +127,26 @@ class Job:
             bucket_bytes=self._options.bucket_bytes,
             stream=workers.stream(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
             travel_as=self._options.travel_as,
+        )
+
+    def make_sharing(self, parameters: Sequence[Copies], team: Workers, kinds: Sequence[Hashable]) -> Sharing | None:
+        """The workers of a team as those who share the state of an optimizer; None where there is one.
+
+        Every one of them must ask for it, right after its ``make_exchange``.
+
+        Args:
+            parameters: per parameter its local copies, of which there is one.
+            team: they hold the same weights.
+            kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
+        """
+        if not isinstance(team, RemoteWorkers):
+            return None
+        name = f"shares of optimizer {self._optimizers}"
+        return Sharing(
+            workers=team,
+            stream=team.stream(name, parameters[0][0].device),
+            window_bytes=self._options.bucket_bytes,
+            kinds=kinds,
         )
 
 

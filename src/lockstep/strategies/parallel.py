@@ -45,7 +45,8 @@ class ParallelStrategy(ThreadedStrategy):
         tensor: workers that share each layer.
         microbatches: parts of a shard in a pipeline; None is two for every stage.
         schedule: the order in which a pipeline takes them: "1f1b" or "gpipe".
-        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only.
+        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only, as ZeRO's first
+            stage does; the numbers stay the same.
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
         device: this worker's; None is its first logical CPU device.
         cluster: who takes part; None is what the environment says.
@@ -82,7 +83,6 @@ class ParallelStrategy(ThreadedStrategy):
         communication: CommunicationOptions | None = None,
     ) -> None:
         check_waiting_time("timeout_s", timeout_s)
-        _refuse("shard_optimizer", shard_optimizer)
         _refuse("sequence_parallel", sequence_parallel)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
@@ -92,7 +92,8 @@ class ParallelStrategy(ThreadedStrategy):
         if devices[0].kind != "CPU":
             raise ConfigError(f"device={devices[0].name}: ParallelStrategy divides models among CPU devices so far")
         job = self._job = Job(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
-        seed = job.agree(seed, [str(self.grid), repr(pipelining)])
+        seed = job.agree(seed, [str(self.grid), repr(pipelining), f"shard_optimizer={shard_optimizer}"])
+        self._shard_optimizer = shard_optimizer
         self._teams = make_teams(job, self.grid)
         own_seed = _stage_seed(seed, self._teams.place.stage)
         runner = ReplicaRunner(
@@ -138,14 +139,19 @@ class ParallelStrategy(ThreadedStrategy):
         return f"ParallelStrategy({self.grid}, worker {self._job.workers.index} of {self._job.workers.size})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
-        firsts = [copies[0] for copies in parameters]
+        firsts, peers = [copies[0] for copies in parameters], self._teams.peers
+        between_replicas = self._job.make_exchange(parameters, groups, peers)
+        sharing = None
+        if self._shard_optimizer:
+            sharing = self._job.make_sharing(parameters, peers, self._parts.kinds(firsts))
         return PartExchange(
-            self._job.make_exchange(parameters, groups, self._teams.peers),
+            between_replicas,
             workers=self.workers,
             replica=self._teams.replica,
             counted=self._parts.counted(firsts),
             tied=self._parts.tied(firsts),
             twin=self._teams.twin,
+            sharing=sharing,
         )
 
     @contextmanager

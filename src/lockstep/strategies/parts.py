@@ -92,7 +92,7 @@ class ModelParts(Holding):
 
     def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
         """The numbers of those that count here for the norm of all: one's own share, and once what several hold."""
-        divided: frozenset[int] = frozenset().union(*(part.divided for part in self._parts.values()))
+        divided = self._divided_ids()
         elsewhere = {id(each) for each in self.tied(parameters)} if self._place.stage else set()
         return frozenset(
             index
@@ -100,10 +100,19 @@ class ModelParts(Holding):
             if id(each) not in elsewhere and (self._place.tensor == 0 or id(each) in divided)
         )
 
+    def kinds(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """Of each, with whom else this worker has it in common: with another stage, with tensor ranks, or with none."""
+        divided = self._divided_ids()
+        tied = {id(each): f"tied {number}" for number, each in enumerate(self.tied(parameters))}
+        return [tied.get(id(each), "own" if id(each) in divided else "whole") for each in parameters]
+
     def tied(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Those that another stage holds too, in an order that is the same there."""
         given = {id(each) for each in parameters}
         return [each for part in self._parts.values() for each in part.tied if id(each) in given]
+
+    def _divided_ids(self) -> frozenset[int]:
+        return frozenset().union(*(part.divided for part in self._parts.values()))
 
     def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> PartModule:
         agree(self._teams.job, "the model", signature(module))
