@@ -100,9 +100,22 @@ def test_a_worker_that_gives_no_result_is_named(end, said: str):
         ls.launch(end, workers=1)
 
 
-def test_they_are_ended_when_they_take_too_long():
-    with pytest.raises(ClusterError, match=r"the 2 workers had not ended after 0\.5 s and were ended"):
-        ls.launch(signal.pause, workers=2, timeout_s=0.5)
+def waits_for_ever() -> None:
+    signal.pause()
+
+
+def test_when_they_take_too_long_they_are_ended_and_it_is_told_where_each_stood():
+    ls.launch(os.getpid, workers=1)  # from now on a worker starts within a moment
+
+    with pytest.raises(ClusterError, match=r"the 2 workers had not ended after 1 s and were ended") as caught:
+        ls.launch(waits_for_ever, workers=2, timeout_s=1)
+
+    (stood,) = caught.value.__notes__
+    assert stood.count("in waits_for_ever\n") == 2
+    assert [line for line in stood.splitlines() if line.startswith("worker")] == [
+        "worker 0 stood here:",
+        "worker 1 stood here:",
+    ]
 
 
 def leaves_a_process_behind() -> None:

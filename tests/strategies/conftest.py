@@ -28,6 +28,7 @@ FORKING = Path(__file__).parent / "programs" / "forked_workers.py"
 COMPUTING = Path(__file__).parent / "programs" / "multi_worker.py"
 LAYOUTS = {"2 workers x 2": (2, 2), "3 workers x 2": (3, 2), "2 workers x 1": (2, 1)}
 ENOUGH_S = 60.0
+SAYS_WHERE_S = 5.0
 BYTES = 2**16
 ERROR = re.compile(r"[\w.]*(Error|Interrupt)(: |$)")
 
@@ -50,6 +51,7 @@ class Worker:
         self._errors = errors
         self._collect = collect
         self._code: int | None = None
+        self.job: Sequence[Worker] = (self,)
 
     def wait_for(self, text: str, *, limit_s: float = ENOUGH_S) -> str:
         """Waits until it has printed ``text`` after what was waited for before; returns what stood before it."""
@@ -57,7 +59,9 @@ class Worker:
         while text not in self._text:
             left_s = until - time.monotonic()
             if not select.select([self._printed], [], [], max(0.0, left_s))[0] or not self._read():
-                pytest.fail(f"never printed {text!r}; it printed {self._text!r} and {self.errors!r}")
+                pytest.fail(
+                    f"never printed {text!r}; it printed {self._text!r} and {self.errors!r}\n{self._all_stand()}"
+                )
         before, _, self._text = self._text.partition(text)
         return before
 
@@ -69,7 +73,7 @@ class Worker:
         """Waits until it has ended; its exit code, negative for a signal."""
         if self._code is None:
             if not select.select([self._handle], [], [], max(0.0, limit_s))[0]:
-                pytest.fail(f"has not ended within {limit_s:.1f} s; it printed {self.errors!r}")
+                pytest.fail(f"has not ended within {limit_s:.1f} s; it printed {self.errors!r}\n{self._all_stand()}")
             self._code = self._collect(self.pid)
         return self._code
 
@@ -105,6 +109,19 @@ class Worker:
         os.close(self._handle)
         os.close(self._printed)
         self._errors.close()
+
+    def _all_stand(self) -> str:
+        """Where all workers of the job stand, which ends them."""
+        return "\n".join(f"worker {number} stood here:\n{each.stands()}" for number, each in enumerate(self.job))
+
+    def stands(self) -> str:
+        """Where it stands, which ends it; nothing if it has ended, or is stopped."""
+        if self._code is not None:
+            return ""
+        written = os.fstat(self._errors.fileno()).st_size
+        self.send(signal.SIGABRT)
+        select.select([self._handle], [], [], SAYS_WHERE_S)
+        return os.pread(self._errors.fileno(), BYTES, written).decode(errors="replace")
 
     def _read(self) -> bool:
         got = os.read(self._printed, BYTES)
@@ -210,7 +227,10 @@ def _starter(forks: Forks, free_ports: FreePorts, path: Path, stack: ExitStack) 
                 networks[index] if networks else "",
             )
             started[index] = stack.enter_context(closing(worker))
-        return [started[index] for index in sorted(started)]
+        job = [started[index] for index in sorted(started)]
+        for worker in job:
+            worker.job = job
+        return job
 
     return start
 

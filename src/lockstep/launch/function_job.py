@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from lockstep.launch.function_worker import Call, occupy
 from lockstep.launch.job import START_METHOD, Ending, run_agent
 from lockstep.launch.logs import PipedLogs
 from lockstep.launch.meeting import OneHost
-from lockstep.launch.places import error_path
+from lockstep.launch.places import error_path, stacks_path
 from lockstep.launch.shares import share_host, visible_gpus
+from lockstep.launch.stacks import read_stacks
 from lockstep.launch.streams import Streams
 from lockstep.launch.telling import tell_nobody
 from lockstep.launch.travel import pack_call, unpack
@@ -51,6 +53,7 @@ class FunctionJob:
         max_restarts: how often all are started again after one has failed.
         limits: how long to wait.
         log_dir: the folder of the log files; None keeps none.
+        preloaded: modules that no worker need import, beside torch and this package.
     """
 
     workers: int
@@ -58,6 +61,7 @@ class FunctionJob:
     max_restarts: int = 0
     limits: Limits
     log_dir: Path | None = None
+    preloaded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -80,11 +84,24 @@ class FunctionJob:
                 environment=dict(os.environ),
                 share_variables=frozenset(shares[0]),
                 folder=Path(name),
+                until=None if self.limits.timeout_s is None else time.monotonic() + self.limits.timeout_s,
             )
-            ending = self._run(call, shares)
+            try:
+                ending = self._run(call, shares)
+            except ClusterError as error:
+                self._say_where(error, call.folder)
+                raise
             if ending.failure is not None:
                 _raise(ending.failure, ending.num_workers, call.folder)
         return _result(ending)
+
+    def _say_where(self, error: ClusterError, folder: Path) -> None:
+        """Adds where each worker of the last attempt stood when its time was up."""
+        for attempt in range(self.max_restarts, -1, -1):
+            stacks = read_stacks({worker: stacks_path(folder, worker, attempt) for worker in range(self.workers)})
+            if stacks:
+                error.add_note(stacks)
+                return
 
     def _run(self, call: Call, shares: tuple[Mapping[str, str], ...]) -> Ending:
         spec = WorkerSpec(
@@ -98,7 +115,7 @@ class FunctionJob:
         )
         if self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-        multiprocessing.get_context(START_METHOD).set_forkserver_preload(list(PRELOADED))
+        multiprocessing.get_context(START_METHOD).set_forkserver_preload([*PRELOADED, *self.preloaded])
         with closing(Streams(call.folder, logs=self.log_dir, reader=ChiefReader())) as streams:
             logs = PipedLogs(streams, shares=shares, folder=call.folder, opened_by_agent=False)
             return run_agent(spec, logs, limits=self.limits, on_restart=lambda failure, restarts: None)

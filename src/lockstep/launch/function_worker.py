@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from lockstep.launch.failures import Record
-from lockstep.launch.places import AGENT_VARIABLES, LIFELINE, error_path, pipe_path, record_path
+from lockstep.launch.places import AGENT_VARIABLES, LIFELINE, error_path, pipe_path, record_path, stacks_path
+from lockstep.launch.stacks import stacks_noted
 from lockstep.launch.travel import pack, unpack
 from lockstep.lifeline import hang_on
 
@@ -26,12 +27,14 @@ class Call:
         environment: the launcher's; the process that a worker was forked from may have an older one.
         share_variables: the names of those that say what a worker gets of the host.
         folder: where workers write down how they failed, and where their pipes are.
+        until: when their time is up, on the clock of ``time.monotonic``; None for no limit.
     """
 
     payload: bytes
     environment: Mapping[str, str]
     share_variables: frozenset[str]
     folder: Path
+    until: float | None = None
 
 
 def occupy(call: Call) -> bytes | None:
@@ -50,7 +53,8 @@ def occupy(call: Call) -> bytes | None:
     _redirect(call.folder, worker, attempt)
     try:
         fn, args, kwargs = unpack(call.payload)
-        result = fn(*args, **kwargs)
+        with stacks_noted(stacks_path(call.folder, worker, attempt), call.until):
+            result = fn(*args, **kwargs)
         return _pack_result(result) if worker == 0 else None
     except BaseException as error:  # noqa: BLE001 - the function's own, whatever it is; the launcher raises it again
         _record(error, call.folder, worker, attempt)

@@ -39,7 +39,8 @@ def launch(
 
     Raises:
         ConfigError: ``workers`` is not positive, or there are fewer GPUs than asked for.
-        ClusterError: a worker failed; it is named, and its own exception is the cause. Or they took too long.
+        ClusterError: a worker failed; it is named, and its own exception is the cause. Or they took too long; its note
+            says where each of them stood.
         MissingExtraError: cloudpickle is not installed.
 
     Example:

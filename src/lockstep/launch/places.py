@@ -45,6 +45,11 @@ def error_path(folder: Path, worker: int, attempt: int) -> Path:
     return _path(folder, worker, attempt, "failure.pickle")
 
 
+def stacks_path(folder: Path, worker: int, attempt: int) -> Path:
+    """Where it says what it is doing when its time is up."""
+    return _path(folder, worker, attempt, "stacks.txt")
+
+
 def pipe_path(folder: Path, worker: int, attempt: int, stream: str) -> Path:
     """A pipe of a worker that is no child of the launcher."""
     return _path(folder, worker, attempt, stream)

@@ -11,6 +11,7 @@ exit code. It has no thread and no state of any other worker; of torch nothing h
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -67,6 +68,7 @@ def settle(request: dict[str, Any], files: list[int], parent: int) -> None:
         os.dup2(file, number)
         os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(sys.stderr)  # so that SIGABRT has it say where it stands
     if request["network"]:
         with Path("/run/netns", request["network"]).open() as namespace:
             if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
