@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,38 @@ def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lock
     assert told.startswith("lockstep: 3 workers on this host, 1 thread each; logs in lockstep-logs/")
     assert warned == "warned"
     assert logs_of(tmp_path) == {f"worker-{worker}.log": f"{line}warned\n" for worker in range(3)}
+
+
+def test_lockstep_is_a_program_too(run_lockstep: Run, tmp_path: Path):
+    done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", "lockstep", "--version")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"lockstep {version('lockstep')}\n"
+    assert not (tmp_path / "lockstep-logs").exists()  # it is said once, and no worker is started
+
+    done = run_lockstep("run", "--output", "all", "--quiet", "lockstep", "devices", "--devices", "cpu")
+
+    assert done.returncode == 0
+    assert "[0] logical  of     share" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tensor", "2"], "tensor=2 = 2 does not divide the 3 workers of the job"),
+        (["--tensor", "3"], "tensor=3 does not divide heads=2; choose 1 or 2"),
+        (["--hidden", "x"], "see lockstep train mlm --help"),
+    ],
+)
+def test_what_is_wrong_with_its_words_is_said_once_and_no_worker_is_started(
+    words: list[str], said: str, run_lockstep: Run, tmp_path: Path
+):
+    done = run_lockstep("run", "--workers", "3", "lockstep", "train", "mlm", *words)
+
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("lockstep: error: ")
+    assert said in done.stderr
+    assert not (tmp_path / "lockstep-logs").exists()
 
 
 def test_nothing_listens_on_all_interfaces_and_every_run_has_an_id(run_lockstep: Run, write):

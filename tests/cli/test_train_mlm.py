@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from lockstep.cli import main
 
@@ -56,6 +58,25 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
     assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
 
 
+@pytest.mark.workers
+def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lockstep, tmp_path: Path):
+    grid = ["--layers", "2", "--pipeline", "2", "--tensor", "2"]
+
+    done = run_lockstep("train", "mlm", *SMALL, *grid, "--epochs", "2", "--check-exact")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = [line.split() for line in done.stdout.splitlines()]
+    assert printed[0][:6] == ["masked", "language", "model", "on", "4", "workers:"]
+    assert ["0", "workers", "0-1", "workers", "2-3"] in printed
+    assert [row[0] for row in printed[printed.index(HEADER) + 2 :][:2]] == ["1", "2"]
+    assert "data=1, pipeline=2, tensor=2 against one device in plain PyTorch, 3 steps, no dropout:" in done.stdout
+    (off,) = re.findall(r"SGD +largest difference in loss (\S+), in weights (\S+) ", done.stdout)
+    assert max(map(float, off)) < 1e-5
+    weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert len([name for name in weights if name.endswith("attention.self.query.weight")]) == 2
+    assert {weights[name].shape for name in weights if name.endswith("query.weight")} == {(16, 16)}
+
+
 def test_a_quiet_run_prints_the_result_alone(run_lockstep):
     done = run_lockstep("train", "mlm", *SMALL, "--epochs", "1", "--quiet")
 
@@ -73,6 +94,12 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--devices", "cpu:0,cpu:9"], "cpu:9"),
         (["--text", "nowhere"], "text folder 'nowhere' does not exist"),
         (["--output", "text/small.train.tokens"], "is a file, expected a folder"),
+        (["--tensor", "3"], "tensor=3 does not divide heads=2; choose 1 or 2"),
+        (["--pipeline", "2"], "pipeline=2 is more stages than the model has layers, 1; choose 1"),
+        (["--tensor", "2", "--devices", "cpu:2"], "--tensor 2 gives each worker one device; leave one of them out"),
+        (["--microbatches", "4"], "--microbatches says how workers divide a model"),
+        (["--tensor", "2", "--batch-size", "auto"], "--tensor 2 divides it; give a number"),
+        (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--output", "text/small.train.tokens/below"], "'text/small.train.tokens' is a file, expected a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from lockstep.cli.failure import INTERRUPTED, print_warning, report_failure
+from lockstep.cli.in_workers import InWorkers
 from lockstep.extras import require
 
 
@@ -28,18 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     traceback = "--traceback" in words
     try:
-        return _run([word for word in words if word != "--traceback"])
+        done = run_words(words)
+        return done.run(run_words, words) if isinstance(done, InWorkers) else done
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost frame: whatever happens is one line
         return report_failure(error, traceback=traceback)
 
 
-def _run(words: Sequence[str]) -> int:
+def run_words(words: Sequence[str]) -> int | InWorkers:
+    """Runs one command to its end, or says in how many workers it is to be run; what fails is raised."""
     require("typer", "cli")
     from lockstep.cli.app import parse
 
     with warnings.catch_warnings():
         warnings.showwarning = print_warning
-        job = parse(words)
+        job = parse([word for word in words if word != "--traceback"])
         if job == INTERRUPTED:  # Ctrl-C while parsing, which typer turns into a number
             raise KeyboardInterrupt
         return job if isinstance(job, int) else job()

@@ -12,6 +12,7 @@ from typer.main import get_command
 from lockstep.cli.bench import BENCH_EXAMPLE, bench_app
 from lockstep.cli.data import data_app
 from lockstep.cli.devices import devices
+from lockstep.cli.in_workers import InWorkers
 from lockstep.cli.plan import EXAMPLE as PLAN_EXAMPLE
 from lockstep.cli.plan import plan
 from lockstep.cli.run import EXAMPLE as RUN_EXAMPLE
@@ -21,7 +22,7 @@ from lockstep.cli.verify import EXAMPLE as VERIFY_EXAMPLE
 from lockstep.cli.verify import verify
 from lockstep.errors import ConfigError
 
-Job = Callable[[], int]
+Job = Callable[[], int | InWorkers]
 
 
 def parse(words: Sequence[str]) -> Job | int:

@@ -15,6 +15,8 @@ import typer
 
 from lockstep.cli.devices import take_devices
 from lockstep.cli.flags import config_command, field_docs
+from lockstep.cli.grid import NOT_DIVIDED, GridFlags
+from lockstep.cli.in_workers import InWorkers
 from lockstep.cli.training import check_output
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
@@ -24,7 +26,7 @@ from lockstep.strategies.mirrored import MirroredStrategy
 
 AUTO = "auto"
 
-Job = Callable[[], int]
+Job = Callable[[], int | InWorkers]
 Largest = Callable[[Any, Strategy], LargestBatch]
 
 
@@ -48,7 +50,8 @@ def training_command(
                 return with_number(batch_size=_number(batch_size), **flags)
             settings = config(**{name: value for name, value in flags.items() if name not in own})
 
-            def job() -> int:
+            def job() -> int | InWorkers:
+                _refuse_grid(flags.get("grid", NOT_DIVIDED))
                 check_output(flags["output"].expanduser())  # now rather than after the search
                 size = _search(settings, largest, flags["devices"], noun=noun)
                 return with_number(batch_size=size, **flags)()
@@ -76,6 +79,14 @@ def _number(given: str) -> int:
         return int(given)
     except ValueError:
         raise ConfigError(f"batch_size={given!r} was given, expected a whole number or {AUTO}") from None
+
+
+def _refuse_grid(grid: GridFlags) -> None:
+    if grid.asked:
+        raise ConfigError(
+            f"--batch-size {AUTO} tries batches in one process that holds the whole model, and {grid.flags} divides "
+            "it; give a number"
+        )
 
 
 def _search(settings: Any, largest: Largest, devices: str | None, *, noun: str) -> int:

@@ -18,21 +18,25 @@ Result = TypeVar("Result")
 _ENTRY = re.compile(r"^(\w+): *(.*)$")
 
 
-def config_command(config: type[Any]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorates ``function(config, ...)``: the command gets one flag for every field of ``config``, before its own.
+def config_command(
+    config: type[Any], *, name: str = "config"
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorates ``function(config, ...)``: the command gets one flag for every field of ``config``, after its own.
 
     Args:
         config: a dataclass whose docstring has an ``Args:`` section with an entry for every field.
+        name: the parameter that takes it.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         settings = config_parameters(config)
-        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "config"]
+        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != name]
         names = {parameter.name for parameter in settings}
 
         def command(**flags: Any) -> Result:
-            chosen = config(**{name: value for name, value in flags.items() if name in names})
-            return function(config=chosen, **{name: value for name, value in flags.items() if name not in names})
+            chosen = config(**{flag: value for flag, value in flags.items() if flag in names})
+            rest = {flag: value for flag, value in flags.items() if flag not in names}
+            return function(**{name: chosen}, **rest)
 
         parameters = [*own, *settings]
         command.__doc__ = function.__doc__

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lockstep.cli.training import TrainingCommand
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,8 +17,12 @@ if TYPE_CHECKING:
     from lockstep.launch.program_job import Outcome
 
 EXAMPLE = "Example: lockstep run --workers 4 train.py --epochs 5"
+OWN = "lockstep"
+"""As a program: this command itself."""
 
-ProgramArgument = Annotated[str, typer.Argument(metavar="PROGRAM", help="A Python file; after -m, a module.")]
+ProgramArgument = Annotated[
+    str, typer.Argument(metavar="PROGRAM", help="A Python file; after -m, a module; or lockstep, for its own commands.")
+]
 ArgumentsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The program's own command line.")
 ]
@@ -89,7 +94,12 @@ def run(
         from lockstep.launch.agent import Limits
         from lockstep.launch.program_job import Program, ProgramJob
 
-        what = Program(target=program, is_module=module, arguments=tuple(arguments or ()))
+        words = tuple(arguments or ())
+        own = program == OWN and not module and not Path(OWN).is_file()
+        said = _read_own(words, workers if hosts is None and nodes is None else None) if own else None
+        if said is not None:
+            return said
+        what = Program(target="lockstep.cli" if own else program, is_module=module or own, arguments=words)
         meeting = choose_meeting(hosts, index, rendezvous, nodes, job=job or what.job, timeout_s=timeout_s)
         launch = ProgramJob(
             program=what,
@@ -104,6 +114,24 @@ def run(
         return report(launch.run(_tell_nobody if quiet else _tell))
 
     return start
+
+
+def _read_own(words: Sequence[str], workers: int | None) -> int | None:
+    """Reads words of our own before any worker does, so that what is wrong with them is said once.
+
+    Args:
+        words: after ``lockstep``.
+        workers: in all; None where they are not known yet.
+
+    Returns:
+        None; or the exit code where all has been said already, as after ``--help``.
+    """
+    from lockstep.cli.app import parse  # which knows this command too
+
+    job = parse(words or ["--help"])
+    if workers is not None and isinstance(job, TrainingCommand):
+        job.check(workers)
+    return job if isinstance(job, int) else None
 
 
 def choose_meeting(

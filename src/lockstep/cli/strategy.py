@@ -27,3 +27,9 @@ def speaks() -> bool:
     """Whether this process is the one that prints: the chief, or the only one."""
     cluster = cluster_from_environment()
     return cluster is None or cluster.is_chief
+
+
+def declared_workers() -> int | None:
+    """How many workers the environment declares; None where it declares none, and a command may start its own."""
+    cluster = cluster_from_environment()
+    return None if cluster is None else cluster.num_workers

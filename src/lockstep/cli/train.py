@@ -6,6 +6,7 @@ import typer
 
 from lockstep.cli.batch_size import training_command
 from lockstep.cli.flags import config_command
+from lockstep.cli.grid import GridFlags
 from lockstep.cli.train_images import IMAGES_EXAMPLE, images
 from lockstep.cli.train_mlm import MLM_EXAMPLE, mlm
 from lockstep.cli.train_reviews import REVIEWS_EXAMPLE, reviews
@@ -20,7 +21,8 @@ def train_app() -> typer.Typer:
     """The commands under ``lockstep train``."""
     app = typer.Typer()
     app.callback()(_train)
-    app.command("mlm", epilog=MLM_EXAMPLE)(training_command(MlmConfig, largest_mlm_batch, noun="line")(mlm))
+    with_lines = training_command(MlmConfig, largest_mlm_batch, noun="line")
+    app.command("mlm", epilog=MLM_EXAMPLE)(config_command(GridFlags, name="grid")(with_lines(mlm)))
     with_pictures = training_command(ImagesConfig, largest_images_batch, noun="picture")
     app.command("images", epilog=IMAGES_EXAMPLE)(with_pictures(images))
     app.command("reviews", epilog=REVIEWS_EXAMPLE)(config_command(ReviewsConfig)(reviews))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from lockstep.cli.devices import DevicesFlag
+from lockstep.cli.grid import GridFlags
 from lockstep.cli.training import (
     CheckFlag,
     OutputFlag,
     QuietFlag,
     Trained,
+    TrainingCommand,
     TrainingFlags,
     TrainingJob,
     counted,
-    run_training,
 )
+from lockstep.parallel.grid import Grid, check_divides
+from lockstep.parallel.split import split_layers
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.run import check_exactness, train_mlm
 from lockstep.strategies.base import Strategy
@@ -28,11 +30,12 @@ MLM_EXAMPLE = "Example: lockstep train mlm --devices cpu:4 --epochs 2 --output r
 def mlm(
     *,
     config: MlmConfig,
+    grid: GridFlags,
     devices: DevicesFlag = None,
     output: OutputFlag = Path("runs/mlm"),
     check_exact: CheckFlag = False,
     quiet: QuietFlag = False,
-) -> Callable[[], int]:
+) -> TrainingCommand:
     """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text."""
     job = TrainingJob(
         title="masked language model",
@@ -40,9 +43,19 @@ def mlm(
         seed=config.seed,
         train=partial(_train, config),
         check=partial(check_exactness, config),
+        fits=partial(_check_sizes, config),
     )
-    flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet)
-    return partial(run_training, job, flags)
+    flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet, grid=grid)
+    return TrainingCommand(job=job, flags=flags)
+
+
+def _check_sizes(config: MlmConfig, grid: Grid) -> None:
+    """What dividing the model would refuse too, when the text has been read; a pretrained one's sizes are not known."""
+    if config.pretrained is not None:
+        return
+    sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
+    check_divides("tensor", grid.tensor, sizes)
+    split_layers([1.0] * config.layers, grid.pipeline)
 
 
 def _train(config: MlmConfig, strategy: Strategy, logs: Path, model: Path, verbose: Verbose) -> Trained:

@@ -1,4 +1,4 @@
-"""What every ``lockstep train RECIPE`` does around the recipe's own run: devices, folders, the report at the end."""
+"""What every ``lockstep train RECIPE`` does around the recipe's own run: devices or workers, folders, the report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.devices import logical_table, take_devices
+from lockstep.cli.grid import NOT_DIVIDED, GridFlags, grid_table
+from lockstep.cli.in_workers import InWorkers
 from lockstep.cli.output import check_file, check_folder
-from lockstep.cli.strategy import make_strategy, speaks
+from lockstep.cli.strategy import declared_workers, make_strategy, speaks
+from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.parallel.grid import Grid
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.fit_settings import Verbose
 from lockstep.train.history import History
 
@@ -37,12 +43,24 @@ class TrainingFlags:
         output: folder for logs, weights and curves.
         check_exact: compare the first steps with one device.
         quiet: no progress lines.
+        grid: how workers divide the model.
+
+    Raises:
+        ConfigError: devices, and a grid.
     """
 
     devices: str | None
     output: Path
     check_exact: bool
     quiet: bool
+    grid: GridFlags = NOT_DIVIDED
+
+    def __post_init__(self) -> None:
+        if self.grid.asked and self.devices is not None:
+            raise ConfigError(
+                f"--devices {self.devices} divides one process among replicas, and {self.grid.flags} gives each worker "
+                "one device; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +82,10 @@ class Trained:
     last: Sequence[str] = ()
 
 
+def _any_grid(_: Grid) -> None:
+    """Refuses none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
     """One recipe's run.
@@ -74,6 +96,7 @@ class TrainingJob:
         seed: of the strategy.
         train: called with the strategy, the folder of the logs, the folder of the model, and how much to say.
         check: called with the strategy; ``str()`` of what it returns is printed.
+        fits: called with the grid, where workers divide the model; refuses one that its sizes do not allow.
     """
 
     title: str
@@ -81,6 +104,40 @@ class TrainingJob:
     seed: int
     train: Callable[[Strategy, Path, Path, Verbose], Trained]
     check: Callable[[Strategy], object]
+    fits: Callable[[Grid], None] = _any_grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCommand:
+    """One ``lockstep train RECIPE``, ready to be called.
+
+    Args:
+        job: the recipe's run.
+        flags: the others.
+    """
+
+    job: TrainingJob
+    flags: TrainingFlags
+
+    def __call__(self) -> int | InWorkers:
+        """Trains, or asks for the workers that divide the model, where nobody has started any."""
+        grid, workers = self.flags.grid, declared_workers()
+        if not grid.asked:
+            return run_training(self.job, self.flags)
+        self.check(grid.fewest_workers if workers is None else workers)
+        if workers is not None or grid.fewest_workers == 1:
+            return run_training(self.job, self.flags)
+        check_output(self.flags.output.expanduser())
+        return InWorkers(workers=grid.fewest_workers)
+
+    def check(self, workers: int) -> None:
+        """Refuses a grid that does not fit the workers or the model, before any of them has begun.
+
+        Raises:
+            ConfigError: it does not; the message says which would.
+        """
+        if self.flags.grid.asked:
+            self.job.fits(self.flags.grid.choose(workers))
 
 
 def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
@@ -90,19 +147,31 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     check_output(folder)
     for package in ("matplotlib", "tensorboard"):
         require(package, "report")
-    chosen = take_devices(flags.devices)
     say = print if speaks() else _say_nothing
-    say(f"{job.title} on {counted(len(chosen), 'logical device')}: {job.work}\n\n{logical_table(chosen)}\n", flush=True)
-    with closing(make_strategy(chosen, job.seed)) as strategy:
+    with closing(_begin(job, flags, say)) as strategy:
         workers = strategy.workers
-        if workers.size > 1:
-            say(f"{workers.size} workers, {workers.num_replicas} replicas: {', '.join(workers.names)}\n", flush=True)
         trained = _train(job, strategy, folder, verbose=0 if flags.quiet else 1)
         if workers.is_chief:
             _report(job, trained, strategy, folder)
         if flags.check_exact:
             say(f"\n{job.check(strategy)}")
     return 0
+
+
+def _begin(job: TrainingJob, flags: TrainingFlags, say: Callable[..., None]) -> Strategy:
+    """Says on what it is going to train; the strategy."""
+    if flags.grid.asked:
+        cluster = cluster_from_environment()
+        grid = flags.grid.choose(1 if cluster is None else cluster.num_workers)
+        say(f"{job.title} on {counted(grid.workers, 'worker')}: {job.work}\n\n{grid_table(grid)}\n", flush=True)
+        return flags.grid.make_strategy(cluster, seed=job.seed)
+    chosen = take_devices(flags.devices)
+    say(f"{job.title} on {counted(len(chosen), 'logical device')}: {job.work}\n\n{logical_table(chosen)}\n", flush=True)
+    strategy = make_strategy(chosen, job.seed)
+    workers = strategy.workers
+    if workers.size > 1:
+        say(f"{workers.size} workers, {workers.num_replicas} replicas: {', '.join(workers.names)}\n", flush=True)
+    return strategy
 
 
 def _say_nothing(*_: object, **__: object) -> None:
@@ -128,10 +197,16 @@ def _report(job: TrainingJob, trained: Trained, strategy: Strategy, output: Path
     print(f"test    {metrics_line(trained.test_metrics)}")
     print(f"model   {output / 'model'} ({trained.size})")
     print(f"logs    tensorboard --logdir {output / 'logs'}")
-    title = f"{job.title} on {', '.join(device.name for device in strategy.devices)}"
+    title = f"{job.title} on {_places(strategy)}"
     print(f"curves  {draw_curves(columns, output / 'curves.png', title=title, test=trained.test_metrics)}")
     for line in trained.last:
         print(line)
+
+
+def _places(strategy: Strategy) -> str:
+    if isinstance(strategy, ParallelStrategy):
+        return str(strategy.grid)
+    return ", ".join(device.name for device in strategy.devices)
 
 
 def check_output(output: Path) -> None:

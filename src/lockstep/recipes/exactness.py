@@ -7,7 +7,7 @@ shares nothing with the engine, not even the loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.compile_config import Loss
 from lockstep.train.model import Model
 
@@ -48,6 +49,7 @@ class ExactnessReport:
         steps: updates compared.
         replicas: number of replicas compared with one device.
         condition: what was changed in the run so that it can be exact at all.
+        layout: how workers divide each replica's model among them; None where every replica holds all of it.
         sgd: with SGD and momentum, where a difference in gradients shows as it is.
         adam: with the recipe's Adam, which divides a gradient by its own size: where a gradient is 0 but for rounding
             (a key's bias has no effect on attention), rounding itself becomes a step of up to the learning rate.
@@ -58,6 +60,7 @@ class ExactnessReport:
     condition: str
     sgd: Difference
     adam: Difference
+    layout: str | None = None
 
     @property
     def max_loss_difference(self) -> float:
@@ -70,7 +73,8 @@ class ExactnessReport:
         return self.sgd.weight
 
     def __str__(self) -> str:
-        title = f"{self.replicas} replicas against one device in plain PyTorch, {self.steps} steps, {self.condition}:"
+        ours = f"{self.replicas} replicas" if self.layout is None else self.layout
+        title = f"{ours} against one device in plain PyTorch, {self.steps} steps, {self.condition}:"
         lines = [
             f"  {d.optimizer:<5} largest difference in loss {d.loss:.1e}, in weights {d.weight:.1e}"
             f" (training moved them by up to {d.moved:.1e})"
@@ -105,17 +109,18 @@ class Comparison:
             condition=condition,
             sgd=self.between("SGD", plain_sgd, strategy),
             adam=self.between("Adam", adam, strategy),
+            layout=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else None,
         )
 
     def between(self, name: str, optimizer: MakeOptimizer, strategy: Strategy) -> Difference:
         """Trains the steps with the strategy and again without it, from the same weights, and compares."""
         ours, plain = copy.deepcopy(self.module), copy.deepcopy(self.module)
-        our_losses = train_with_strategy(self, ours, strategy, optimizer)
+        trained = train_with_strategy(self, ours, strategy, optimizer)
         plain_losses = train_in_plain_pytorch(plain, self.batches, self.plain_loss, optimizer)
         return Difference(
             optimizer=name,
-            loss=max(abs(a - b) for a, b in zip(our_losses, plain_losses, strict=True)),
-            weight=largest_difference(ours, plain),
+            loss=max(abs(a - b) for a, b in zip(trained.losses, plain_losses, strict=True)),
+            weight=difference_from(trained.weights, plain),
             moved=largest_difference(self.module, plain),
         )
 
@@ -135,14 +140,28 @@ def plain_sgd(parameters: Iterable[nn.Parameter], *, lr: float = 0.1) -> torch.o
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=lr, momentum=0.9)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedWeights:
+    """What steps with a strategy came to.
+
+    Args:
+        losses: of each step.
+        weights: of the whole model after the last, by name.
+    """
+
+    losses: Sequence[float]
+    weights: Mapping[str, Tensor]
+
+
 def train_with_strategy(
     comparison: Comparison, module: nn.Module, strategy: Strategy, optimizer: MakeOptimizer
-) -> list[float]:
-    """One fit of one step for each batch, so that the loss of every step is seen."""
+) -> TrainedWeights:
+    """One fit of one step for each batch, so that the loss of every step is seen. Every worker must call it."""
     with strategy.scope():
         model = Model(module, sync_batchnorm=comparison.sync_batchnorm)
         model.compile(optimizer=optimizer, loss=comparison.loss)
-    return [model.fit([batch], verbose=0).history["loss"][0] for batch in comparison.batches]
+    losses = [model.fit([batch], verbose=0).history["loss"][0] for batch in comparison.batches]
+    return TrainedWeights(losses=losses, weights=model.state_dict())
 
 
 def train_in_plain_pytorch(
@@ -161,8 +180,13 @@ def train_in_plain_pytorch(
     return losses
 
 
-@torch.no_grad()
 def largest_difference(a: nn.Module, b: nn.Module) -> float:
     """Between two values of a weight that two modules of the same kind have."""
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return difference_from(dict(a.named_parameters()), b)
+
+
+@torch.no_grad()
+def difference_from(weights: Mapping[str, Tensor], module: nn.Module) -> float:
+    """The largest between two values of a weight: those of ``module``, and those of its names in ``weights``."""
+    pairs = [(weights[name], parameter) for name, parameter in module.named_parameters()]
     return max(float((x.cpu().double() - y.cpu().double()).abs().max()) for x, y in pairs)

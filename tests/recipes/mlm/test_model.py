@@ -52,6 +52,17 @@ def test_logits_are_those_of_transformers_at_the_masked_positions(model: MaskedL
     torch.testing.assert_close(logits, expected)
 
 
+def test_without_positions_it_is_asked_about_every_token(model: MaskedLanguageModel):
+    tokens, attention_mask = inputs()
+
+    everywhere = model(tokens, attention_mask)
+    handed = model(inputs_embeds=model.bert.embeddings.word_embeddings(tokens), attention_mask=attention_mask)
+
+    assert everywhere.shape == (3, 8, 60)
+    torch.testing.assert_close(everywhere[0, 1], model(tokens, attention_mask, POSITIONS)[0])
+    torch.testing.assert_close(handed, everywhere)
+
+
 def test_the_vocabulary_projection_sees_masked_tokens_only(model: MaskedLanguageModel):
     seen: list[torch.Size] = []
     decoder = model.cls["predictions"].decoder

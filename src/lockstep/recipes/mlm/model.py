@@ -58,36 +58,53 @@ class MaskedLanguageModel(nn.Module):
     Args:
         bert: a transformers BertModel.
         predictions: the BertLMPredictionHead that belongs to it; transformers has tied it to the word embeddings.
+
+    Attributes:
+        config: transformers' own; with the names of the parts it says how the model may be divided among workers.
     """
+
+    base_model_prefix = "bert"
 
     def __init__(self, bert: Any, predictions: Any) -> None:
         super().__init__()
+        self.config = bert.config
         self.bert = bert
         self.cls = nn.ModuleDict({"predictions": predictions})
         if bert.pooler is not None:
             bert.pooler.requires_grad_(False)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, masked_positions: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
         """Logits of the masked tokens.
 
         Args:
             input_ids: [rows, tokens] int64.
-            attention_mask: [rows, tokens] int64: 1 for real tokens, 0 for padding.
-            masked_positions: [rows, slots] int64; ``NO_POSITION`` pads.
+            attention_mask: [rows, tokens] int64: 1 for real tokens, 0 for padding; None where all are real.
+            masked_positions: [rows, slots] int64; ``NO_POSITION`` pads. None asks about every token.
+            inputs_embeds: [rows, tokens, hidden] float, in place of ``input_ids``: what a pipeline's stage is handed.
 
         Returns:
-            [masked, vocabulary] float, in the order of the rows and of the slots in each.
+            [masked, vocabulary] float, in the order of the rows and of the slots in each; where every token was asked
+            about, [rows, tokens, vocabulary].
         """
-        hidden = self._encode(input_ids, attention_mask)
-        rows, slots = (masked_positions != NO_POSITION).nonzero(as_tuple=True)
-        logits: Tensor = self.cls["predictions"](hidden[rows, masked_positions[rows, slots]])
+        hidden = self._encode(input_ids, attention_mask, inputs_embeds)
+        if masked_positions is not None:
+            rows, slots = (masked_positions != NO_POSITION).nonzero(as_tuple=True)
+            hidden = hidden[rows, masked_positions[rows, slots]]
+        logits: Tensor = self.cls["predictions"](hidden)
         return logits
 
-    def _encode(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        if not len(input_ids):  # an empty shard; transformers cannot reshape tensors without elements
+    def _encode(self, input_ids: Tensor | None, attention_mask: Tensor | None, embedded: Tensor | None) -> Tensor:
+        if input_ids is not None and not len(input_ids):  # an empty shard, which transformers cannot reshape
             nothing: Tensor = self.bert.embeddings.word_embeddings(input_ids)
             return nothing
-        hidden: Tensor = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        encoded = self.bert(input_ids=input_ids, inputs_embeds=embedded, attention_mask=attention_mask)
+        hidden: Tensor = encoded.last_hidden_state
         return hidden
 
 

@@ -67,6 +67,7 @@ def train_mlm(
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
     """
     task = build_mlm(config)
+    parameters = sum(parameter.numel() for parameter in task.module.parameters())  # now: a strategy may divide them
     model = compile_mlm(config, task, strategy)
     hooks = [*callbacks, *_own_callbacks(config, log_dir)]
     history = model.fit(task.train, task.valid, epochs=config.epochs, callbacks=hooks, verbose=verbose)
@@ -77,7 +78,7 @@ def train_mlm(
         history=history,
         test_metrics=test_metrics,
         source=task.source,
-        parameters=sum(parameter.numel() for parameter in task.module.parameters()),
+        parameters=parameters,
         vocabulary=task.vocabulary.size,
     )
 

@@ -1,0 +1,128 @@
+"""The flags with which workers divide a recipe's model among them, and the grid that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import prod
+
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.errors import ConfigError
+from lockstep.parallel.grid import REST, Grid, Place, choose_grid
+from lockstep.parallel.microbatches import ScheduleName, choose_pipelining
+from lockstep.report.table import text_table
+from lockstep.strategies.parallel import ParallelStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridFlags:
+    """How the workers of a job divide the model among them; without a degree, not at all.
+
+    Args:
+        data: replicas of a model that workers divide; without it as many as there are workers for.
+        pipeline: workers that divide the layers of a replica among them, in stages.
+        tensor: workers that share each layer.
+        microbatches: parts of a replica's shard in a pipeline; without it two for every worker of the pipeline.
+        schedule: order in which the pipeline takes them.
+        shard_optimizer: a replica keeps the optimizer's state of its share of the weights only.
+        sequence_parallel: divide along the sequence what the workers of a layer would all hold alike.
+
+    Raises:
+        ConfigError: a setting of the division, and no degree.
+    """
+
+    data: int | None = None
+    pipeline: int | None = None
+    tensor: int | None = None
+    microbatches: int | None = None
+    schedule: ScheduleName = "1f1b"
+    shard_optimizer: bool = False
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.asked:
+            return
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    f"{_flag(field.name)} says how workers divide a model, and none of --data, --pipeline and --tensor"
+                    " was given; add one, such as --tensor 2"
+                )
+
+    @property
+    def asked(self) -> bool:
+        """Whether the model is to be divided."""
+        return bool(self._degrees)
+
+    @property
+    def flags(self) -> str:
+        """The degrees as they were given, such as "--pipeline 2 --tensor 2"."""
+        return " ".join(f"{_flag(name)} {degree}" for name, degree in self._degrees.items())
+
+    @property
+    def fewest_workers(self) -> int:
+        """How many the degrees take, with one replica where ``data`` leaves that open."""
+        return prod(degree for degree in self._degrees.values() if degree != REST)
+
+    def choose(self, workers: int) -> Grid:
+        """The grid of a job of so many workers.
+
+        Raises:
+            ConfigError: degrees or microbatches that do not fit; it says which would.
+        """
+        grid = choose_grid(workers, **self._degrees)
+        choose_pipelining(self.schedule, self.microbatches, grid.pipeline)
+        return grid
+
+    def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> ParallelStrategy:
+        """The strategy on that grid. Every worker must make it.
+
+        Raises:
+            ClusterError: workers that did not come.
+        """
+        return ParallelStrategy(
+            data=REST if self.data is None else self.data,
+            pipeline=1 if self.pipeline is None else self.pipeline,
+            tensor=1 if self.tensor is None else self.tensor,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            shard_optimizer=self.shard_optimizer,
+            sequence_parallel=self.sequence_parallel,
+            cluster=cluster,
+            seed=seed,
+        )
+
+    @property
+    def _degrees(self) -> Mapping[str, int]:
+        given = {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+        return {name: degree for name, degree in given.items() if degree is not None}
+
+
+NOT_DIVIDED = GridFlags()
+
+
+def grid_table(grid: Grid) -> str:
+    """Which workers hold which part of the model: a row for each replica.
+
+    Example:
+        >>> print(grid_table(Grid(data=2, pipeline=2, tensor=2)))
+        replica  stage 0      stage 1
+        -------  -----------  -----------
+              0  workers 0-1  workers 4-5
+              1  workers 2-3  workers 6-7
+    """
+    stages = ["workers"] if grid.pipeline == 1 else [f"stage {stage}" for stage in range(grid.pipeline)]
+    rows = [
+        [str(replica), *(_holders(grid, replica, stage) for stage in range(grid.pipeline))]
+        for replica in range(grid.data)
+    ]
+    return text_table(["replica", *stages], rows)
+
+
+def _holders(grid: Grid, replica: int, stage: int) -> str:
+    first, last = (grid.worker(Place(stage=stage, replica=replica, tensor=rank)) for rank in (0, grid.tensor - 1))
+    return f"worker {first}" if first == last else f"workers {first}-{last}"
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"

@@ -1,0 +1,77 @@
+"""The flags that divide a model among workers: what they mean, what they refuse, and how the grid is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.grid import GridFlags, grid_table
+from lockstep.cli.training import TrainingFlags
+from lockstep.errors import ConfigError
+from lockstep.parallel.grid import Grid
+
+
+def test_without_a_degree_nothing_is_divided():
+    assert not GridFlags().asked
+    assert GridFlags(data=2).asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [
+        (GridFlags(pipeline=2, tensor=2), 4),
+        (GridFlags(data=-1, tensor=2), 2),
+        (GridFlags(data=2, pipeline=2, tensor=2), 8),
+    ],
+)
+def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: GridFlags, workers: int):
+    assert flags.fewest_workers == workers
+    assert flags.choose(workers).workers == workers
+
+
+def test_data_takes_what_the_others_leave():
+    assert GridFlags(pipeline=2, tensor=2).choose(8) == Grid(data=2, pipeline=2, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"microbatches": 4}, "--microbatches"),
+        ({"schedule": "gpipe"}, "--schedule"),
+        ({"shard_optimizer": True}, "--shard-opt"),
+    ],
+)
+def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
+    with pytest.raises(ConfigError, match=f"^{flag}.* says how workers divide a model, and none of --data, --pipeline"):
+        GridFlags(**given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers", "said"),
+    [
+        (GridFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
+        (GridFlags(data=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
+        (GridFlags(pipeline=2), 1, "does not divide the 1 workers"),
+        (GridFlags(pipeline=4, microbatches=2), 4, "microbatches=2"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(flags: GridFlags, workers: int, said: str):
+    with pytest.raises(ConfigError, match=said):
+        flags.choose(workers)
+
+
+def test_devices_and_a_grid_do_not_go_together():
+    with pytest.raises(ConfigError, match=r"--devices cpu:2 divides .*--pipeline 2 --tensor 2 gives .* leave one"):
+        TrainingFlags(
+            devices="cpu:2", output=Path(), check_exact=False, quiet=False, grid=GridFlags(pipeline=2, tensor=2)
+        )
+
+
+def test_the_table_has_a_row_for_each_replica():
+    assert grid_table(Grid(data=2, pipeline=2, tensor=2)).splitlines()[2:] == [
+        "      0  workers 0-1  workers 4-5",
+        "      1  workers 2-3  workers 6-7",
+    ]
+    assert grid_table(Grid(data=2)).splitlines()[0].split() == ["replica", "workers"]
+    assert grid_table(Grid(pipeline=2)).splitlines()[2].split() == ["0", "worker", "0", "worker", "1"]
