@@ -30,14 +30,21 @@ class ColumnwiseConv1D(ParallelStyle):
 
 
 class RowwiseConv1D(ParallelStyle):
-    """Divides the inputs; takes this rank's part of the last dimension, gives whole outputs."""
+    """Divides the inputs; takes this rank's part of the last dimension.
+
+    Args:
+        output: how what it gives is placed; None is whole.
+    """
+
+    def __init__(self, output: Placement | None = None) -> None:
+        self._output = Replicate() if output is None else output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
             _place(part, "weight", mesh, Shard(0), self.src_data_rank)
             _place(part, "bias", mesh, Replicate(), self.src_data_rank)
 
-        return distribute_module(module, device_mesh, divide, _taking(Shard(-1)), _giving(Replicate()))
+        return distribute_module(module, device_mesh, divide, _taking(Shard(-1)), _giving(self._output))
 
 
 def column_order(width: int, parts: int, degree: int) -> Tensor:
@@ -58,7 +65,8 @@ def _place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement,
 
 def _taking(placement: Placement) -> Any:
     def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [placement], run_check=False)
+        given = inputs[0]
+        return given if isinstance(given, DTensor) else DTensor.from_local(given, mesh, [placement], run_check=False)
 
     return take
 

@@ -22,6 +22,23 @@ class HasConfig(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Between:
+    """What of a layer is between those parts that tensor ranks divide; all names are relative to the layer.
+
+    Args:
+        norms: what normalises each token.
+        dropouts: what drops units of each token.
+        regions: modules that begin with divided linear layers, called with the hidden states as first argument.
+        regions_by_name: the same, called with ``hidden_states=``.
+    """
+
+    norms: Sequence[str]
+    dropouts: Sequence[str] = ()
+    regions: Sequence[str]
+    regions_by_name: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Names of modules; those of a layer are relative to it, those of the body to the base model, heads to the model.
 
@@ -34,6 +51,7 @@ class Family:
         scaled: attributes of a layer's modules that are divided: (module, attribute).
         apart: modules of a layer that draw dropout on their own part.
         together: modules inside those that draw alike on all workers of the layer.
+        between: what of a layer tensor ranks compute alike, unless they divide the sequences.
         heads: linear layers of the whole model that score the words.
         begins: modules of the body that only the first stage of a pipeline has, and what stands for them on others:
             "handed" gives the hidden states in place of the embeddings, "nothing" adds nothing to them, "through" lets
@@ -50,6 +68,7 @@ class Family:
     scaled: Sequence[tuple[str, str]] = ()
     apart: Sequence[str]
     together: Sequence[str] = ()
+    between: Between
     heads: Sequence[str]
     begins: Mapping[str, str]
     ends: Sequence[str]
@@ -62,6 +81,11 @@ BERT = Family(
     columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
     rows=("attention.output.dense", "output.dense"),
     apart=("attention.self",),
+    between=Between(
+        norms=("attention.output.LayerNorm", "output.LayerNorm"),
+        dropouts=("attention.output.dropout", "output.dropout"),
+        regions=("attention.self", "intermediate"),
+    ),
     heads=("cls.predictions.decoder",),
     begins={"embeddings": "handed"},
     ends=("pooler",),
@@ -76,6 +100,7 @@ GPT2 = Family(
     scaled=(("attn", "split_size"),),
     apart=("attn",),
     together=("attn.resid_dropout",),
+    between=Between(norms=("ln_1", "ln_2"), dropouts=("attn.resid_dropout", "mlp.dropout"), regions=("attn", "mlp")),
     heads=("lm_head",),
     begins={"wte": "handed", "wpe": "nothing", "drop": "through"},
     ends=("ln_f",),
@@ -87,6 +112,9 @@ LLAMA = Family(
     columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
     rows=("self_attn.o_proj", "mlp.down_proj"),
     apart=("self_attn",),
+    between=Between(
+        norms=("input_layernorm", "post_attention_layernorm"), regions=("mlp",), regions_by_name=("self_attn",)
+    ),
     heads=("lm_head",),
     begins={"embed_tokens": "handed"},
     ends=("norm",),
