@@ -100,6 +100,35 @@ def test_clipping_between_the_sum_and_the_step_equals_one_device(
         torch.testing.assert_close(list(copy.parameters()), weights, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("clip", [CLIP, 1e3, float("inf")])
+def test_the_replicas_clip_the_sums_as_torch_does(make_strategy: MakeStrategy, layout: str, clip: float):
+    net = make_net()
+    strategy = make_strategy(4)
+    mirrored, optimizer = mirrored_pair(strategy, OPTIMIZERS["adamw"])
+    x = batches()[0]
+    net(x).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(net.parameters(), clip)
+
+    def backward(shard: Tensor) -> None:
+        mirrored(shard).square().sum().backward()
+        optimizer.sum_gradients()
+
+    for shards in strategy.distribute_dataset([x]):
+        strategy.run(backward, (shards,))
+    norm = optimizer.clip_sums(clip)
+
+    torch.testing.assert_close(norm, expected)
+    for ours, theirs in zip(mirrored.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_clipping_inside_a_replica_is_refused(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    _, optimizer = mirrored_pair(strategy, OPTIMIZERS["adamw"])
+    with pytest.raises(UsageError, match=r"clip_sums reaches all replicas; call it outside strategy\.run"):
+        strategy.run(optimizer.clip_sums, (1.0,))
+
+
 def test_a_step_outside_sums_by_itself(make_strategy: MakeStrategy, layout: str):
     strategy = make_strategy(3)
     mirrored, optimizer = mirrored_pair(strategy, lambda p: torch.optim.SGD(p, 0.1))

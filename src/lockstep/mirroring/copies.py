@@ -64,12 +64,17 @@ def align(source: nn.Module, duplicate: nn.Module, *, alias: bool) -> None:
     for ours, theirs in zip(source.modules(), duplicate.modules(), strict=True):
         if theirs.training is not ours.training:
             theirs.training = ours.training
-    for mine, other in zip(source.parameters(), duplicate.parameters(), strict=True):
-        if other.requires_grad is not mine.requires_grad:
-            other.requires_grad_(mine.requires_grad)
-        # Quantised weights are no floats, and their own class may have packed them anew, in each copy by itself.
-        if alias and mine.is_floating_point() and other.data_ptr() != mine.data_ptr():
-            other.data = mine.data
+        for mine, other in zip(ours._parameters.values(), theirs._parameters.values(), strict=True):
+            if mine is not None and other is not None:
+                _align_parameter(mine, other, alias=alias)
+
+
+def _align_parameter(mine: nn.Parameter, other: nn.Parameter, *, alias: bool) -> None:
+    if other.requires_grad is not mine.requires_grad:
+        other.requires_grad_(mine.requires_grad)
+    # Quantised weights are no floats, and their own class may have packed them anew, in each copy by itself.
+    if alias and mine.is_floating_point() and other.data_ptr() != mine.data_ptr():
+        other.data = mine.data
 
 
 def uses_channels_last(module: nn.Module) -> bool:

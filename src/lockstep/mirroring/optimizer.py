@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.exchange import Copies, GradientExchange
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
+from lockstep.mirroring.updaters import HeldState
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
@@ -27,8 +28,11 @@ MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExc
 class Owner(Protocol):
     """What an optimizer needs of its strategy."""
 
-    def run(self, fn: Callable[[], Any], /) -> Any:
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), /) -> Any:
         """Runs ``fn`` in every replica."""
+
+    def local_results(self, value: Any, /) -> tuple[Any, ...]:
+        """What ``run`` returned, one per local replica."""
 
 
 class MirroredOptimizer(Optimizer):
@@ -152,6 +156,25 @@ class MirroredOptimizer(Optimizer):
         self._update.sum(context)
         self._holds_sums = True
 
+    def clip_sums(self, clip_norm: float) -> torch.Tensor:
+        """Scales what ``sum_gradients`` left so that its global norm is at most ``clip_norm``; returns the norm before.
+
+        What ``torch.nn.utils.clip_grad_norm_`` does outside replicas, divided among their threads: the threads that it
+        would use itself go on spinning for some milliseconds, on the cores of the replicas that update next. Outside
+        replicas only; every worker must call it.
+
+        Args:
+            clip_norm: infinite does not scale.
+
+        Raises:
+            UsageError: called inside a replica.
+        """
+        if get_replica_context() is not None:
+            raise UsageError("clip_sums reaches all replicas; call it outside strategy.run, after sum_gradients")
+        norms = self._owner.run(self._clip, (clip_norm,))
+        norm: torch.Tensor = self._owner.local_results(norms)[0]
+        return norm
+
     def update(
         self,
         context: ReplicaContext,
@@ -209,6 +232,14 @@ class MirroredOptimizer(Optimizer):
             raise UsageError("load_state_dict reaches all replicas; call it outside strategy.run")
         self._plain.load_state_dict(dict(state_dict))
         self._update.updaters.reset()
+
+    def held_state(self) -> list[HeldState]:
+        """What this worker keeps of the state: of each parameter all of it, or of a piece, or nothing."""
+        return self._update.updaters.held()
+
+    def take_held_state(self, held: Sequence[HeldState]) -> None:
+        """Sets the state to other values for what ``held_state`` gave."""
+        self._update.updaters.take_held(held)
 
     def align_copies(self) -> None:
         """Gives the copies for the other storages the plain optimizer's state, where that was changed by hand."""
@@ -268,6 +299,10 @@ class MirroredOptimizer(Optimizer):
         context = get_replica_context()
         if context is not None:
             self._update.apply(context)
+
+    def _clip(self, clip_norm: float) -> torch.Tensor | None:
+        context = get_replica_context()
+        return None if context is None else self._update.clip(context, clip_norm)
 
     def _check_only_sums(self) -> None:
         if any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):

@@ -129,6 +129,17 @@ class LockstepUpdate:
             self._exchange.run(context, self._slices[replica])
             context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
 
+    def clip(self, context: ReplicaContext, clip_norm: float) -> torch.Tensor:
+        """Between the halves: clips the sums that replica 0's copies hold; gives their norm before. All must call it."""
+        first = self._leaders[0]
+        own = self._groups[context.local_replica][0] == first
+        mine = [index for index in self._slices[context.local_replica] if own]
+        with torch._C.DisableTorchFunction():
+            norm: torch.Tensor = context.meet("gradient norm", self._norms(mine, first), self._global_norm)
+            if math.isfinite(clip_norm):
+                _clip(gradients_of([self._parameters[index] for index in mine], first), norm, clip_norm)
+        return norm
+
     def apply(self, context: ReplicaContext) -> None:
         """The second half: updates every storage by the gradients that replica 0's copies hold. All must call it."""
         observer, replica = current_observer(), context.local_replica

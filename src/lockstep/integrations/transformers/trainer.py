@@ -210,6 +210,14 @@ class Trainer(transformers.Trainer):
             self._mirrored_optimizer.sum_gradients()
         return loss
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """As there; the replicas do it, where the gradients are all of the optimizer's."""
+        known = {id(each) for group in self._mirrored_optimizer.param_groups for each in group["params"]}
+        others = any(each.grad is not None and id(each) not in known for each in model.parameters())
+        if others or self.accelerator.scaler is not None:
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        return self._mirrored_optimizer.clip_sums(self.args.max_grad_norm)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:

@@ -66,7 +66,7 @@ class ReviewRows(Dataset[dict[str, Any]]):
     Args:
         encoded: the tokens of each review, special ones at its ends.
         classes: the class of each.
-        hide: part of the tokens, but for the ends, that stand as ``mask_id``; which ones depends on seed, epoch, row.
+        hide: part of the tokens, but for the ends, that stand as ``mask_id``; which ones depends on seed and epoch.
         mask_id: the token that stands for a hidden one.
         seed: where the drawing begins.
     """
@@ -80,38 +80,48 @@ class ReviewRows(Dataset[dict[str, Any]]):
         mask_id: int = 0,
         seed: int = 0,
     ) -> None:
-        self._rows = [torch.tensor(row) for row in encoded]
+        self._lengths = torch.tensor([len(row) for row in encoded], dtype=torch.int64)
+        self._ends: list[int] = self._lengths.cumsum(0).tolist()
+        self._tokens = torch.tensor([token for row in encoded for token in row], dtype=torch.int64)
         self._classes = list(classes)
         self._hide, self._mask_id, self._seed = hide, mask_id, seed
-        self._epoch = 0
+        self.set_epoch(0)
 
     @property
     def lengths(self) -> Tensor:
         """[rows] int64: tokens of each."""
-        return torch.tensor([len(row) for row in self._rows])
+        return self._lengths
 
     def set_epoch(self, epoch: int) -> None:
         """Has the tokens of that epoch hidden, counted from 0."""
-        self._epoch = epoch
+        self._shown = self._tokens
+        if self._hide:
+            self._shown = self._tokens.masked_fill(self._hidden(seeded_generator(self._seed, epoch)), self._mask_id)
 
     def sorted_by_length(self) -> tuple[ReviewRows, list[int]]:
         """The same rows from the shortest to the longest, which pads least, and where each of them stood."""
-        order: list[int] = self.lengths.argsort(stable=True).tolist()
-        return ReviewRows([self._rows[n].tolist() for n in order], [self._classes[n] for n in order]), order
+        order: list[int] = self._lengths.argsort(stable=True).tolist()
+        return ReviewRows([self._row(self._tokens, n) for n in order], [self._classes[n] for n in order]), order
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._classes)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        tokens = self._rows[row]
-        if self._hide:
-            tokens = self._hidden(tokens, seeded_generator(self._seed, self._epoch, row))
-        return {"input_ids": tokens.tolist(), "attention_mask": [1] * len(tokens), "labels": self._classes[row]}
+        tokens = self._row(self._shown, row)
+        return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": self._classes[row]}
 
-    def _hidden(self, tokens: Tensor, generator: torch.Generator) -> Tensor:
-        hidden = torch.rand(len(tokens), generator=generator) < self._hide
-        hidden[[0, -1]] = False
-        return tokens.masked_fill(hidden, self._mask_id)
+    def _row(self, tokens: Tensor, row: int) -> list[int]:
+        end = self._ends[row]
+        found: list[int] = tokens[end - int(self._lengths[row]) : end].tolist()
+        return found
+
+    def _hidden(self, generator: torch.Generator) -> Tensor:
+        """[tokens of all rows] bool. Drawn at once: a generator for each row took 2 ms of a step."""
+        hidden = torch.rand(len(self._tokens), generator=generator) < self._hide
+        ends = self._lengths.cumsum(0)
+        hidden[ends - 1] = False
+        hidden[ends - self._lengths] = False
+        return hidden
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[list[int]]:
