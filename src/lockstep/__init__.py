@@ -4,7 +4,7 @@ The names are those of ``tf.distribute`` where it has one, and PyTorch's otherwi
 """
 
 from lockstep import config, errors
-from lockstep.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+from lockstep.checkpoint import Checkpoint, CheckpointManager, export_weights, latest_checkpoint
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communication import CommunicationOptions
 from lockstep.collectives.per_replica import PerReplica
@@ -60,6 +60,7 @@ __all__ = [
     "compute_average_loss",
     "config",
     "errors",
+    "export_weights",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -2,15 +2,18 @@
 
 things -> parts -> each gives its state -> gathered at the chief -> one folder
 one folder, read by the chief -> all workers -> each part looks whether it fits -> each part takes its state
+
+What workers hold parts of is not gathered: each writes files of its own to the folder, and reads what it wants from it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -19,7 +22,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.checkpoint.parts import part_of
 from lockstep.checkpoint.random_numbers import RandomPart
-from lockstep.checkpoint.record import Contents, Record, read_checkpoint
+from lockstep.checkpoint.record import STATE, Contents, Record, read_checkpoint
 from lockstep.checkpoint.spreading import spread
 from lockstep.checkpoint.whole_folder import RECORD
 from lockstep.collectives.values import exchange_values, on_chief
@@ -31,7 +34,13 @@ from lockstep.mirroring.variable import MirroredVariable
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
 
+if TYPE_CHECKING:
+    from lockstep.checkpoint.held_tensors import HeldTensor
+
 Found = tuple[Path, Contents]
+Read = Callable[[Path], Contents]
+Held = Mapping[str, Mapping[str, "HeldTensor"]]
+"""Of each folder in a checkpoint's own, what a worker holds of the tensors in it."""
 _RANDOM = "random"
 
 
@@ -62,8 +71,14 @@ class Checkpoint:
                 f"and none called {_RANDOM!r}: that is always in it"
             )
         self._strategy = _strategy_of(things)
-        self._parts: dict[str, Part] = {name: part_of(name, thing) for name, thing in things.items()}
+        modules = {name: thing for name, thing in things.items() if isinstance(thing, MirroredModule)}
+        self._parts: dict[str, Part] = {
+            name: part_of(name, thing, modules, self._strategy.workers) for name, thing in things.items()
+        }
         self._parts[_RANDOM] = RandomPart(self._strategy.generators)
+        self.divided = any(module.is_part for module in modules.values())
+        mirrored = (MirroredModule, MirroredOptimizer)
+        self._apart = {name for name, thing in things.items() if self.divided and isinstance(thing, mirrored)}
 
     @property
     def workers(self) -> Workers:
@@ -81,19 +96,22 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none, it is damaged, or it does not fit; the same on every worker.
         """
-        restored = self.restore_found(lambda: _find(Path(path)))
+        restored = self.restore_found(lambda read: _find(Path(path), read))
         if restored is None:
             raise CheckpointError(f"there is no checkpoint in {os.fspath(path)}; give a folder that has one")
         return restored[0]
 
-    def restore_found(self, find: Callable[[], Found | None]) -> tuple[Path, Record] | None:
+    def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, Record] | None:
         """Restores what ``find`` gives on the chief, who alone calls it. Every worker must call this.
+
+        Args:
+            find: is given what reads a checkpoint, but for what workers read for themselves.
 
         Returns:
             Where it was and what it says of itself; None if ``find`` gave nothing.
         """
-        found = on_chief(self.workers, "checkpoint read", find)
-        sent = spread(self.workers, "checkpoint restored", None if found is None else _as_state(*found))
+        found = on_chief(self.workers, "checkpoint read", lambda: find(partial(read_checkpoint, apart=self._apart)))
+        sent = spread(self.workers.everyone, "checkpoint restored", None if found is None else _as_state(*found))
         if sent is None:
             return None
         record = Record(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
@@ -105,7 +123,7 @@ class Checkpoint:
         return Path(sent["path"]), record
 
     def contents(self, step: int, *, run: str, monitored: float | None = None, copied: bool = False) -> Contents:
-        """All state now, complete on the chief. Every worker must call it.
+        """All state now, complete on the chief but for what workers hold parts of. Every worker must call it.
 
         Args:
             step: which step it is.
@@ -113,15 +131,36 @@ class Checkpoint:
             monitored: the number that says which is best.
             copied: tensors are copied, so that training can go on while they are written.
         """
+        return self.contents_and_held(step, run=run, monitored=monitored, copied=copied)[0]
+
+    def contents_and_held(
+        self, step: int, *, run: str, monitored: float | None = None, copied: bool = False
+    ) -> tuple[Contents, Held]:
+        """``contents``, and what this worker is to write of the tensors that workers hold parts of."""
         states = {name: part.state() for name, part in self._parts.items()}
         own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
-        everyones = exchange_values(self.workers, "checkpoint saved", own)
-        parts: Any = {name: _joined(name, state, everyones) for name, state in states.items()}
+        everyones = exchange_values(self.workers.everyone, "checkpoint saved", own)
+        speakers = self.workers.speakers
+        parts: Any = {name: _joined(name, state, everyones, speakers) for name, state in states.items()}
         weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
         if copied and self.workers.is_chief:
             parts, weights = tree_map(_copied, parts), tree_map(_copied, weights)
-        record = Record(step=step, run=run, replicas=self.workers.replicas, monitored=monitored)
-        return Contents(record=record, parts=parts, weights=weights)
+        apart, held = self._held(states) if self.divided else ({}, {})
+        if copied:
+            held = {folder: {key: each.copied() for key, each in own.items()} for folder, own in held.items()}
+        workers = self.workers
+        record = Record(step=step, run=run, replicas=workers.replicas, monitored=monitored, layout=workers.layout)
+        return Contents(record=record, parts=parts, weights=weights, apart=apart), held
+
+    def _held(self, states: Mapping[str, PartState]) -> tuple[dict[str, str], Held]:
+        """The folders of the modules, and of every folder what this worker is to write to it."""
+        from lockstep.checkpoint.sharing_out import share_out
+
+        modules = [name for name, state in states.items() if state.held_weights is not None]
+        apart = {name: "weights" if len(modules) == 1 else f"weights-{name}" for name in modules}
+        held: dict[str, Mapping[str, HeldTensor]] = {apart[name]: states[name].held_weights or {} for name in modules}
+        held[STATE] = {key: each for state in states.values() for key, each in state.held.items()}
+        return apart, share_out(self.workers.everyone, held)
 
     def _saved(self, name: str, sent: dict[str, Any], record: Record) -> SavedPart:
         if name not in sent["parts"]:
@@ -136,34 +175,36 @@ class Checkpoint:
             source=sent["path"],
             **sent["parts"][name],
             weights=sent["weights"].get(name, {}),
-            same_layout=record.replicas == workers.replicas,
+            weights_in=sent["apart"].get(name),
+            same_layout=(record.replicas, record.layout) == (workers.replicas, workers.layout),
             first_replica=workers.first_replica,
             local_replicas=workers.replicas[workers.index],
-            worker_index=workers.index,
+            worker_index=workers.everyone.index,
             step=record.step,
         )
 
 
-def _find(path: Path) -> Found | None:
+def _find(path: Path, read: Read) -> Found | None:
     """The checkpoint at ``path``, or the newest one in it."""
     if (path / RECORD).exists():
-        return path, read_checkpoint(path)
+        return path, read(path)
     if not path.is_dir():
         raise CheckpointError(
             f"there is no checkpoint {path}; give a folder such as step-00000120, or the one it is in"
         )
-    return CheckpointFolder(path).read_newest()
+    return CheckpointFolder(path).read_newest(read)
 
 
 def _as_state(path: Path, contents: Contents) -> dict[str, Any]:
     record = asdict(contents.record)
-    return {"path": str(path), "record": record, "parts": dict(contents.parts), "weights": dict(contents.weights)}
+    weights, apart = dict(contents.weights), dict(contents.apart)
+    return {"path": str(path), "record": record, "parts": dict(contents.parts), "weights": weights, "apart": apart}
 
 
-def _joined(name: str, state: PartState, everyones: list[Any]) -> dict[str, Any]:
+def _joined(name: str, state: PartState, everyones: list[Any], speakers: Sequence[int]) -> dict[str, Any]:
     return {
         "shared": state.shared,
-        "replicas": [own for worker in everyones for own in worker[name]["replicas"]],
+        "replicas": [own for speaker in speakers for own in everyones[speaker][name]["replicas"]],
         "workers": [worker[name]["worker"] for worker in everyones],
     }
 

@@ -8,9 +8,19 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.checkpoint.record import Contents, Record, read_checkpoint, read_record, write_checkpoint
+from lockstep.checkpoint.record import (
+    Contents,
+    Fill,
+    Record,
+    new_checkpoint,
+    read_checkpoint,
+    read_record,
+    write_checkpoint,
+)
 from lockstep.checkpoint.whole_folder import clear_leftovers, original_name, remove_folder, replaced_folders
 from lockstep.errors import CheckpointError
 
@@ -64,8 +74,11 @@ class CheckpointFolder:
         readable = self.records()
         return readable[-1][0] if readable else None
 
-    def read_newest(self) -> tuple[Path, Contents] | None:
+    def read_newest(self, read: Callable[[Path], Contents] | None = None) -> tuple[Path, Contents] | None:
         """Reads the newest checkpoint, or with a warning the newest undamaged one; None where there is none at all.
+
+        Args:
+            read: how; None is all of it.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged.
@@ -73,7 +86,7 @@ class CheckpointFolder:
         paths = self.paths()
         for path in reversed(paths):
             try:
-                return path, read_checkpoint(path)
+                return path, (read or read_checkpoint)(path)
             except CheckpointError as error:
                 if path == paths[0]:
                     raise
@@ -89,7 +102,18 @@ class CheckpointFolder:
             CheckpointError: it cannot be written; or there is a later one of another run, which would go on being
                 taken for the newest.
         """
-        record = contents.record
+        with self._replacing_later(contents.record) as target:
+            write_checkpoint(target, contents)
+        return target
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[tuple[Path, Fill]]:
+        """``write`` for a checkpoint to which others write too: as ``record.new_checkpoint``."""
+        with self._replacing_later(record) as target, new_checkpoint(target) as (partial, fill):
+            yield partial, fill
+
+    @contextmanager
+    def _replacing_later(self, record: Record) -> Iterator[Path]:
         self._clear()
         later = [(path, other.run) for path, other in self.records() if other.step > record.step]
         others = [path for path, run in later if run != record.run]
@@ -98,11 +122,9 @@ class CheckpointFolder:
                 f"cannot write step {record.step} to {self.path}: another run has left {others[-1].name} there, which "
                 "would be taken for the newest; restore from it first, or choose an empty folder"
             )
-        target = self.path / step_name(record.step)
-        write_checkpoint(target, contents)
+        yield self.path / step_name(record.step)
         for path, _ in later:
             self.remove(path)
-        return target
 
     def prune(self, keep: int | None, step: int, best: Path | None) -> None:
         """Removes all checkpoints up to ``step`` but the last ``keep`` of them and the best.

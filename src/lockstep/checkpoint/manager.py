@@ -10,16 +10,19 @@ from typing import Literal, Self
 
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.everyone import fault_of
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.record import Contents
+from lockstep.checkpoint.together import SharedWriting
 from lockstep.collectives.values import on_chief
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 
 
 class CheckpointManager:
     """Saves a Checkpoint again and again, each time to a folder of its own, and restores the newest.
 
-    The chief writes, reads and removes; every worker must make the same calls. A checkpoint appears whole or not at
+    The chief writes, reads and removes; every worker must make the same calls. Of a model that is divided among workers
+    each writes and reads its own part, so all must see the folder. A checkpoint appears whole or not at
     all, also when its writer is killed; what a killed one leaves is cleared away by the next save.
 
     Args:
@@ -29,7 +32,8 @@ class CheckpointManager:
         best: "min" or "max" keeps besides the one with the best ``monitored`` number.
         asynchronous: ``save`` copies the state and returns; a thread writes it. One is written at a time: the next save
             waits for it. An error is raised by the next call. The thread ends with the writing, and Python waits for it
-            at its own end.
+            at its own end. Of a model that is divided among workers each writes its own in a thread, and the checkpoint
+            gets its name in the next call, when all have told of theirs.
 
     Raises:
         ConfigError: a number to keep that cannot be.
@@ -64,6 +68,7 @@ class CheckpointManager:
         self._keep = keep
         self._best = best
         self._writer = BackgroundWriter() if asynchronous else None
+        self._shared: tuple[SharedWriting, int] | None = None
         self.run = uuid.uuid4().hex
 
     @property
@@ -103,7 +108,9 @@ class CheckpointManager:
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is no number of a step; give 0 or more")
         workers = self._checkpoint.workers
-        if self._writer is None:
+        if self._checkpoint.divided:
+            self._begin_shared(step, monitored)
+        elif self._writer is None:
             contents = self._checkpoint.contents(step, run=self.run, monitored=monitored)
             on_chief(workers, "checkpoint written", lambda: self._write(contents))
         else:
@@ -125,7 +132,7 @@ class CheckpointManager:
             CheckpointError: all checkpoints are damaged, or the newest does not fit; nothing is loaded then.
         """
         self.wait()
-        restored = self._checkpoint.restore_found(self._folder.read_newest)
+        restored = self._checkpoint.restore_found(lambda read: self._folder.read_newest(read))
         if restored is None:
             return None
         self.run = restored[1].run
@@ -137,13 +144,18 @@ class CheckpointManager:
         Raises:
             CheckpointError: it has failed.
         """
-        if self._writer is not None:
+        if self._shared is not None:
+            self._complete_shared()
+        elif self._writer is not None and not self._checkpoint.divided:
             on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
 
     def finish_writing(self) -> None:
         """Waits on this worker alone, and raises nothing: for the way out of an error, when others may not be there."""
         if self._writer is not None:
             self._writer.join()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared[0].abandon(CheckpointError("the training ended before all workers had written"))
 
     def close(self) -> None:
         """``wait``, at the end. Every worker must call it."""
@@ -165,7 +177,31 @@ class CheckpointManager:
         else:
             self.finish_writing()
 
+    def _begin_shared(self, step: int, monitored: float | None) -> None:
+        """Of a model that workers hold parts of, each writes its own; the checkpoint has its name when all have."""
+        self.wait()
+        writer = self._writer
+        contents, held = self._checkpoint.contents_and_held(
+            step, run=self.run, monitored=monitored, copied=writer is not None
+        )
+        writing = SharedWriting(self._checkpoint.workers, self._folder, contents, held)
+        self._shared = writing, step
+        if writer is not None:
+            writer.start(writing.write)
+        else:
+            self._complete_shared()
+
+    def _complete_shared(self) -> None:
+        if self._shared is None:
+            return
+        (writing, step), self._shared = self._shared, None
+        writing.complete(fault_of(writing.write if self._writer is None else self._writer.finish))
+        on_chief(self._checkpoint.workers, "older checkpoints removed", lambda: self._prune(step))
+
     def _write(self, contents: Contents) -> None:
         self._folder.write(contents)
+        self._prune(contents.record.step)
+
+    def _prune(self, step: int) -> None:
         best = None if self._best is None else self._folder.best(maximise=self._best == "max")
-        self._folder.prune(self._keep, contents.record.step, best)
+        self._folder.prune(self._keep, step, best)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.optimizer_names import Names, in_order, kind_of
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.reduction import sum_tensors
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 
 
@@ -42,7 +42,8 @@ class ModulePart(Part):
         """Each replica gets its own buffers back; on another layout all get the averages."""
         self._module.load_state_dict({**saved.weights, **saved.shared})
         own = saved.own
-        buffers = own if own is not None else [_averages(saved.replicas)] * len(self._module.copies)
+        averages = _averages(saved.replicas) if saved.replicas else {}  # of a divided module they are in the weights
+        buffers = own if own is not None else [averages] * len(self._module.copies)
         for duplicate, values in zip(self._module.copies, buffers, strict=True):
             for name, buffer in duplicate.named_buffers():
                 if name in values:
@@ -50,34 +51,35 @@ class ModulePart(Part):
 
 
 class OptimizerPart(Part):
-    """An optimizer, mirrored or not: state and hyperparameters of all groups."""
+    """An optimizer, mirrored or not: state and hyperparameters of all groups.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    Args:
+        optimizer: whose.
+        names: of its parameters; None where they are not known.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Names | None = None) -> None:
+        self._optimizer, self._names = optimizer, names
 
     def state(self) -> PartState:
-        """The plain optimizer's state_dict."""
-        return PartState(shared={"kind": self._kind, "state": self._optimizer.state_dict()})
+        """The plain optimizer's state_dict, and the names of its parameters."""
+        named = {} if self._names is None else {"names": self._names}
+        return PartState(shared={"kind": kind_of(self._optimizer), **named, "state": self._optimizer.state_dict()})
 
     def check(self, saved: SavedPart) -> None:
         """It must be of the same class, with as many parameters in each group."""
         kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
         theirs = [len(group["params"]) for group in groups]
         ours = [len(group["params"]) for group in self._optimizer.param_groups]
-        if kind != self._kind or theirs != ours:
+        if kind != kind_of(self._optimizer) or theirs != ours:
             raise CheckpointError(
                 f"{saved.source} has for {saved.name!r} the state of a {kind} with {_sizes(theirs)} parameters, but it "
-                f"is a {self._kind} with {_sizes(ours)}; make the optimizer as it was when that was saved"
+                f"is a {kind_of(self._optimizer)} with {_sizes(ours)}; make the optimizer as it was when that was saved"
             )
 
     def load(self, saved: SavedPart) -> None:
         """Takes state and hyperparameters, the learning rate included."""
-        self._optimizer.load_state_dict(saved.shared["state"])
-
-    @property
-    def _kind(self) -> str:
-        plain = self._optimizer.plain if isinstance(self._optimizer, MirroredOptimizer) else self._optimizer
-        return type(plain).__name__
+        self._optimizer.load_state_dict(in_order(saved.shared, self._names))
 
 
 class VariablePart(Part):

@@ -11,6 +11,7 @@ import math
 import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +21,29 @@ from lockstep.errors import CheckpointError
 TAG = "#"
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Stands for a tensor that is, or will be, in a file under a key."""
+
+    key: str
+
+
+class OrStored(dict[str, Any]):
+    """Tensors by key, and for those that are not here what stands for them in the files."""
+
+    def __missing__(self, key: str) -> Stored:
+        return Stored(key)
+
+
 def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Takes the tensors out of ``state``.
 
     Args:
-        state: None, numbers, texts and tensors, in lists, tuples, dicts and Counters.
+        state: None, numbers, texts, tensors and what stands for them, in lists, tuples, dicts and Counters.
         name: what the state is called, if anything; begins the tensors' keys.
 
     Returns:
-        What ``json.dumps`` can write, and the tensors by key, as they are.
+        What ``json.dumps`` can write, and the tensors by key, as they are; without those that are ``Stored``.
 
     Raises:
         CheckpointError: something else, which is named with its place.
@@ -60,6 +75,8 @@ def _encoded(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return state
     if isinstance(state, torch.Tensor):
         return _tensor(state, path, tensors)
+    if isinstance(state, Stored):
+        return {TAG: "tensor", "key": state.key}
     if isinstance(state, numbers.Integral):
         return int(state)
     if isinstance(state, numbers.Real):
@@ -107,11 +124,14 @@ def _dense_strides(tensor: torch.Tensor) -> list[int] | None:
     return list(tensor.stride())
 
 
-def _decoded_tensor(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if tree["key"] not in tensors:
-        raise CheckpointError(f"the checkpoint lacks the tensor {tree['key']!r}; it is damaged: use another one")
-    tensor = tensors[tree["key"]]
-    if "strides" not in tree:
+def _decoded_tensor(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | Stored:
+    try:
+        tensor: torch.Tensor | Stored = tensors[tree["key"]]
+    except KeyError:
+        raise CheckpointError(
+            f"the checkpoint lacks the tensor {tree['key']!r}; it is damaged: use another one"
+        ) from None
+    if "strides" not in tree or isinstance(tensor, Stored):
         return tensor
     return torch.empty_strided(tensor.shape, tree["strides"], dtype=tensor.dtype).copy_(tensor)
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.held_tensors import HeldTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +26,16 @@ class PartState:
         replicas: one item per local replica; empty where replicas have nothing of their own.
         worker: this worker's own.
         weights: the tensors of a module's state_dict.
+        held: what this worker holds of tensors that ``shared`` says are ``nested.Stored``, by their keys.
+        held_weights: what it holds of the tensors of a module's state_dict, where ``weights`` has none.
     """
 
     shared: Any = None
     replicas: Sequence[Any] = ()
     worker: Any = None
     weights: Mapping[str, torch.Tensor] | None = None
+    held: Mapping[str, HeldTensor] = field(default_factory=dict)
+    held_weights: Mapping[str, HeldTensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +49,11 @@ class SavedPart:
         replicas: one item per replica of all workers that saved; empty where they had nothing of their own.
         workers: one item per worker that saved.
         weights: the tensors of a module's state_dict, if it is one.
-        same_layout: as many workers and replicas save and restore.
+        weights_in: the file or folder that has them, where they were not read.
+        same_layout: as many workers and replicas save and restore, and divide the model alike.
         first_replica: the number of this worker's first replica among those of all workers.
         local_replicas: how many this worker has.
-        worker_index: which of the workers this is.
+        worker_index: which of the processes that save and restore this is.
         step: of which step it is.
     """
 
@@ -55,6 +63,7 @@ class SavedPart:
     replicas: Sequence[Any]
     workers: Sequence[Any]
     weights: Mapping[str, torch.Tensor]
+    weights_in: str | None
     same_layout: bool
     first_replica: int
     local_replicas: int

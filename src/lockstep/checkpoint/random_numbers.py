@@ -20,10 +20,11 @@ class RandomPart(Part):
         self._generators = generators
 
     def state(self) -> PartState:
-        """Where all of them stand now."""
+        """Where all of them stand now; each process has its own, also where several hold a replica together."""
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         on_gpus = torch.cuda.get_rng_state_all() if in_use else []
-        return PartState(replicas=self._generators.states(), worker={"process": random_state(None), "gpus": on_gpus})
+        replicas = self._generators.states()
+        return PartState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
     def check(self, saved: SavedPart) -> None:
         """Every state fits."""
@@ -34,7 +35,7 @@ class RandomPart(Part):
         on_gpus = saved.worker["gpus"]
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
-        own = saved.own
+        own = saved.worker["replicas"] if saved.same_layout and "replicas" in saved.worker else saved.own
         if own is None or len(own) != len(self._generators.states()):
             self._generators.derive(saved.step)
         else:

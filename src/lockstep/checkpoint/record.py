@@ -4,19 +4,23 @@ step-00000120/
   checkpoint.json           everything that is no tensor, and the size of every other file
   weights.safetensors       a module's state_dict, plain keys (weights-NAME.safetensors where there are several)
   state/                    all other tensors, as torch.distributed.checkpoint writes them: safetensors too
+
+Of a model that is divided among workers ``weights`` is a folder like ``state``, and each worker has written files of
+its own to both.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.checkpoint.nested import flatten, unflatten
+from lockstep.checkpoint.nested import Stored, flatten, unflatten
 from lockstep.checkpoint.tensor_files import read_tensors, write_tensors
 from lockstep.checkpoint.weights import own_storages, read_weights
 from lockstep.checkpoint.whole_folder import RECORD, whole_folder
@@ -24,8 +28,8 @@ from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
 FORMAT = "lockstep checkpoint"
-VERSION = 1
-_STATE = "state"
+VERSION, DIVIDED_VERSION = 1, 2
+STATE = "state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +41,14 @@ class Record:
         run: which training it belongs to; resumed runs go on under the same.
         replicas: how many replicas each worker ran, in worker order.
         monitored: the number that says which is best, or None.
+        layout: how the workers of each replica divide the model, if they do.
     """
 
     step: int
     run: str
     replicas: tuple[int, ...]
     monitored: float | None = None
+    layout: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +59,17 @@ class Contents:
         record: what it says of itself.
         parts: name of a part -> its state, as ``nested.flatten`` takes it.
         weights: name of a module -> its state_dict's tensors.
+        apart: name of a module -> the file or folder, in the checkpoint's own, that has them; not in ``weights``.
     """
 
     record: Record
     parts: Mapping[str, Any]
     weights: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    apart: Mapping[str, str] = field(default_factory=dict)
+
+
+Fill = Callable[[Contents], None]
+"""Writes contents to the folder of a checkpoint that has been begun."""
 
 
 def write_checkpoint(path: Path, contents: Contents) -> None:
@@ -66,15 +78,22 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
     Raises:
         CheckpointError: it cannot be written, or the state holds what no checkpoint can hold; nothing is left behind.
     """
-    tree, tensors = flatten(dict(contents.parts))
+    with new_checkpoint(path) as (_, fill):
+        fill(contents)
+
+
+@contextmanager
+def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
+    """A checkpoint that is being written: the folder in which its files gather, and what writes all but ``apart``.
+
+    The folder becomes ``path`` when the block ends.
+
+    Raises:
+        CheckpointError: as ``write_checkpoint``.
+    """
     try:
         with whole_folder(path) as (partial, write_record):
-            weights = {name: _weights_file(name, contents.weights) for name in contents.weights}
-            for name, file in weights.items():
-                save = require("safetensors.torch", "text").save_file
-                save(own_storages(contents.weights[name]), str(partial / file), metadata={"format": "pt"})
-            write_tensors(tensors, partial / _STATE)
-            write_record(json.dumps(_document(contents.record, tree, weights, _sizes(partial))))
+            yield partial, lambda contents: write_record(_filled(partial, contents))
     except (OSError, require("safetensors", "text").SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {error}; choose a folder that can be written to and has room"
@@ -90,22 +109,66 @@ def read_record(path: Path) -> Record:
     return _record(_read_document(path))
 
 
-def read_checkpoint(path: Path) -> Contents:
-    """The checkpoint ``path``, all of it.
+def weights_of(path: Path) -> dict[str, str]:
+    """By name the files or folders, in the checkpoint ``path``, that have modules' weights.
+
+    Raises:
+        CheckpointError: it is no checkpoint, it is damaged, or a newer version wrote it.
+    """
+    return dict(_read_document(path)["weights"])
+
+
+def read_checkpoint(path: Path, *, apart: Collection[str] = ()) -> Contents:
+    """The checkpoint ``path``, all of it, or all but what stays in its files.
+
+    Args:
+        path: its folder.
+        apart: names of parts whose tensors are not read: modules get no weights, and in the states of others
+            ``nested.Stored`` stands for them.
 
     Raises:
         CheckpointError: it is no checkpoint, it is damaged, or a newer version wrote it.
     """
     document = _read_document(path)
+    left = {name: file for name, file in document["weights"].items() if name in apart}
     try:
-        tensors = read_tensors(path / _STATE) if (path / _STATE).is_dir() else {}
-        weights = {name: read_weights(path / file) for name, file in document["weights"].items()}
+        tensors = _read_state(path / STATE, tuple(f"{name}." for name in apart))
+        weights = {name: _read_module(path / file) for name, file in document["weights"].items() if name not in left}
         parts: dict[str, Any] = unflatten(document["state"], tensors)
     except (OSError, require("safetensors", "text").SafetensorError, ValueError, KeyError) as error:
         raise _damaged(path, str(error)) from error
     except CheckpointError as error:
         raise _damaged(path, str(error)) from error
-    return Contents(record=_record(document), parts=parts, weights=weights)
+    return Contents(record=_record(document), parts=parts, weights=weights, apart=left)
+
+
+def _filled(folder: Path, contents: Contents) -> str:
+    """Writes all files but the record, which it returns."""
+    tree, tensors = flatten(dict(contents.parts))
+    weights = {name: _weights_file(name, contents.weights) for name in contents.weights}
+    for name, file in weights.items():
+        save = require("safetensors.torch", "text").save_file
+        save(own_storages(contents.weights[name]), str(folder / file), metadata={"format": "pt"})
+    write_tensors(tensors, folder / STATE)
+    return json.dumps(_document(contents.record, tree, {**weights, **contents.apart}, _sizes(folder)))
+
+
+def _read_state(folder: Path, left: tuple[str, ...]) -> dict[str, Any]:
+    """The tensors in a folder; for those whose keys begin with one of ``left`` what stands for them."""
+    if not folder.is_dir():
+        return {}
+    stay: list[str] = []
+
+    def wanted(key: str) -> bool:
+        if key.startswith(left):
+            stay.append(key)
+        return not key.startswith(left)
+
+    return {**read_tensors(folder, wanted), **{key: Stored(key) for key in stay}}
+
+
+def _read_module(path: Path) -> dict[str, torch.Tensor]:
+    return read_tensors(path) if path.is_dir() else read_weights(path)
 
 
 def _weights_file(name: str, weights: Mapping[str, Any]) -> str:
@@ -121,11 +184,12 @@ def _document(record: Record, tree: Any, weights: Mapping[str, str], files: Mapp
     number, _ = flatten(record.monitored)
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": DIVIDED_VERSION if record.layout else VERSION,
         "torch": torch.__version__,
         "step": record.step,
         "run": record.run,
         "replicas": list(record.replicas),
+        "layout": record.layout,
         "monitored": number,
         "weights": dict(weights),
         "files": dict(files),
@@ -139,6 +203,7 @@ def _record(document: Mapping[str, Any]) -> Record:
         run=document["run"],
         replicas=tuple(document["replicas"]),
         monitored=unflatten(document["monitored"], {}),
+        layout=document.get("layout", ""),
     )
 
 
@@ -156,10 +221,10 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"{RECORD}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of lockstep: its {RECORD} is another program's; give another")
-    if document.get("version") != VERSION:
+    if document.get("version") not in (VERSION, DIVIDED_VERSION):
         raise CheckpointError(
-            f"the checkpoint {path} has version {document.get('version')!r}, this program reads {VERSION}; "
-            "use the version of lockstep that wrote it, or load its weights alone"
+            f"the checkpoint {path} has version {document.get('version')!r}, this program reads up to "
+            f"{DIVIDED_VERSION}; use the version of lockstep that wrote it, or load its weights alone"
         )
     missing = sorted({"step", "run", "replicas", "monitored", "weights", "files", "state"} - document.keys())
     if missing:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.nested import flatten, unflatten
+from lockstep.checkpoint.nested import OrStored, flatten, unflatten
 from lockstep.collectives.values import exchange_values
 from lockstep.collectives.workers import Workers
 
@@ -30,4 +30,4 @@ def spread(workers: Workers, name: str, state: Any) -> Any:
     if not workers.is_chief:
         tensors = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in shapes.items()}
     workers.broadcast(name, list(tensors.values()))
-    return state if workers.is_chief else unflatten(tree, tensors)
+    return state if workers.is_chief else unflatten(tree, OrStored(tensors))

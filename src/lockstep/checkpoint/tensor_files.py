@@ -2,13 +2,14 @@
 
 The writer's and reader's own steps (plan, write, finish) are called here one after another, instead of
 ``torch.distributed.checkpoint.save``: that one warns at every call outside a process group, and wraps an OSError such
-as a full disk into a page of traceback. What is sharded over workers can use the same files with collectives.
+as a full disk into a page of traceback. Tensors that workers hold parts of, ``held_tensors`` puts beside these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -38,7 +39,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     if not own:
         folder.mkdir(parents=True, exist_ok=True)
         return
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files(own))
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=divide_into_files(own))
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer.set_up_storage_writer(True)
     planner.set_up_planner(own, writer.storage_meta(), True)
@@ -47,8 +48,16 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors in ``folder``, contiguous, on the CPU.
+def _all_of_them(key: str) -> bool:
+    return True
+
+
+def read_tensors(folder: Path, wanted: Callable[[str], bool] = _all_of_them) -> dict[str, torch.Tensor]:
+    """The tensors in ``folder``, contiguous, on the CPU; also those of which several files hold parts.
+
+    Args:
+        folder: where they are.
+        wanted: whether to read the one with a key.
 
     Raises:
         OSError: a file cannot be read.
@@ -64,7 +73,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {
         key: torch.empty(item.size, dtype=item.properties.dtype)
         for key, item in metadata.state_dict_metadata.items()
-        if isinstance(item, TensorStorageMetadata)
+        if isinstance(item, TensorStorageMetadata) and wanted(key)
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata, True)
@@ -74,7 +83,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _files(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+class HasBytes(Protocol):
+    """What takes up room in a file."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def divide_into_files(tensors: Mapping[str, HasBytes]) -> dict[str, int]:
     """The number, from 1, of the file that each tensor goes to."""
     files: dict[str, int] = {}
     number, filled = 1, 0

@@ -62,11 +62,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def check_fit(weights: Mapping[str, Tensor], state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
+def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
     """Checks that weights have the keys and shapes of a module's state_dict, before anything is loaded.
 
     Args:
-        weights: what was read.
+        weights: what was read, or what has its shapes.
         state: the module's state_dict.
         source: where the weights came from, for the message.
 

@@ -24,6 +24,7 @@ class GridWorkers(Workers):
         replica: that this one is part of.
         speakers: per replica, the worker of the job that speaks for it.
         chief: whether this worker is the job's.
+        layout: how the workers of a replica divide the model.
         ends_with: what ends before the job does.
     """
 
@@ -34,6 +35,7 @@ class GridWorkers(Workers):
         replica: int,
         speakers: Sequence[int],
         chief: bool,
+        layout: str = "",
         ends_with: Sequence[Callable[[], None]] = (),
     ) -> None:
         names = [f"replica {number}, of {job.names[speaker]}," for number, speaker in enumerate(speakers)]
@@ -41,12 +43,28 @@ class GridWorkers(Workers):
         self._job = job
         self._speakers = tuple(speakers)
         self._speaks = job.index in self._speakers
+        self._layout = layout
         self._ends_with = tuple(ends_with)
 
     @property
     def speaks(self) -> bool:
         """Whether what this worker says counts."""
         return self._speaks
+
+    @property
+    def everyone(self) -> Workers:
+        """The workers of the job."""
+        return self._job
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """The worker that speaks for each replica."""
+        return self._speakers
+
+    @property
+    def layout(self) -> str:
+        """How the workers of a replica divide the model."""
+        return self._layout
 
     def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         wishes = self._wishes

@@ -100,6 +100,21 @@ class Workers(ABC):
         """The number, among the replicas of all workers, of this worker's first."""
         return sum(self._replicas[: self._index])
 
+    @property
+    def everyone(self) -> Workers:
+        """The processes one by one, where several of them are seen as one worker here; else these workers."""
+        return self
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """Of each worker the number, in ``everyone``, of the process whose values count."""
+        return tuple(range(self.size))
+
+    @property
+    def layout(self) -> str:
+        """How the processes of a worker divide what it holds among them; empty where they do not."""
+        return ""
+
     def wish(self, what: Wish) -> None:
         """Notes a wish, which the next exchange of any kind makes known to all workers."""
         self._wishes |= what

@@ -54,6 +54,10 @@ class SharedState:
         """What is this worker's of a parameter: nothing, the parameter itself, or a piece of it."""
         return [part for _, part in self._own[id(parameter)]]
 
+    def pieces_of(self, parameter: nn.Parameter) -> list[tuple[int, nn.Parameter]]:
+        """The same, each with the number of its first element in the parameter."""
+        return [(piece.start, part) for piece, part in self._own[id(parameter)]]
+
     @contextmanager
     def ready(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside the block the own pieces of ``parameters`` have these' memory and gradients."""
@@ -90,9 +94,7 @@ class SharedState:
             state: of the own pieces.
         """
         described = self._everyones(state)
-        found = {
-            number: {name: value for name, (value, _) in values.items()} for number, values in described.items()
-        }
+        found = {number: {name: value for name, (value, _) in values.items()} for number, values in described.items()}
         divided = {(name, dtype) for values in described.values() for name, (_, dtype) in values.items() if dtype}
         for name, dtype in sorted(divided):
             numbers = [number for number, values in described.items() if values.get(name, (None, ""))[1] == dtype]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,23 @@ ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldState:
+    """What a worker keeps of the optimizer's state for one parameter.
+
+    Args:
+        parameter: which one.
+        start: the first of its elements, in row-major order, that it is about.
+        part: those elements; the parameter itself where it is about all.
+        values: by name; those of the shape of ``part`` have one for each of its elements. Empty before the first step.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    part: nn.Parameter
+    values: Mapping[str, Any]
 
 
 class Updaters:
@@ -109,6 +127,21 @@ class Updaters:
             yield
         finally:
             self.plain.state = own
+
+    def held(self) -> list[HeldState]:
+        """What this worker keeps of the state of the user's optimizer."""
+        found = []
+        for whole in (copies[0] for copies in self._parameters):
+            pieces = [(0, whole)] if self._shared is None else self._shared.pieces_of(whole)
+            for start, part in pieces:
+                values = dict(self.plain.state.get(part, {}))
+                found.append(HeldState(parameter=whole, start=start, part=part, values=values))
+        return found
+
+    def take_held(self, held: Iterable[HeldState]) -> None:
+        """Sets the state of the user's optimizer to values for what ``held`` gave."""
+        self.plain.state = defaultdict(dict, {each.part: dict(each.values) for each in held if each.values})
+        self.reset()
 
     def join(self) -> None:
         """Undoes the division of the state among workers, for another one. All of them must call it."""

@@ -18,6 +18,7 @@ class ReplicaGenerators:
         devices: the replicas' devices.
         generators: each replica's own.
         on_gpu: each replica's state on its GPU; None for a replica on a CPU.
+        apart: that of the one replica here for what this worker alone holds of a model.
     """
 
     def __init__(
@@ -25,13 +26,21 @@ class ReplicaGenerators:
         devices: Sequence[LogicalDevice],
         generators: Sequence[torch.Generator],
         on_gpu: Sequence[CudaReplicaState | None],
+        apart: torch.Generator | None = None,
     ) -> None:
         self._all = list(zip(devices, generators, on_gpu, strict=True))
+        self._apart = apart
+
+    def with_apart(self, apart: torch.Generator) -> ReplicaGenerators:
+        """These, and one for what this worker alone holds of a model."""
+        devices, generators, on_gpu = zip(*self._all, strict=True)
+        return ReplicaGenerators(devices, generators, on_gpu, apart)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """One dict per replica: "cpu" and, for a replica on a GPU, "cuda"; uint8 tensors on the CPU."""
+        """One dict per replica: "cpu", for a replica on a GPU "cuda", for one of a part "apart"; uint8 on the CPU."""
+        apart = {} if self._apart is None else {"apart": self._apart.get_state()}
         return [
-            {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.random})
+            {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.random}) | apart
             for _, generator, gpu in self._all
         ]
 
@@ -41,6 +50,8 @@ class ReplicaGenerators:
             generator.set_state(state["cpu"])
             if gpu is not None and "cuda" in state:
                 gpu.random = state["cuda"]
+            if self._apart is not None and "apart" in state:
+                self._apart.set_state(state["apart"])
 
     def begin(self, seed: int, first_replica: int) -> None:
         """Begins anew, with the numbers of a new strategy of this seed.
@@ -57,6 +68,8 @@ class ReplicaGenerators:
         For a training that goes on with another number of replicas: the first numbers must not come once more.
         """
         self._set([replica_generator(generator.initial_seed(), step) for _, generator, _ in self._all])
+        if self._apart is not None:
+            self._apart.set_state(replica_generator(self._apart.initial_seed(), step).get_state())
 
     def _set(self, fresh: Sequence[torch.Generator]) -> None:
         for (device, generator, gpu), begun in zip(self._all, fresh, strict=True):

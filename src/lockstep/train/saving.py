@@ -13,17 +13,24 @@ from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.train.job import Job
+from lockstep.train.saving_parts import load_parts, save_parts
 from lockstep.train.training_state import TrainingState
 
 
 def save_weights(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
     """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes."""
+    if module.is_part:
+        save_parts(module, workers, path)
+        return
     state = module.state_dict()
     on_chief(workers, "save the weights", lambda: write_weights(state, path))
 
 
 def load_weights(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
     """Loads a safetensors file into all copies, if everything fits. Every worker must call it; the chief reads."""
+    if module.is_part:
+        load_parts(module, workers, path)
+        return
     state: dict[str, Tensor] = module.state_dict()
 
     def read() -> dict[str, Tensor]:

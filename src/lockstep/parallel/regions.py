@@ -1,0 +1,126 @@
+"""Where what a worker holds of a tensor stands in the whole one: as boxes. Pure, on numbers.
+
+whole [2, 12], its columns q0 q1 q2 q3 k0 .. v3          a rank's half: columns q0 q1 k0 k1 v0 v1: three boxes
+elements 3 to 11 of a tensor [3, 4] in row-major order    the end of row 0, row 1, the beginning of row 2: three boxes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of a whole tensor, and where its elements are among those that are held.
+
+    Args:
+        offsets: of its first element in the whole tensor.
+        sizes: its lengths.
+        start: where the run of elements that it is in begins among those held.
+        run: the lengths of that run, which is contiguous.
+        column: where in the last dimension of the run it begins.
+    """
+
+    offsets: Sizes
+    sizes: Sizes
+    start: int
+    run: Sizes
+    column: int = 0
+
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return prod(self.sizes)
+
+    def of(self, held: Tensor) -> Tensor:
+        """The box as a view of the held elements.
+
+        Args:
+            held: of shape [elements].
+        """
+        run = held[self.start : self.start + prod(self.run)].view(self.run)
+        return run.narrow(-1, self.column, self.sizes[-1]) if self.run else run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """What a worker holds of a tensor.
+
+    Args:
+        whole: the lengths of the whole tensor.
+        sizes: of what is held.
+        offsets: where that begins in the whole tensor.
+        columns: per column that is held its number in the whole tensor, where they do not simply follow each other.
+    """
+
+    whole: Sizes
+    sizes: Sizes
+    offsets: Sizes
+    columns: Sizes | None = None
+
+    def boxes(self, start: int = 0, stop: int | None = None) -> list[Box]:
+        """The boxes of the held elements from ``start`` to before ``stop``, counted in row-major order.
+
+        Example:
+            >>> [(box.offsets, box.sizes) for box in whole_region((3, 4)).boxes(3, 10)]
+            [((0, 3), (1, 1)), ((1, 0), (1, 4)), ((2, 0), (1, 2))]
+        """
+        total = prod(self.sizes)
+        if prod(self.whole) == 0:  # or nobody would have it
+            return [Box(offsets=self.offsets, sizes=self.sizes, start=0, run=self.sizes)]
+        found, at = [], 0
+        for offsets, run in _runs(self.sizes, start, total if stop is None else stop):
+            shifted = tuple(map(sum, zip(self.offsets, offsets, strict=True)))
+            for column, number, length in self._columns(offsets, run):
+                placed = (*shifted[:-1], number) if run else ()
+                sizes = (*run[:-1], length) if run else ()
+                found.append(Box(offsets=placed, sizes=sizes, start=at, run=run, column=column))
+            at += prod(run)
+        return found
+
+    def _columns(self, offsets: Sizes, run: Sizes) -> Iterator[tuple[int, int, int]]:
+        """Of a run: (its column, that one's number in the whole tensor, how many follow each other in both)."""
+        if not run or self.columns is None:
+            yield 0, self.offsets[-1] + offsets[-1] if run else 0, run[-1] if run else 1
+            return
+        numbers = self.columns[offsets[-1] : offsets[-1] + run[-1]]
+        begin = 0
+        for place in range(1, len(numbers) + 1):
+            if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
+                yield begin, numbers[begin], place - begin
+                begin = place
+
+
+def whole_region(sizes: Sequence[int]) -> Region:
+    """All of a tensor."""
+    return Region(whole=tuple(sizes), sizes=tuple(sizes), offsets=(0,) * len(sizes))
+
+
+def _runs(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Some elements of a tensor, in row-major order, as boxes that are contiguous: their offsets and lengths."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    inner = prod(sizes[1:])
+    first, last = -(-start // inner), stop // inner  # the whole rows
+    zeros = (0,) * (len(sizes) - 1)
+    if first > last:  # some elements of one row
+        yield from _in_row(sizes, last, start - last * inner, stop - last * inner)
+        return
+    yield from _in_row(sizes, first - 1, start - (first - 1) * inner, inner if start < first * inner else 0)
+    if first < last:
+        yield (first, *zeros), (last - first, *sizes[1:])
+    yield from _in_row(sizes, last, 0, stop - last * inner)
+
+
+def _in_row(sizes: Sizes, row: int, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+    for offsets, run in _runs(sizes[1:], start, stop):
+        yield (row, *offsets), (1, *run)

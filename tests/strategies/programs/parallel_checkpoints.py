@@ -1,0 +1,215 @@
+"""What the jobs of test_parallel_checkpoints.py do with checkpoints, on any layout; and a training by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep as ls
+
+WORDS, LAYERS, LENGTH, EPOCHS = 66, 4, 7, 3
+SIZES = (9, 1, 8)  # of the batches of an epoch
+EVERY = 4  # batches, so that it is saved in the middle of the second and the third epoch
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+def build(name: str, dropout: float = 0.0) -> nn.Module:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(1)
+    if name == "bert":
+        bert = transformers.BertConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=32,
+            max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        )  # fmt: skip
+        return transformers.BertForMaskedLM(bert).double()
+    gpt2 = transformers.GPT2Config(
+        vocab_size=WORDS, n_embd=16, n_layer=LAYERS, n_head=4, n_positions=16,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
+    )  # fmt: skip
+    module = transformers.GPT2LMHeadModel(gpt2).double()
+    module.transformer.h[1].mlp.c_proj.bias.requires_grad_(False)
+    return module
+
+
+def batches() -> list[Batch]:
+    random = torch.Generator().manual_seed(0)
+    draws = [torch.randint(1, WORDS, (2, rows, LENGTH), generator=random) for rows in SIZES]
+    return [({"input_ids": x, "attention_mask": torch.ones_like(x)}, y) for x, y in draws]
+
+
+class Shuffled(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The rows of all batches."""
+
+    def __init__(self) -> None:
+        self.x = torch.cat([x["input_ids"] for x, _ in batches()])
+        self.y = torch.cat([y for _, y in batches()])
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> tuple[dict[str, Tensor], Tensor]:
+        return {"input_ids": self.x[row]}, self.y[row]
+
+
+def shuffled() -> Iterable[Any]:
+    return torch.utils.data.DataLoader(Shuffled(), 7, shuffle=True)
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)
+
+
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Matrices decay, the others do not: two groups, as recipes have them."""
+    every = list(parameters)
+    groups = [[each for each in every if each.ndim > 1], [each for each in every if each.ndim < 2]]
+    decays = zip(groups, (0.1, 0.0), strict=True)
+    return torch.optim.AdamW([{"params": own, "weight_decay": decay} for own, decay in decays], 0.01)
+
+
+def scheduler(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+
+
+def by_hand(name: str) -> dict[str, Tensor]:
+    """The weights after an undisturbed training on one device."""
+    module = build(name)
+    made = optimizer(module.parameters())
+    rate = scheduler(made)
+    for _ in range(EPOCHS):
+        for x, y in batches():
+            loss(module(**x), y).mean().backward()
+            made.step()
+            made.zero_grad()
+            rate.step()
+    return module.state_dict()
+
+
+def compiled(name: str, dropout: float = 0.0) -> ls.Model:
+    """In the scope that is open, or on one device."""
+    module = build(name, dropout)
+    model = ls.Model(module)
+    model.compile(optimizer, loss, scheduler=scheduler)
+    return model
+
+
+def trained(
+    name: str, folder: str, *, resumed_from: str = "", kept_in: str = "", data: Any = None, dropout: float = 0.0
+) -> dict[str, Any]:
+    """A training that may go on from a copy of another one's checkpoint, and keeps its own."""
+    model = compiled(name, dropout)
+    callbacks: list[ls.Callback] = []
+    if kept_in:
+        callbacks.append(
+            ls.ModelCheckpoint(f"{folder}/{kept_in}", save_weights_only=False, save_freq=EVERY, asynchronous=True)
+        )
+    if resumed_from:
+        callbacks.append(ls.BackupAndRestore(f"{folder}/{resumed_from}", save_freq=False, delete_checkpoint=False))
+    torch.manual_seed(3)
+    history = model.fit(batches() if data is None else data, epochs=EPOCHS, callbacks=callbacks, verbose=0)
+    return {"weights": copied(model), "history": history.history, "model": model}
+
+
+def copied(model: ls.Model) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def on(**grid: Any) -> Iterator[ls.ParallelStrategy]:
+    torch.set_num_threads(1)
+    strategy = ls.ParallelStrategy(seed=7, communication=ls.CommunicationOptions(lost_after_s=60), **grid)
+    try:
+        with strategy.scope():
+            yield strategy
+    finally:
+        strategy.close()
+
+
+def pick(strategy: ls.Strategy, folder: str, kept_in: str, into: str, step: int = EVERY) -> None:
+    """Puts one checkpoint of a training into a folder of its own."""
+    if strategy.workers.is_chief:
+        name = f"step-{step:08d}"
+        shutil.copytree(f"{folder}/{kept_in}/{name}", f"{folder}/{into}/{name}")
+    strategy.workers.exchange("picked")
+
+
+def resaved(name: str, source: Path | str, into: str) -> None:
+    """Loads a checkpoint into a new model, and saves that."""
+    model = compiled(name)
+    position = model.load_checkpoint(source)
+    ls.CheckpointManager(model.checkpoint(), into).save(position.step)
+
+
+def eight(folder: str) -> dict[str, Any]:
+    """2 x 2 x 2."""
+    results: dict[str, Any] = {}
+    with on(data=2, pipeline=2, tensor=2) as strategy:
+        results["undisturbed"] = trained("gpt2", folder, kept_in="kept", data=shuffled(), dropout=0.1)
+        pick(strategy, folder, "kept", "again")
+    with on(data=2, pipeline=2, tensor=2):
+        results["again"] = trained("gpt2", folder, resumed_from="again", data=shuffled(), dropout=0.1)
+        resaved("gpt2", f"{folder}/one", f"{folder}/one on eight")
+        results["from one"] = trained("gpt2", folder, resumed_from="one", kept_in="eight")
+        model = results["from one"]["model"]
+        results["gpt2 predicted"] = model.predict([batches()[0][0]])["logits"]
+        model.save_weights(f"{folder}/gpt2/model.safetensors")
+        model.load_weights(f"{folder}/gpt2/model.safetensors")
+        results["loaded"] = copied(model)
+    with on(data=2, pipeline=2, tensor=2, shard_optimizer=True):
+        model = compiled("bert")
+        model.fit(batches()[:1], verbose=0)
+        results["bert predicted"] = model.predict([batches()[0][0]])["logits"]
+        model.save_weights(f"{folder}/bert/model.safetensors")
+        ls.CheckpointManager(model.checkpoint(), f"{folder}/bert on eight").save(1)
+    return {name: plain(found) for name, found in results.items()}
+
+
+def four(folder: str) -> dict[str, Any]:
+    """1 x 4 x 1, and 2 x 1 x 2."""
+    results: dict[str, Any] = {}
+    with on(pipeline=4) as strategy:
+        pick(strategy, folder, "eight", "line", 2 * EVERY)
+        resaved("gpt2", f"{folder}/line", f"{folder}/eight on four")
+        results["line"] = trained("gpt2", folder, resumed_from="line")
+    with on(data=2, tensor=2, shard_optimizer=True):
+        resaved("bert", f"{folder}/bert on eight", f"{folder}/bert on four")
+    return {name: plain(found) for name, found in results.items()}
+
+
+def plain(found: Any) -> Any:
+    """What another process can be given."""
+    return {name: value for name, value in found.items() if name != "model"} if isinstance(found, dict) else found
+
+
+def killed_while_saving(folder: str) -> None:
+    """Worker 1 dies in its second save, when it has written its own files."""
+    from lockstep.checkpoint import together
+
+    with on(tensor=2) as strategy:
+        model = compiled("gpt2")
+        manager = ls.CheckpointManager(model.checkpoint(), folder)
+        model.fit(batches()[:1], verbose=0)
+        manager.save(1)
+        sys.stdout.write("saved\n")
+        sys.stdout.flush()
+        if strategy._job.workers.index == 1:
+            write = together.SharedWriting.write
+
+            def die(writing: together.SharedWriting) -> None:
+                write(writing)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            together.SharedWriting.write = die
+        manager.save(2)

@@ -1,0 +1,198 @@
+"""Checkpoints of models divided among workers: gone on from on the same layout, on others, and on one device.
+
+    one device, step 4 -> 2 x 2 x 2, step 8 -> 1 x 4 x 1 -> one device        each of them goes on to the end besides
+
+Real processes over gloo; each number of workers is launched once. The numbers are those of a loop by hand, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lockstep as ls
+from lockstep.checkpoint.record import Contents, read_checkpoint
+from lockstep.errors import CheckpointError
+
+pytestmark = pytest.mark.workers
+
+PROGRAM = Path(__file__).parent / "programs" / "parallel_checkpoints.py"
+LIMIT_S = 170
+STEP, LATER = "step-00000004", "step-00000008"
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="parallel_checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def one(program: Any, folder: Path) -> Any:
+    """A training on one device, and its checkpoint."""
+    found = program.trained("gpt2", str(folder), kept_in="one kept")
+    program.pick(SimpleNamespace(workers=ls.get_strategy().workers), str(folder), "one kept", "one")
+    return found
+
+
+@pytest.fixture(scope="module")
+def eight(program: Any, folder: Path, one: Any) -> Any:
+    """What 2 x 2 x 2 did."""
+    return ls.launch(program.eight, workers=8, args=(str(folder),), timeout_s=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def four(program: Any, folder: Path, eight: Any) -> Any:
+    """What 1 x 4 x 1 and 2 x 1 x 2 made of it."""
+    return ls.launch(program.four, workers=4, args=(str(folder),), timeout_s=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def by_hand(program: Any) -> dict[str, torch.Tensor]:
+    return program.by_hand("gpt2")
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(other[name], value)]
+
+
+def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert list(found) == list(expected)
+    return [name for name, value in expected.items() if not torch.allclose(found[name], value, rtol=1e-10, atol=1e-10)]
+
+
+def optimizer_state(contents: Contents) -> dict[str, Any]:
+    """By the parameters' names."""
+    shared = contents.parts["optimizer"]["shared"]
+    names = [name for group in shared["names"] for name in group]
+    return {names[number]: values for number, values in shared["state"]["state"].items()}
+
+
+def test_resumed_on_the_same_layout_is_bit_equal_to_undisturbed(eight: Any):
+    assert differing(eight["again"]["weights"], eight["undisturbed"]["weights"]) == []
+    assert eight["again"]["history"] == eight["undisturbed"]["history"]
+
+
+def test_gone_on_from_another_layout_the_numbers_are_those_of_one_device(eight: Any, four: Any, by_hand: Any):
+    assert far(eight["from one"]["weights"], by_hand) == []
+    assert far(four["line"]["weights"], by_hand) == []
+    assert four["line"]["history"]["loss"] == pytest.approx(eight["from one"]["history"]["loss"], rel=1e-10)
+
+
+def test_one_device_goes_on_from_a_pipeline(program: Any, folder: Path, four: Any, by_hand: Any):
+    found = program.trained("gpt2", str(folder), resumed_from="eight on four")
+
+    assert far(found["weights"], by_hand) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step", "needs"),
+    [("one", "one on eight", STEP, "eight"), ("line", "eight on four", LATER, "four")],
+)
+def test_a_checkpoint_that_another_layout_has_loaded_and_saved_is_the_same(
+    request: pytest.FixtureRequest, folder: Path, before: str, after: str, step: str, needs: str
+):
+    request.getfixturevalue(needs)
+    one, other = read_checkpoint(folder / before / step), read_checkpoint(folder / after / step)
+
+    assert differing(one.weights["model"], other.weights["model"]) == []
+    states = optimizer_state(one), optimizer_state(other)
+    assert states[0].keys() == states[1].keys()
+    assert "transformer.h.1.mlp.c_proj.bias" not in states[0]  # frozen
+    assert [name for name in states[0] if differing(states[0][name], states[1][name])] == []
+    groups = [contents.parts["optimizer"]["shared"]["state"]["param_groups"] for contents in (one, other)]
+    assert groups[0] == groups[1]
+    assert one.parts["scheduler"]["shared"] == other.parts["scheduler"]["shared"]
+
+
+def test_a_divided_optimizers_state_moves_between_layouts_too(folder: Path, four: Any):
+    one, other = (
+        read_checkpoint(folder / "bert on eight" / "step-00000001"),
+        read_checkpoint(folder / "bert on four" / "step-00000001"),
+    )
+
+    states = optimizer_state(one), optimizer_state(other)
+    assert states[0].keys() == states[1].keys()
+    assert "cls.predictions.bias" in states[0]  # tied; only one of its names has a state
+    assert "cls.predictions.decoder.bias" not in states[0]
+    assert [name for name in states[0] if differing(states[0][name], states[1][name])] == []
+
+
+def test_every_worker_writes_files_of_its_own(folder: Path, eight: Any):
+    files = {path.name.partition("-model")[0] for path in (folder / "kept" / STEP / "weights").iterdir()}
+    sizes = [path.stat().st_size for path in (folder / "kept" / STEP / "weights").glob("shard-0000[1-8]-*")]
+    whole = sum(value.nbytes for value in eight["undisturbed"]["weights"].values())
+
+    assert files >= {f"shard-0000{number}" for number in range(1, 9)}
+    assert max(sizes) < whole / 3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_one_file_is_what_from_pretrained_reads(program: Any, folder: Path, eight: Any, name: str):
+    module = program.build(name)
+    module.config.save_pretrained(folder / name)
+    loaded = type(module).from_pretrained(folder / name, dtype=torch.float64).eval()
+
+    with torch.no_grad():
+        logits = loaded(**program.batches()[0][0]).logits
+    assert torch.allclose(logits, eight[f"{name} predicted"], rtol=1e-10, atol=1e-10)
+    if name == "gpt2":
+        assert differing(loaded.state_dict(), eight["from one"]["weights"]) == []
+
+
+def test_a_checkpoint_exports_the_file_without_the_model(folder: Path, eight: Any):
+    ls.export_weights(folder / "bert on eight", folder / "exported.safetensors")
+    saved = load_file(folder / "bert" / "model.safetensors")
+
+    assert differing(load_file(folder / "exported.safetensors"), saved) == []
+
+
+def test_weights_that_were_loaded_are_everyones(eight: Any):
+    assert differing(eight["loaded"], eight["from one"]["weights"]) == []
+
+
+def test_a_worker_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path, start_job: Any):
+    workers = start_job(killed, str(tmp_path), workers=2)
+    workers[0].wait_for("saved")
+
+    assert workers[1].end() == -signal.SIGKILL
+    assert workers[0].end() != 0
+    assert "worker 1" in workers[0].error
+    assert ls.latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
+    assert read_checkpoint(tmp_path / "step-00000001").record.layout == "data=1, pipeline=1, tensor=2"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def killed(folder: str) -> None:
+    runpy.run_path(str(PROGRAM), run_name="parallel_checkpoints")["killed_while_saving"](folder)
+
+
+def test_a_lost_file_of_a_worker_is_told(folder: Path, eight: Any, tmp_path: Path):
+    source, copy = folder / "kept" / STEP, tmp_path / STEP
+    copy.mkdir()
+    for path in source.rglob("*"):
+        target = copy / path.relative_to(source)
+        target.mkdir() if path.is_dir() else target.write_bytes(path.read_bytes())
+    lost = next((copy / "weights").glob("shard-00003-*"))
+    lost.unlink()
+
+    with pytest.raises(CheckpointError, match=r"damaged \(weights/shard-00003.*No such file"):
+        read_checkpoint(copy)
+    record = json.loads((copy / "checkpoint.json").read_text())
+    del record["files"][f"weights/{lost.name}"]
+    (copy / "checkpoint.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="lacks a part of"):
+        ls.export_weights(copy, tmp_path / "model.safetensors")
