@@ -104,6 +104,14 @@ class Scores(Tensor):
         self.family[0] += 1
         return _divided(part, self.vocabulary, dim, self.family)
 
+    def forgotten(self) -> Scores:
+        """What ``detach_`` does: autograd forgets it and no value changes. A pipeline does so after a microbatch."""
+        self.part = self.part.detach()
+        if self.known_whole is not None:
+            self.known_whole = self.known_whole.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach_()
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -117,6 +125,8 @@ class Scores(Tensor):
             result = on_parts(func, *args, **given)
             if result is not NotImplemented:
                 return result
+        if func is Tensor.detach_:
+            return args[0].forgotten()
         name = getattr(func, "__name__", "")
         if (name in _CHANGES or (name.endswith("_") and not name.endswith("__"))) and args:
             _check_change(args[0])
