@@ -17,6 +17,11 @@ WORDS = 66  # no multiple of 4
 LAYERS = 4
 SIZES = (9, 8, 1, 5)  # the small ones leave microbatches, and whole replicas, without rows
 CLIP = 0.5
+PLACES = {
+    "bert": ("bert.encoder.layer", "attention.self.query", "output.dense"),
+    "gpt2": ("transformer.h", "attn.c_attn", "mlp.c_proj"),
+}
+"""Of models: the layers, and in each a place where tensor ranks hold parts, and one where all hold the same."""
 Batch = tuple[dict[str, Tensor], Tensor]
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "bert": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
@@ -95,16 +100,42 @@ def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
             "held": held,
             "history": history.history,
             "examples": [timing.examples for timing in history.timing],
-            "weights": {key: value.clone() for key, value in model.state_dict().items()},
+            "weights": copied(model.state_dict()),
+            "gradients": gradients(model),
             "evaluate": model.evaluate(batches(), verbose=0),
             "predict": model.predict([x for x, _ in batches()])["logits"],
         }
         model.load_state_dict({key: value * 2 for key, value in results["weights"].items()})
-        results["doubled"] = {key: value.clone() for key, value in model.state_dict().items()}
+        results["doubled"] = copied(model.state_dict())
         alike = strategy.workers.exchange("alike", [int(digest(results)[:12], 16)])
         results["all alike"] = len(set(alike)) == 1
     strategy.close()
     return results
+
+
+def gradients(model: ls.Model) -> dict[str, Tensor]:
+    """The whole model's at its weights of now, by name, as an optimizer's own hook sees them before the update."""
+    before = copied(model.state_dict())
+    seen: dict[int, Tensor] = {}
+
+    def shows_them(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, 1.0)
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        optimizer.register_step_pre_hook(lambda *_: seen.update({id(each): each.grad.clone() for each in trained}))
+        return optimizer
+
+    model.compile(shows_them, loss, metrics=metrics())
+    model.fit(batches()[:1], verbose=0)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.copy_(seen[id(parameter)])
+    gathered = copied(model.state_dict())  # a state is gathered whole, whatever its tensors hold
+    model.load_state_dict(before)
+    return gathered
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
 
 
 def digest(results: dict[str, Any]) -> str:
@@ -122,18 +153,20 @@ def dropped(name: str, grid: dict[str, Any]) -> dict[str, Any]:
     draws: dict[str, list[float]] = {"part": [], "whole": []}
     with strategy.scope():
         module = build(name, dropout=0.3)
-        for number in range(LAYERS):
-            layer = module.get_submodule(f"bert.encoder.layer.{number}")
-            layer.attention.self.query.register_forward_hook(lambda *_: draws["part"].append(torch.rand(()).item()))
-            layer.output.dense.register_forward_hook(lambda *_: draws["whole"].append(torch.rand(()).item()))
+        layers, part, whole = PLACES[name]
+        for layer in module.get_submodule(layers):
+            for kind, place in (("part", part), ("whole", whole)):
+                layer.get_submodule(place).register_forward_hook(
+                    lambda *_, kind=kind: draws[kind].append(torch.rand(()).item())
+                )
         model = ls.Model(strategy.parallelize(module))
         model.compile(OPTIMIZERS[name], loss)
         model.fit(batches(), epochs=1, verbose=0)
-        part = model.module
-        whole = [p for p in part.parameters() if id(p) not in part.divided]
+        held = model.module
+        alike = [p for p in held.parameters() if id(p) not in held.divided]
         seen = {
-            "weights": {key: value.clone() for key, value in model.state_dict().items()},
-            "whole": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest(),
+            "weights": copied(model.state_dict()),
+            "whole": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in alike)).hexdigest(),
             "draws": draws,
         }
     everyones = strategy._job.workers.exchange_bytes("seen", repr([seen["whole"], draws]).encode())
@@ -166,6 +199,9 @@ def one_device(name: str) -> dict[str, Any]:
                 cycle = 0
         losses.append(total / count)
         accuracies.append(right / count)
+    x, y = batches()[0]
+    loss(module(**x), y).mean().backward()
+    shown = {key: value.grad for key, value in module.named_parameters(remove_duplicate=False)}
     module.eval()
     with torch.no_grad():
         predicted = [module(**x).logits for x, _ in batches()]
@@ -174,6 +210,7 @@ def one_device(name: str) -> dict[str, Any]:
         "loss": losses,
         "accuracy": accuracies,
         "weights": module.state_dict(),
+        "gradients": shown,
         "predict": torch.cat(predicted),
         "evaluate": values.mean().item(),
         "size": sum(parameter.numel() for parameter in module.parameters()),
