@@ -70,7 +70,7 @@ def on_all(act: Callable[[GridWorkers], Any]) -> list[Any]:
     def body(index: int) -> Any:
         replica = GRID.place(index).replica
         job = ThreadJob(index, table, barrier)
-        return act(GridWorkers(job, replica=replica, speakers=GRID.speakers, chief=index == 0))
+        return act(GridWorkers(job, replica=replica, speakers=GRID.speakers(GRID.pipeline - 1), chief=index == 0))
 
     with ThreadPoolExecutor(4, thread_name_prefix="worker") as pool:
         return list(pool.map(body, range(4)))

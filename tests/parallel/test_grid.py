@@ -59,8 +59,8 @@ def test_who_belongs_together():
 
     assert grid.peers(5) == (5, 7)
     assert grid.members(1) == (2, 3, 6, 7)
-    assert grid.speakers == (4, 6)
-    assert Grid(tensor=4).speakers == (0,)
+    assert grid.speakers(1) == (4, 6)
+    assert Grid(tensor=4).speakers(0) == (0,)
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_would():

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import choose_pipelining
+from lockstep.parallel.microbatches import ScheduleName, check_layers, choose_pipelining
 from lockstep.parallel.split import check_split, split_layers
 
 
@@ -59,7 +59,66 @@ def test_without_a_number_there_are_two_microbatches_for_every_stage():
 
 
 def test_what_cannot_run_is_refused():
-    with pytest.raises(ConfigError, match="microbatches=2 leave some of 4 stages idle all the time; give at least 4"):
+    with pytest.raises(ConfigError, match="microbatches=2 leave some of 4 workers idle all the time; give at least 4"):
         choose_pipelining("1f1b", 2, 4)
-    with pytest.raises(ConfigError, match="schedule='zero' is unknown, or does not work yet; choose 1f1b or gpipe"):
+    with pytest.raises(ConfigError, match="schedule='zero' is unknown; choose 1f1b, gpipe, interleaved, zero_bubble, "):
         choose_pipelining("zero", None, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        ("1f1b", [(0,), (1,), (2,)]),
+        ("interleaved", [(0, 3), (1, 4), (2, 5)]),
+        ("zero_bubble", [(0, 3), (1, 4), (2, 5)]),
+        ("zero_bubble_v", [(0, 5), (1, 4), (2, 3)]),
+    ],
+)
+def test_which_stages_a_worker_holds(schedule: ScheduleName, stages: list[tuple[int, ...]]):
+    pipelining = choose_pipelining(schedule, None, 3)
+
+    assert [pipelining.stages_of(worker) for worker in range(3)] == stages
+    assert pipelining.last_worker == (0 if schedule == "zero_bubble_v" else 2)
+    assert choose_pipelining(schedule, None, 1).stages_of(0) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "each", "message"),
+    [
+        ("1f1b", None, 2, "stages_per_worker=2 goes with schedule='1f1b', which has one stage on each worker; choose"),
+        ("interleaved", None, 1, "stages_per_worker=1 is what schedule='1f1b' has; choose that, or give"),
+        ("zero_bubble_v", None, 3, "stages_per_worker=3 goes with schedule='zero_bubble_v', which has two"),
+        ("zero_bubble", None, 0, "stages_per_worker=0 is no number of stages; give one from 1"),
+        ("interleaved", 5, None, "microbatches=5 cannot be taken in equal rounds by 2 workers, .* give 4 or 6"),
+        ("zero_bubble", 7, None, "give 6 or 8"),
+    ],
+)
+def test_what_a_schedule_cannot_take_is_refused_with_what_it_can(
+    schedule: ScheduleName, microbatches: int | None, each: int | None, message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        choose_pipelining(schedule, microbatches, 2, each)
+
+
+def test_several_stages_are_about_pipelines():
+    with pytest.raises(ConfigError, match="stages_per_worker=2 is about pipelines, and pipeline=1 is none; leave it"):
+        choose_pipelining("interleaved", None, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "workers", "each", "layers", "fits"),
+    [
+        ("interleaved", 2, 3, 5, 'choose stages_per_worker up to 2 or schedule="1f1b" with pipeline up to 5'),
+        ("interleaved", 4, 2, 6, 'choose pipeline up to 3 or schedule="1f1b" with pipeline up to 6'),
+        ("zero_bubble", 2, 2, 3, 'choose stages_per_worker up to 1 or schedule="1f1b" with pipeline up to 3'),
+        ("zero_bubble_v", 3, 2, 5, 'choose pipeline up to 2 or schedule="1f1b" with pipeline up to 5'),
+    ],
+)
+def test_more_stages_than_layers_are_refused_with_what_fits(
+    schedule: ScheduleName, workers: int, each: int, layers: int, fits: str
+):
+    pipelining = choose_pipelining(schedule, None, workers, each)
+    check_layers(pipelining, workers * each)
+
+    with pytest.raises(ConfigError, match=f"{workers * each} stages, and the model has {layers} layers; {fits}"):
+        check_layers(pipelining, layers)

@@ -18,6 +18,8 @@ from lockstep.bench.scaling.rounds import Sample
 from lockstep.bench.scaling.run import measure_scaling
 from lockstep.bench.scaling.settings import ScalingSettings, parse_replicas, usual_replicas
 from lockstep.bench.scaling.works import RECIPES, Recipe
+from lockstep.cli.bench_pipeline import EXAMPLE as PIPELINE_EXAMPLE
+from lockstep.cli.bench_pipeline import pipeline_command
 from lockstep.cli.devices import take_devices
 from lockstep.cli.flags import config_parameters
 from lockstep.cli.output import check_file, check_folder
@@ -63,6 +65,7 @@ def bench_app() -> typer.Typer:
         help="Measure a recipe on one device and on N: speed, and where the time of a step goes.",
         epilog=BENCH_EXAMPLE,
     )
+    app.command("pipeline", epilog=PIPELINE_EXAMPLE)(pipeline_command())
     return app
 
 

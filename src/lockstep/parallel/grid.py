@@ -74,11 +74,13 @@ class Grid:
         """The workers that hold a copy of the model together, in ascending order."""
         return tuple(worker for worker in range(self.workers) if self.place(worker).replica == replica)
 
-    @property
-    def speakers(self) -> tuple[int, ...]:
-        """One worker per replica, in replica order, that has its outputs: the first tensor rank of the last stage."""
-        last = self.pipeline - 1
-        return tuple(self.worker(Place(stage=last, replica=replica, tensor=0)) for replica in range(self.data))
+    def speakers(self, stage: int) -> tuple[int, ...]:
+        """One worker per replica, in replica order: the first tensor rank at a place of the pipeline.
+
+        Args:
+            stage: the place that has the outputs, as a rule the last.
+        """
+        return tuple(self.worker(Place(stage=stage, replica=replica, tensor=0)) for replica in range(self.data))
 
     def __str__(self) -> str:
         return f"data={self.data}, pipeline={self.pipeline}, tensor={self.tensor}"

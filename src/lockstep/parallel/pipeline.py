@@ -8,21 +8,23 @@ All workers of the replica see the same shard, so inputs beside the hidden state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_map, tree_unflatten
 
+from lockstep.collectives.values import exchange_values
+from lockstep.collectives.workers import Workers
 from lockstep.errors import DataError
-from lockstep.parallel.microbatches import Pipelining, ScheduleName
+from lockstep.parallel.microbatches import Pipelining
+from lockstep.parallel.schedules import Schedule, make_schedule, without_its_log
 from lockstep.parallel.stage import Stage
+from lockstep.parallel.timetable import Action, ActionKind, Slot, Timetable
+from lockstep.parallel.worker_stage import Notes, WorkerStage
 
-_KINDS: Mapping[ScheduleName, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 Examine = Callable[[Any, slice], Tensor]
 """Given the outputs for some rows of a shard: the scalar to back-propagate."""
 _WORDS = "input_ids"
@@ -33,83 +35,110 @@ class Pipeline:
     """The schedules of one model on this worker.
 
     Args:
-        stage: this worker's.
-        number: which one it is.
-        stages: how many there are.
-        group: the workers of all stages of this part of the model, in the order of the stages.
+        stages: this worker's, in the order of their numbers.
         pipelining: the schedule, and the number of microbatches.
+        group: the workers of all stages of this part of the model, in the order of the pipeline.
         hidden: the width of the hidden states.
         dtype: of the hidden states.
+
+    Attributes:
+        pipelining: the settings.
+        settle: called after each backward pass: schedules that divide it leave gradients that autograd tells nobody of.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        *,
-        number: int,
-        stages: int,
-        group: dist.ProcessGroup,
+        stages: Sequence[Stage],
         pipelining: Pipelining,
+        *,
+        group: dist.ProcessGroup,
         hidden: int,
         dtype: torch.dtype,
     ) -> None:
-        self._stage = stage
-        self._number, self._stages, self._group = number, stages, group
-        self._kind, self._microbatches = _KINDS[pipelining.schedule], pipelining.microbatches
+        self._stages, self._group = tuple(stages), group
+        self.pipelining = pipelining
+        self.settle: Callable[[], None] = _nothing
         self._hidden, self._dtype = hidden, dtype
-        self._ready: dict[tuple[Any, ...], PipelineScheduleSingle] = {}
+        self._ready: dict[tuple[Any, ...], Schedule] = {}
         self._examine: Examine | None = None
         self._rows = 0
+        self._notes = Notes()
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the model's outputs."""
-        return self._number == self._stages - 1
+        """Whether this worker has the model's outputs."""
+        return any(stage.last for stage in self._stages)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What this worker did in the last pass, and when, in seconds of ``time.perf_counter()``."""
+        return tuple(self._notes.slots)
 
     def train(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward and backward of a shard. All stages must call it, with the same shard of at least one row.
+        """Forward and backward of a shard. All workers must call it, with the same shard of at least one row.
 
         Args:
             x: the model's keyword arguments, "input_ids" among them.
             rows: of the shard.
-            examine: called on the last stage for each microbatch that has rows.
+            examine: called where the outputs are, for each microbatch that has rows.
         """
-        self._pass(x, rows, examine, self._kind, backward=True)
+        self._pass(x, rows, examine, backward=True)
+        self.settle()
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward of a shard. All stages must call it."""
-        self._pass(x, rows, examine, ScheduleGPipe, backward=False)
+        """Forward of a shard. All workers must call it."""
+        self._pass(x, rows, examine, backward=False)
 
-    def _pass(self, x: Any, rows: int, examine: Examine, kind: type[PipelineScheduleSingle], *, backward: bool) -> None:
+    def timetable(self, line: Workers) -> Timetable:
+        """When all workers did what in the last pass, on each one's own clock. All of them must call it.
+
+        Args:
+            line: the workers, in the order of the pipeline.
+        """
+        own = [
+            [slot.action.kind, slot.action.stage, slot.action.microbatch, slot.begin, slot.end] for slot in self.slots
+        ]
+        every = exchange_values(line, "the timetable", own)
+        return Timetable(workers=tuple(tuple(_slot(*each) for each in slots) for slots in every))
+
+    def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         words, named = _arguments(x)
-        part = -(-rows // self._microbatches)
-        words, named = tree_map(lambda leaf: _filled(leaf, rows, part * self._microbatches), (words, named))
-        schedule = self._schedule(kind, (part, *words.shape[1:]), words.dtype, backward=backward)
+        microbatches = self.pipelining.microbatches
+        part = -(-rows // microbatches)
+        words, named = tree_map(lambda leaf: _filled(leaf, rows, part * microbatches), (words, named))
+        schedule = self._schedule((part, *words.shape[1:]), words.dtype, backward=backward)
         self._examine, self._rows = examine, rows
-        given = (words,) if self._number == 0 else ()
+        self._notes.slots.clear()
+        given = (words,) if self._stages[0].first else ()
         target = torch.arange(len(words)) if self.is_last else None
         real = torch.arange(len(words)) < rows
         run = schedule.step if backward else schedule.eval
+        losses: list[Tensor] | None = [] if self.is_last else None
         try:
-            run(*given, target=target, losses=[] if self.is_last else None, return_outputs=False, real=real, **named)
+            with without_its_log():
+                run(*given, target=target, losses=losses, return_outputs=False, real=real, **named)
         finally:
             self._examine = None
 
-    def _schedule(
-        self, kind: type[PipelineScheduleSingle], shape: tuple[int, ...], words: torch.dtype, *, backward: bool
-    ) -> PipelineScheduleSingle:
+    def _schedule(self, shape: tuple[int, ...], words: torch.dtype, *, backward: bool) -> Schedule:
         """The schedule for microbatches of this shape; its buffers are kept for the shapes that came last."""
-        key = (kind, shape, backward)
+        key = (shape, backward)
         ready = self._ready.pop(key, None)
         if ready is None:
             hidden = torch.empty(*shape, self._hidden, dtype=self._dtype, device="meta", requires_grad=backward)
-            takes = torch.empty(shape, dtype=words, device="meta") if self._number == 0 else hidden
-            # With the shapes known, torch's stages need not run a microbatch to find them. The last one sends nothing.
-            made = PipelineStage(
-                self._stage, self._number, self._stages, torch.device("cpu"),
-                input_args=takes, output_args=hidden, group=self._group,
-            )  # fmt: skip
-            ready = kind(made, self._microbatches, loss_fn=self._loss, scale_grads=False)
+            first = torch.empty(shape, dtype=words, device="meta")
+            made = [
+                WorkerStage(
+                    stage,
+                    self.pipelining.stages,
+                    group=self._group,
+                    takes=first if stage.first else hidden,
+                    gives=hidden,
+                    notes=self._notes,
+                )
+                for stage in self._stages
+            ]
+            ready = make_schedule(self.pipelining, made, self._loss, backward=backward)
             while len(self._ready) >= _MOST_KEPT:
                 self._ready.pop(next(iter(self._ready)))
         self._ready[key] = ready
@@ -120,9 +149,19 @@ class Pipeline:
         begin, end = int(numbers[0]), min(int(numbers[-1]) + 1, self._rows)
         if begin >= end or self._examine is None:
             return leaves[0].sum() * 0.0
-        spec = self._stage.outputs
+        spec = self._stages[-1].outputs
         outputs = tree_unflatten(list(leaves), spec) if spec is not None else leaves
-        return self._examine(outputs, slice(begin, end))
+        loss = self._examine(outputs, slice(begin, end))
+        self._notes.prolong()
+        return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
+
+
+def _nothing() -> None:
+    """Of a pipeline that nobody waits for."""
+
+
+def _slot(kind: ActionKind, stage: int, microbatch: int, begin: float, end: float) -> Slot:
+    return Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
 
 
 def _arguments(x: Any) -> tuple[Tensor, dict[str, Any]]:

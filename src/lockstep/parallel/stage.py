@@ -1,18 +1,18 @@
-"""One stage of a model: its own layers, and the model's own code around them.
+"""The stages of a model that a worker holds: their own layers, and the model's own code around them.
 
     first stage     words -> layers 0..k                          \\
     others          what the stage before gave -> layers k+1..m     hidden states to the next stage
     last stage      ... -> final norm -> head                     /  the model's outputs
 
-The module stays whole in its names: a layer of another stage lets the hidden states through, and holds no weights. So
-the model's own ``forward`` runs on every stage, with its masks and positions, from the hidden states it is handed as
-``inputs_embeds``.
+The module stays whole in its names: a layer of another worker's stage lets the hidden states through, and holds no
+weights; one of another stage of this worker lets them through when it is not that stage's turn. So the model's own
+``forward`` runs in every stage, with its masks and positions, from the hidden states it is handed as ``inputs_embeds``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lockstep.parallel.families import Family, HasConfig, known_family
+from lockstep.parallel.microbatches import Pipelining, check_layers
 from lockstep.parallel.split import check_split, split_layers
+from lockstep.parallel.turns import Turn
 
 PipelineSplit = Literal["auto"] | Sequence[int]
 """The number of layers of each stage, or "auto"."""
@@ -54,26 +56,49 @@ class Nothing(nn.Module):
 
 
 class Stage(nn.Module):
-    """A worker's stage as torch's pipelining calls it.
+    """A stage as torch's pipelining calls it.
 
     Args:
-        model: cut down to this stage by ``cut``.
+        model: cut down to this worker's stages by ``cut``.
         base: its body, which is the model itself where it has no head.
-        first: whether it begins with the words.
-        last: whether it ends with the model's outputs.
+        parts: the modules of the model that are this stage's own.
+        number: which stage it is.
+        stages: how many there are in all.
+        turn: of this worker's stages.
 
     Attributes:
+        number: which stage it is.
+        first: whether it begins with the words.
+        last: whether it ends with the model's outputs.
         outputs: the structure of the model's outputs, whose tensors the last stage returns.
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, *, first: bool, last: bool) -> None:
+    def __init__(
+        self, model: nn.Module, base: nn.Module, parts: Sequence[nn.Module], *, number: int, stages: int, turn: Turn
+    ) -> None:
         super().__init__()
         self.model = model
-        self._base = (base,)
-        self._first, self._last = first, last
-        self._accepted = frozenset(inspect.signature((model if last else base).forward).parameters)
+        self._base, self._parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
+        self._turn = turn
+        self.number = number
+        self.first, self.last = number == 0, number == stages - 1
+        self._accepted = frozenset(inspect.signature((model if self.last else base).forward).parameters)
         self._dtype = next(model.parameters()).dtype
         self.outputs: TreeSpec | None = None
+
+    def take_turn(self) -> None:
+        """Has the model's parts work for this stage from now on; whoever computes with it must call it before."""
+        self._turn.stage = self.number
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The modules of the model that are this stage's own."""
+        return self._parts
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this stage alone: schedules that divide the backward pass look at each, for each microbatch."""
+        found = {id(each): each for part in self._parts for each in part.parameters(recurse)}
+        return iter(found.values())
 
     def forward(self, incoming: Tensor, *, real: Tensor | None = None, **named: Any) -> Any:
         """The next stage's hidden states, or the tensors of the model's outputs.
@@ -84,25 +109,26 @@ class Stage(nn.Module):
                 out before the model sees them, since its outputs need not have a row for each; it keeps one at least.
             named: the model's other arguments.
         """
-        if self._last and real is not None:
+        if self.last and real is not None:
             incoming, named = _first_rows(incoming, named, max(1, int(real.sum())))
         given = {name: value for name, value in named.items() if name in self._accepted}
-        if self._first:
+        if self.first:
             given["input_ids"] = incoming
         else:
             given.pop("token_type_ids", None)  # they were added on the first stage
             given["inputs_embeds"] = incoming
         if "use_cache" in self._accepted:
             given["use_cache"] = False
-        if not self._last:
+        if not self.last:
             hidden: Tensor = getattr(self._base[0](**given), _HEADLESS)
-            return hidden.to(self._dtype)  # autocast may give another one, and the next stage waits for this one
+            hidden = hidden.to(self._dtype)  # autocast may give another one, and the next stage waits for this one
+            return hidden.clone() if hidden._is_view() else hidden  # torch detaches it in place, which a view refuses
         leaves, self.outputs = tree_flatten(self.model(**given))
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def cut(module: nn.Module, split: PipelineSplit, stages: int, stage: int) -> Stage:
-    """Cuts a model down to one of its stages, in place.
+def cut(module: nn.Module, split: PipelineSplit, pipelining: Pipelining, worker: int) -> tuple[Stage, ...]:
+    """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers.
 
     Raises:
         ConfigError: a model of no known family, or a split that does not fit its layers.
@@ -110,24 +136,52 @@ def cut(module: nn.Module, split: PipelineSplit, stages: int, stage: int) -> Sta
     family = known_family(module, 'pipeline_split="auto"')
     prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
     base = module.get_submodule(prefix) if prefix in dict(module.named_children()) else module
-    layers = base.get_submodule(family.layers)
-    counts = _counts(module, base, family, split, stages)
+    counts = _counts(module, base, family, split, pipelining)
+    cutting = _Cutting(pipelining.stages_of(worker))
+    _cut_layers(base.get_submodule(family.layers), counts, cutting)
+    first, last = 0, pipelining.stages - 1
+    for name, kind in family.begins.items():
+        cutting.leave(base, name, first, STANDINS[kind]())
+    for name in family.ends:
+        cutting.leave(base, name, last, Through())
+    if base is not module:
+        for name in [name for name, child in module.named_children() if child is not base]:
+            cutting.leave(module, name, last, nn.Identity())
+    return tuple(
+        Stage(module, base, parts, number=number, stages=pipelining.stages, turn=cutting.turn)
+        for number, parts in cutting.parts.items()
+    )
+
+
+class _Cutting:
+    """Leaves of a model what belongs to this worker's stages.
+
+    Args:
+        own: the numbers of these stages.
+    """
+
+    def __init__(self, own: Sequence[int]) -> None:
+        self.parts: dict[int, list[nn.Module]] = {number: [] for number in own}
+        self.turn = Turn()
+
+    def leave(self, owner: nn.Module, name: str, stage: int, otherwise: nn.Module) -> None:
+        """Leaves a part where its stage is this worker's, and puts ``otherwise`` in its place elsewhere."""
+        part = dict(owner.named_children()).get(name)
+        if part is None:
+            return
+        if stage not in self.parts:
+            setattr(owner, name, otherwise)
+            return
+        self.parts[stage].append(part)
+        if len(self.parts) > 1:
+            self.turn.give(part, stage, otherwise)
+
+
+def _cut_layers(layers: nn.Module, counts: Sequence[int], cutting: _Cutting) -> None:
     ends = list(accumulate(counts))
-    own = range(ends[stage] - counts[stage], ends[stage])
     for number, (name, _) in enumerate(list(layers.named_children())):
-        if number not in own:
-            setattr(layers, name, Through())
-    first, last = stage == 0, stage == stages - 1
-    if not first:
-        for name, kind in family.begins.items():
-            _replace(base, name, STANDINS[kind]())
-    if not last:
-        for name in family.ends:
-            _replace(base, name, Through())
-        for name, child in list(module.named_children()):
-            if child is not base and base is not module:
-                setattr(module, name, nn.Identity())
-    return Stage(module, base, first=first, last=last)
+        stage = next(stage for stage, end in enumerate(ends) if number < end)
+        cutting.leave(layers, name, stage, Through())
 
 
 def _first_rows(incoming: Tensor, named: dict[str, Any], rows: int) -> tuple[Tensor, dict[str, Any]]:
@@ -140,17 +194,15 @@ def _first_rows(incoming: Tensor, named: dict[str, Any], rows: int) -> tuple[Ten
 STANDINS: dict[str, type[nn.Module]] = {"handed": Handed, "nothing": Nothing, "through": Through}
 
 
-def _replace(base: nn.Module, name: str, by: nn.Module) -> None:
-    if name in dict(base.named_children()) and base.get_submodule(name) is not None:
-        setattr(base, name, by)
-
-
-def _counts(module: nn.Module, base: nn.Module, family: Family, split: PipelineSplit, stages: int) -> tuple[int, ...]:
+def _counts(
+    module: nn.Module, base: nn.Module, family: Family, split: PipelineSplit, pipelining: Pipelining
+) -> tuple[int, ...]:
     layers = [_cost(layer) for layer in base.get_submodule(family.layers).children()]
+    check_layers(pipelining, len(layers))
     if isinstance(split, str):
         heads = [module.get_submodule(name) for name in family.heads if name in dict(module.named_modules())]
-        return split_layers(layers, stages, after=float(sum(map(_cost, heads))))
-    return check_split(split, stages, len(layers))
+        return split_layers(layers, pipelining.stages, after=float(sum(map(_cost, heads))))
+    return check_split(split, pipelining.stages, len(layers))
 
 
 def _cost(module: nn.Module) -> float:

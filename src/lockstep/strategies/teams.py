@@ -33,17 +33,19 @@ class Teams:
     line: Workers | None = None
     twin: Workers | None = None
 
-    def replicas(self, ends_with: Sequence[Callable[[], None]]) -> GridWorkers:
+    def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> GridWorkers:
         """The replicas, each seen as one worker.
 
         Args:
+            last: the place in the line of the worker that has the outputs.
             ends_with: what ends before the teams, and these before the job.
         """
         return GridWorkers(
             self.job,
             replica=self.place.replica,
-            speakers=self.grid.speakers,
+            speakers=self.grid.speakers(last),
             chief=self.job.is_chief,
+            layout="" if self.job.alone else str(self.grid),
             ends_with=[*ends_with, self._close],
         )
 

@@ -1,0 +1,32 @@
+"""Draws the pictures of schedules.md from torch's own schedules: ``python docs/draw_schedules.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.parallel.microbatches import SCHEDULES, choose_pipelining
+from lockstep.parallel.schedules import orders_of
+from lockstep.parallel.timetable import timetable
+from lockstep.report.schedule_picture import Scale, draw_timetable
+
+WORKERS, MICROBATCHES = 4, 8
+FOLDER = Path(__file__).parent / "schedules"
+
+
+def pictures() -> dict[str, str]:
+    """The name of each file and what is in it; all have one scale, so that their lengths compare."""
+    orders = {name: orders_of(choose_pipelining(name, MICROBATCHES, WORKERS)) for name in SCHEDULES}
+    tables = {name: timetable(order) for name, order in orders.items()}
+    scale = Scale(length=max(table.length for table in tables.values()))
+    return {
+        f"{name}.svg": draw_timetable(
+            table, scale, title=f"{name}: {WORKERS} workers, {MICROBATCHES} microbatches, {table.bubble:.1%} idle"
+        )
+        for name, table in tables.items()
+    }
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in pictures().items():
+        (FOLDER / file).write_text(text)

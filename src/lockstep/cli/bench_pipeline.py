@@ -1,0 +1,77 @@
+"""``lockstep bench pipeline``: schedules of a pipeline, measured beside what theory says of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.bench.machine import this_machine
+from lockstep.bench.pipeline.report import pipeline_files, terminal_table, write_pipeline_report
+from lockstep.bench.pipeline.run import measure_pipeline
+from lockstep.bench.pipeline.settings import PipelineSettings, parse_schedules
+from lockstep.bench.pipeline.trial import Sample
+from lockstep.cli.flags import config_parameters
+from lockstep.cli.output import check_file, check_folder
+from lockstep.extras import require
+from lockstep.parallel.microbatches import SCHEDULES
+from lockstep.parallel.timetable import textbook_bubble
+
+EXAMPLE = "Example: lockstep bench pipeline --workers 2 --schedules 1f1b,zero_bubble"
+
+SchedulesFlag = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,NAME", help=f"Some of {', '.join(SCHEDULES)}. Without it: all.", show_default=False),
+]
+OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Where Markdown, JSON and the picture are put.")]
+
+
+def pipeline_command() -> Callable[..., Callable[[], int]]:
+    """The command, with a flag for every setting."""
+    measured = [p for p in config_parameters(PipelineSettings) if p.name != "schedules"]
+    places = list(inspect.signature(_places, eval_str=True).parameters.values())
+
+    def command(*, schedules: str | None, output: Path, **flags: Any) -> Callable[[], int]:
+        settings = PipelineSettings(schedules=parse_schedules(schedules), **flags)
+        return lambda: _measure(settings, output.expanduser())
+
+    parameters = [*places, *measured]
+    command.__doc__ = "Measure how long the workers of a pipeline are idle under each schedule, beside theory."
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _places(*, schedules: SchedulesFlag = None, output: OutputFlag = Path("runs/pipeline")) -> None:
+    """The flags that no config documents."""
+
+
+def _measure(settings: PipelineSettings, output: Path) -> int:
+    # What would fail at the end fails now:
+    require("transformers", "text")
+    check_folder(output)
+    planned = pipeline_files(output, date=date.today().isoformat(), cores=this_machine().cores)
+    for file in (planned.markdown, planned.json, planned.picture):
+        check_file(file)
+    usual = textbook_bubble(settings.workers, settings.microbatches)
+    print(f"S={settings.workers} workers, M={settings.microbatches} microbatches: (S-1)/(M+S-1) = {usual:.1%}\n")
+    result = measure_pipeline(settings, output=output, progress=_say)
+    print(f"\n{terminal_table(result)}\n")
+    files = write_pipeline_report(output, result)
+    print(f"table   {files.markdown}\nactions {files.json}\npicture {files.picture}")
+    return 0
+
+
+def _say(sample: Sample, done: int, planned: int) -> None:
+    bubble = median(step.bubble for step in sample.steps)
+    length_ms = 1000 * median(step.length for step in sample.steps)
+    print(
+        f"{done:3d}/{planned}  round {sample.round + 1}  {sample.schedule:<13}  {length_ms:8.1f} ms a step  "
+        f"idle {bubble:6.1%}",
+        flush=True,
+    )

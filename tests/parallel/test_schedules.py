@@ -1,0 +1,68 @@
+"""torch's schedules by our names: what each worker does, whether it can be done, and the pictures of the docs."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.parallel.microbatches import SCHEDULES, ScheduleName, choose_pipelining
+from lockstep.parallel.schedules import orders_of
+from lockstep.parallel.timetable import Timetable, textbook_bubble, timetable
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXTBOOK: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
+
+
+def table(schedule: ScheduleName, microbatches: int, workers: int, each: int | None = None) -> Timetable:
+    return timetable(orders_of(choose_pipelining(schedule, microbatches, workers, each)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("microbatches", "workers"), [(2, 2), (4, 2), (8, 4), (6, 3), (5, 5)])
+def test_every_worker_does_each_microbatch_once_in_its_own_stages(
+    schedule: ScheduleName, microbatches: int, workers: int
+):
+    pipelining = choose_pipelining(schedule, microbatches, workers)
+    orders = orders_of(pipelining)
+    kinds = ("forward", "inputs", "weights") if schedule.startswith("zero") else ("forward", "backward")
+
+    for worker, order in enumerate(orders):
+        assert sorted((each.kind, each.stage, each.microbatch) for each in order) == sorted(
+            (kind, stage, microbatch)
+            for kind in kinds
+            for stage in pipelining.stages_of(worker)
+            for microbatch in range(microbatches)
+        )
+    assert timetable(orders).length >= 3 * microbatches  # nobody waits in a circle
+
+
+@pytest.mark.parametrize("schedule", TEXTBOOK)
+@pytest.mark.parametrize(("microbatches", "workers"), [(2, 2), (8, 4), (5, 3)])
+def test_gpipe_and_1f1b_have_the_bubble_of_the_textbook(schedule: ScheduleName, microbatches: int, workers: int):
+    assert table(schedule, microbatches, workers).bubble == pytest.approx(textbook_bubble(workers, microbatches))
+
+
+def test_every_further_schedule_has_a_smaller_bubble():
+    bubbles = {schedule: table(schedule, 8, 4).bubble for schedule in SCHEDULES}
+
+    assert bubbles["zero_bubble_v"] <= bubbles["zero_bubble"] < bubbles["interleaved"] < bubbles["1f1b"]
+    # Narayanan et al. 2021, section 2.2: of the ideal time (S-1)/(v M), so here 3/16.
+    assert bubbles["interleaved"] == pytest.approx((3 / 16) / (1 + 3 / 16))
+    assert table("interleaved", 8, 4, 4).bubble < bubbles["interleaved"]
+    assert table("zero_bubble", 8, 4, 1).bubble < bubbles["1f1b"]
+
+
+def test_the_pictures_of_the_docs_are_those_of_the_schedules():
+    drawing: Any = SimpleNamespace(**runpy.run_path(str(DOCS / "draw_schedules.py"), run_name="drawing"))
+    drawn = drawing.pictures()
+
+    kept = {path.name: path.read_text() for path in (DOCS / "schedules").glob("*.svg")}
+    assert kept == drawn, "run python docs/draw_schedules.py"
+    page = (DOCS / "schedules.md").read_text()
+    for schedule in SCHEDULES:
+        assert f"(schedules/{schedule}.svg)" in page
+        assert f"| `{schedule}` | {100 * table(schedule, drawing.MICROBATCHES, drawing.WORKERS).bubble:.1f}% |" in page

@@ -1,0 +1,80 @@
+"""Models cut into stages, one after another in this process: together they are the model."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from lockstep.errors import ConfigError
+from lockstep.parallel.microbatches import ScheduleName, choose_pipelining
+from lockstep.parallel.stage import PipelineSplit, Stage, cut
+
+WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)
+
+
+def build(name: str, layers: int = 5) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "bert":
+        config: Any = transformers.BertConfig(
+            vocab_size=20, hidden_size=8, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=8,
+        )  # fmt: skip
+        return transformers.BertForMaskedLM(config).eval()
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=20, hidden_size=8, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=8,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).eval()
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=layers, n_head=2, n_positions=8)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def stages_of(module: nn.Module, schedule: ScheduleName, split: PipelineSplit = "auto") -> list[Stage]:
+    """Of all workers, in their order."""
+    pipelining = choose_pipelining(schedule, None, 2)
+    found = [stage for worker in range(2) for stage in cut(deepcopy(module), split, pipelining, worker)]
+    return sorted(found, key=lambda stage: stage.number)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble_v"])
+def test_one_after_another_they_are_the_model(name: str, schedule: ScheduleName):
+    module = build(name)
+    hidden: Any = WORDS
+    stages = stages_of(module, schedule)
+    for stage in stages:
+        stage.take_turn()
+        hidden = stage(hidden, attention_mask=MASK)
+
+    spec = stages[-1].outputs
+    assert spec is not None
+    logits: Tensor = tree_unflatten(list(hidden), spec).logits
+    assert torch.allclose(logits, module(input_ids=WORDS, attention_mask=MASK, use_cache=False).logits, atol=1e-6)
+
+
+def test_the_stages_of_a_worker_are_parts_of_one_module_with_its_plain_names():
+    module = build("bert")
+    first, last = cut(module, [1, 1, 2, 1], choose_pipelining("zero_bubble_v", None, 2), 0)
+
+    assert first.model is last.model is module
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    assert {name.split(".")[3] for name in names if ".layer." in name} == {"0", "4"}
+    own, others = ({id(each) for each in stage.parameters()} for stage in (first, last))
+    assert own | others == {id(each) for each in module.parameters()}
+    tied = module.get_parameter("cls.predictions.decoder.weight")
+    assert own & others == {id(tied)}  # the words, which the head shares
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ConfigError, match="2 stages on each worker is 4 stages, and the model has 3 layers; choose"):
+        stages_of(build("gpt2", 3), "interleaved")
+    with pytest.raises(ConfigError, match=r"pipeline_split=\(2, 3\) does not divide 5 layers into 4 stages"):
+        stages_of(build("gpt2"), "interleaved", [2, 3])
