@@ -47,11 +47,16 @@ def mirror_module(
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
-        ConfigError: no such memory format.
+        ConfigError: no such memory format; a module on the meta device.
         ClusterError: another worker has another module.
     """
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
+    if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+        raise ConfigError(
+            f"{type(module).__name__} is on the meta device and has no numbers yet; ls.ParallelStrategy gives such a "
+            'model its first ones, for any other make it outside torch.device("meta")'
+        )
     if sync_batchnorm:
         module = convert_sync_batch_norm(module)
     module.to(devices[0].torch_device)

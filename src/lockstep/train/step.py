@@ -19,10 +19,12 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult, Totals
+from lockstep.parallel.scores import holds_divided, scores_stay_divided
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpack_labelled
 from lockstep.train.job import Job
 from lockstep.train.loss import loss_sums, no_examples
+from lockstep.train.metrics import gather_states
 from lockstep.train.precision import Precision
 
 Count = Tensor | float
@@ -83,7 +85,7 @@ def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, ro
     # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
     if rows or job.module.has_sync_batchnorm:
         batch = unpack_labelled(item)
-        with job.precision.autocast():
+        with job.precision.autocast(), scores_stay_divided():
             outputs = call_module(job.module, batch.x)
             total, count = _sums(job, outputs, batch, rows)
         _update_metrics(state, outputs, batch, rows)
@@ -101,7 +103,7 @@ def _train_in_stages(job: Job, pipeline: Pipelined, state: ReplicaState, item: A
         return 0.0, 0.0
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(job, state, batch)
-    with job.precision.autocast():
+    with job.precision.autocast(), scores_stay_divided():
         pipeline.train(batch.x, rows, sums.examine)
     return sums.total, sums.count
 
@@ -135,10 +137,10 @@ def evaluate_step(job: Job, state: ReplicaState, item: Any) -> StepOutput:
     batch = unpack_labelled(item)
     if job.module.pipeline is not None:
         sums = _MicrobatchSums(job, state, batch)
-        with job.precision.autocast():
+        with job.precision.autocast(), scores_stay_divided():
             job.module.pipeline.evaluate(batch.x, rows, sums.examine)
         return StepOutput(rows=rows, total=sums.total, count=sums.count)
-    with job.precision.autocast():
+    with job.precision.autocast(), scores_stay_divided():
         outputs = call_module(job.module, batch.x)
         total, count = _sums(job, outputs, batch, rows)
     _update_metrics(state, outputs, batch, rows)
@@ -200,9 +202,12 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
     if not rows or not state.metrics:
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+    divided = holds_divided(detached)
     for name, metric in state.metrics.items():
         try:
             metric.update(detached, batch.y)
+            if divided:
+                gather_states(metric)
         except Exception as error:
             error.add_note(f"metric {name!r}, updated with (outputs, targets)")
             raise
