@@ -21,6 +21,7 @@ from lockstep.errors import UsageError
 
 pytestmark = pytest.mark.workers
 
+LIMIT_S = 170
 WORDS = {"uneven": 10, "some without": 5}  # among four: 3, 3, 3, 1 and 2, 2, 1, 0
 ROWS, TOKENS = 3, 4
 
@@ -168,7 +169,7 @@ def gathers() -> Iterator[list[int]]:
 def found(start_module_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     path: Path = tmp_path_factory.mktemp("scores") / "found.pt"
     job = start_module_job(use, "index", str(path), workers=4)
-    assert [worker.end() for worker in job] == [0] * 4, job[0].errors
+    assert [worker.end(limit_s=LIMIT_S) for worker in job] == [0] * 4, job[0].errors
     result: dict[Any, Any] = torch.load(path, weights_only=False)
     return result
 

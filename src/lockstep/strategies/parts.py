@@ -18,12 +18,17 @@ from lockstep.mirroring.holding import Holding, Pipelined
 from lockstep.mirroring.mirror import signature
 from lockstep.mirroring.updaters import ELEMENTWISE
 from lockstep.parallel.draws import OwnDraws
+from lockstep.parallel.families import known_family
+from lockstep.parallel.family_names import Names
+from lockstep.parallel.first_weights import FirstWeights
 from lockstep.parallel.mesh import GridMesh
 from lockstep.parallel.microbatches import Pipelining
 from lockstep.parallel.part import PartModule
 from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.sequences import DividedSequences
+from lockstep.parallel.shares import fill
 from lockstep.parallel.stage import PipelineSplit, Stage, cut
-from lockstep.parallel.tensor_plan import TensorPlan, divide_layers, ties_of
+from lockstep.parallel.tensor_plan import WHOLE, Division, TensorPlan, divide_layers, ties_of
 from lockstep.strategies.teams import Teams
 
 
@@ -34,7 +39,10 @@ class ModelParts(Holding):
         teams: the workers.
         mesh: of all; None where there is one worker.
         pipelining: how pipelines run.
+        shard_parameters: whether each replica holds a share of the weights.
         own: the generator from which this worker draws for what it alone holds.
+        sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
+        seed: from which the first weights of models on the meta device are drawn; the same on every worker.
     """
 
     def __init__(
@@ -43,11 +51,17 @@ class ModelParts(Holding):
         mesh: GridMesh | None,
         *,
         pipelining: Pipelining,
+        shard_parameters: bool,
         own: torch.Generator,
+        seed: int,
+        sequence_parallel: bool = False,
     ) -> None:
         self._teams, self._grid, self._place, self._mesh = teams, teams.grid, teams.place, mesh
         self._pipelining = pipelining
+        self._shard_parameters = shard_parameters and teams.grid.data > 1
         self._draws = OwnDraws(own)
+        self._seed, self._drawn = seed, 0
+        self._sequence_parallel = sequence_parallel
         self._parts: WeakValueDictionary[int, PartModule] = WeakValueDictionary()
 
     def peers(self, workers: Workers) -> Workers:
@@ -62,6 +76,11 @@ class ModelParts(Holding):
     def parts(self) -> bool:
         """Where there are several workers."""
         return self._mesh is not None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Where they are divided among several replicas."""
+        return self._shard_parameters
 
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         """The schedules of a part that is one stage of several."""
@@ -115,34 +134,66 @@ class ModelParts(Holding):
         return frozenset().union(*(part.divided for part in self._parts.values()))
 
     def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> PartModule:
-        agree(self._teams.job, "the model", signature(module))
-        with torch.no_grad():
-            self._teams.job.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
+        first = self._first_weights(module)
         if self._mesh is None:
+            _fill(module, first, WHOLE)
             return PartModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
-        stage = cut(module, split, self._grid.pipeline, self._place.stage) if self._grid.pipeline > 1 else None
-        division = divide_layers(module, plan, self._mesh.mesh["tensor"])
+        sequences = self._sequences_of(module, plan, self._mesh)
+        several = self._grid.pipeline > 1
+        stages = cut(module, split, self._pipelining, self._place.stage) if several else ()
+        division = divide_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
+        if sequences is not None:
+            sequences.bound([stage.parts for stage in stages] or [module.modules()])
+        _fill(module, first, division)
         self._draws.give(module, division.apart, division.together)
-        if stage is None:
-            return PartModule(module, division, names=names)
+        if self._shard_parameters:
+            from lockstep.parallel.full_sharding import shard_fully  # torch's FSDP, which few ask for
+
+            shard_fully(module, self._mesh.mesh["data"])
+        if not stages:
+            return PartModule(module, division, names=names, ties=ties)
         return PartModule(
             module,
             division,
             names=names,
+            ties=ties,
             line=self._teams.line,
             tied=self._tied_of(module, ties),
-            pipeline=self._pipeline_of(module, stage, self._mesh),
+            pipeline=self._pipeline_of(module, stages, self._mesh),
         )
 
-    def _pipeline_of(self, module: nn.Module, stage: Stage, mesh: GridMesh) -> Pipeline:
+    def _first_weights(self, module: nn.Module) -> FirstWeights | None:
+        """How the tensors on the meta device begin; those elsewhere become the chief's. None where all are there."""
+        tensors = [*module.parameters(), *module.buffers()]
+        there = [each for each in tensors if not each.is_meta]
+        blank = f"{len(tensors) - len(there)} tensors on the meta device"
+        agree(self._teams.job, "the model", [*signature(module), blank])
+        with torch.no_grad():
+            self._teams.job.broadcast("the chief's weights", there)
+        if len(there) == len(tensors):
+            return None
+        self._drawn += 1  # so that two models whose modules have the same names begin with different weights
+        return FirstWeights(module, f"{self._seed}/model {self._drawn}")
+
+    def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: GridMesh) -> DividedSequences | None:
+        """How the layers divide the sequences; before the cut, whose turns go around what is done here."""
+        if not self._sequence_parallel:
+            return None
+        if plan != "auto":
+            raise ConfigError(
+                'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
+                "in your plan"
+            )
+        names = Names(module, known_family(module, "sequence_parallel=True"))
+        return DividedSequences(mesh.mesh["tensor"], module, names.layers())
+
+    def _pipeline_of(self, module: nn.Module, stages: Sequence[Stage], mesh: GridMesh) -> Pipeline:
         config: Any = module.config
         return Pipeline(
-            stage,
-            number=self._place.stage,
-            stages=self._grid.pipeline,
+            stages,
+            self._pipelining,
             group=mesh.mesh.get_group("pipeline"),
-            pipelining=self._pipelining,
             hidden=int(config.hidden_size),
             dtype=next(parameter.dtype for parameter in module.parameters()),
         )
@@ -164,3 +215,8 @@ class ModelParts(Holding):
                 )
             found += [name for name in names if name in own][:1]
         return found
+
+
+def _fill(module: nn.Module, first: FirstWeights | None, division: Division) -> None:
+    if first is not None:
+        fill(module, first, division.orders)

@@ -18,6 +18,7 @@ from lockstep.collectives.values import exchange_values
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.parallel.scores import gathered, holds_divided
 from lockstep.strategies.base import Strategy
 
 Reduction = Callable[[Any], Any]
@@ -91,6 +92,14 @@ class ReplicaMetrics:
             merged = local[0] if alone else merge_metrics(local, states)
             values.update(_as_floats(name, merged.compute()))
         return values
+
+
+def gather_states(metric: Any) -> None:
+    """Makes scores whole that an update kept as they were: in a step, where all that hold parts of them are there."""
+    for part in nested_metrics(metric):
+        for name, state in part.metric_state.items():
+            if holds_divided(state):
+                setattr(part, name, gathered(state))
 
 
 def states_of(metric: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,39 @@
+"""Small models of transformers' families, in double precision, and what they are trained by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WORDS = 70  # no multiple of 4
+
+
+def build(name: str, *, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(1)
+    if name == "bert":
+        config = transformers.BertConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=32,
+            max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        )  # fmt: skip
+        return transformers.BertForMaskedLM(config).double()
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+            intermediate_size=32, max_position_embeddings=16, use_cache=False,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).double()
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_embd=16, n_layer=layers, n_head=4, n_positions=16, use_cache=False,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction="none")
