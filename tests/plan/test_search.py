@@ -120,9 +120,9 @@ def test_the_default_is_what_the_strategy_does():
             return True
         raise AssertionError("a strategy was made of a cluster that is none")
 
-    assert set(LOCKSTEP.schedules) == set(SCHEDULES)
+    assert set(LOCKSTEP.schedules) == set(SCHEDULES) - {"zero_bubble_v"}  # which the planner has no formula for
     assert takes()
-    for name in ("shard_optimizer", "sequence_parallel"):
+    for name in ("shard_optimizer", "shard_parameters", "sequence_parallel"):
         assert takes(**{name: True}) == (True in getattr(LOCKSTEP, name)), f"bring LOCKSTEP.{name} up to date"
 
 

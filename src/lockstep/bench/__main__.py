@@ -16,6 +16,8 @@ from lockstep.bench.efficiency import efficiencies_of
 from lockstep.bench.figures import figures_of
 from lockstep.bench.harness import Absence, Rounds, Sample, run_rounds
 from lockstep.bench.hosts import Link
+from lockstep.bench.layouts.markdown import LayoutsConditions, Row
+from lockstep.bench.layouts.run import measure_layouts, write_layouts_report
 from lockstep.bench.lineup import Lineup, line_up
 from lockstep.bench.machine import this_machine
 from lockstep.bench.markdown import Conditions, WorkloadResult, render
@@ -52,6 +54,8 @@ def main(words: Sequence[str]) -> int:
 def _measure_of(asked: argparse.Namespace) -> Callable[[argparse.Namespace, Sequence[str]], Path]:
     if asked.memory:
         return _measure_memory
+    if asked.layouts:
+        return _measure_layouts
     if asked.trainer:
         return _measure_trainer
     return _measure_workers if asked.workers else _measure
@@ -86,6 +90,17 @@ def _measure_memory(asked: argparse.Namespace, words: Sequence[str]) -> Path:
     return write_memory_report(Path(asked.output), result)
 
 
+def _measure_layouts(asked: argparse.Namespace, words: Sequence[str]) -> Path:
+    _check_alone(asked, "--layouts")
+    usual = _conditions(asked, words)
+    conditions = LayoutsConditions(
+        date=usual.date, machine=usual.machine, command=usual.command, steps=usual.warm_up + usual.steps
+    )
+    result = measure_layouts(conditions, _say_layout, only=asked.only)
+    _log.info("\n%s", result.text)
+    return write_layouts_report(Path(asked.output), result)
+
+
 def _measure_trainer(asked: argparse.Namespace, words: Sequence[str]) -> Path:
     from lockstep.bench.trainer.run import measure_trainer, write_trainer_report  # transformers' Trainer: seconds
 
@@ -96,7 +111,8 @@ def _measure_trainer(asked: argparse.Namespace, words: Sequence[str]) -> Path:
 
 
 def _check_alone(asked: argparse.Namespace, flag: str) -> None:
-    if asked.workload or asked.workers or asked.peers != "no" or (asked.memory and asked.trainer):
+    alone = [asked.memory, asked.layouts, asked.trainer]
+    if asked.workload or asked.workers or asked.peers != "no" or sum(alone) > 1:
         raise ConfigError(f"{flag} measures one step of its own; leave --workload, --workers and --peers out")
 
 
@@ -107,8 +123,13 @@ def _say_choice(name: str, outcome: Measured | str) -> None:
     _log.info("%-28s peak %6.0f MB, %8.0f ms a step", name, outcome.peak_mb, median(outcome.step_ms))
 
 
+def _say_layout(row: Row) -> None:
+    expected = row.expected.total / 2**20
+    _log.info("%-42s peak %6.0f MB a worker, expected %6.0f", row.layout.name, row.fullest.peak_mb, expected)
+
+
 def _conditions(asked: argparse.Namespace, words: Sequence[str]) -> Conditions:
-    usual = _FEW_LONG_STEPS if asked.memory else _TRAINER_STEPS if asked.trainer else _MANY_SHORT_STEPS
+    usual = _FEW_LONG_STEPS if asked.memory or asked.layouts else _TRAINER_STEPS if asked.trainer else _MANY_SHORT_STEPS
     warm_up, steps, rounds = usual
     return Conditions(
         date=date.today().isoformat(),
@@ -183,13 +204,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), help="which; mobilenetv2 and mlm by default")
     parser.add_argument("--only", nargs="+", metavar="CONTENDER", help='names such as lockstep-2 "ddp-2 channels_last"')
-    parser.add_argument("--rounds", type=int, help="trials of each contender (default 3; with --memory 1)")
-    parser.add_argument("--steps", type=int, help="timed steps of a trial (default 10; with --memory 2, --trainer 40)")
-    parser.add_argument("--warm-up", type=int, help="steps before those (default 3; with --memory 1, --trainer 5)")
+    parser.add_argument(
+        "--rounds", type=int, help="trials of each contender (default 3; with --memory and --layouts 1)"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="timed steps of a trial (default 10; with --memory and --layouts 2, --trainer 40)"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, help="steps before those (default 3; with --memory and --layouts 1, --trainer 5)"
+    )
     parser.add_argument(
         "--memory",
         action="store_true",
         help="measure what LoRA, bf16 and gradient checkpointing save instead; --only names rows of the table",
+    )
+    parser.add_argument(
+        "--layouts",
+        action="store_true",
+        help="measure what each worker's memory peaks at on several layouts instead, beside the estimate; --only names "
+        "rows of the table",
     )
     parser.add_argument(
         "--trainer",

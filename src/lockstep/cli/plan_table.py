@@ -28,7 +28,11 @@ _HEADINGS = (
     "TFLOP/s",
 )
 
-_OPTIONS = (("shard_optimizer", "sharded"), ("sequence_parallel", "sequence"))
+_OPTIONS = (
+    ("shard_optimizer", "sharded"),
+    ("shard_parameters", "fully sharded"),
+    ("sequence_parallel", "sequence"),
+)
 
 
 def plan_text(plan: Plan, *, top: int, refused: bool) -> str:
@@ -152,7 +156,7 @@ def _not_yet(layout: Layout) -> list[str]:
     missing = [] if layout.schedule in LOCKSTEP.schedules else [f"schedule {layout.schedule}"]
     return missing + [
         name
-        for name in ("shard_optimizer", "sequence_parallel")
+        for name in ("shard_optimizer", "shard_parameters", "sequence_parallel")
         if getattr(layout, name) and True not in getattr(LOCKSTEP, name)
     ]
 

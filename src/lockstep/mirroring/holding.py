@@ -45,6 +45,11 @@ class Holding(ABC):
     def parts(self) -> bool:
         """Whether what ``take`` gives is a part, whose other parts are on other workers."""
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether each of the peers holds a share of the weights and borrows the rest, in passes that all of them make."""
+        return False
+
     @abstractmethod
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         """How a step passes through what ``take`` gave, where the module cannot be called by itself."""

@@ -32,6 +32,7 @@ def mirror_module(
     memory_format: MemoryFormat,
     pipeline: Pipelined | None = None,
     is_part: bool = False,
+    shares_weights: bool = False,
 ) -> MirroredModule:
     """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
 
@@ -44,6 +45,7 @@ def mirror_module(
         memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
         pipeline: how a step passes through the module, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
+        shares_weights: whether each of ``workers`` has a share of the weights, its own.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
@@ -63,7 +65,7 @@ def mirror_module(
     layout = _layout(module, memory_format)
     if layout is not None:
         module.to(memory_format=layout)  # type: ignore[call-overload]
-    if not workers.alone:
+    if not workers.alone and not shares_weights:
         agree(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
@@ -75,7 +77,7 @@ def mirror_module(
         leader = source[replica]
         alias = leader != replica
         copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
-    return MirroredModule(owner, copies, groups, workers, pipeline, is_part=is_part)
+    return MirroredModule(owner, copies, groups, workers, pipeline, is_part=is_part, shares_weights=shares_weights)
 
 
 def signature(module: nn.Module) -> list[str]:

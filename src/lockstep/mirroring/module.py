@@ -38,6 +38,7 @@ class MirroredModule(nn.Module):
         workers: over whose replicas buffers are averaged.
         pipeline: how a step passes through it, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
+        shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class MirroredModule(nn.Module):
         pipeline: Pipelined | None = None,
         *,
         is_part: bool = False,
+        shares_weights: bool = False,
     ) -> None:
         super().__init__()
         # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
@@ -58,6 +60,7 @@ class MirroredModule(nn.Module):
         self._workers = workers
         self.pipeline = pipeline
         self.is_part = is_part
+        self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
 
     @property
@@ -84,7 +87,7 @@ class MirroredModule(nn.Module):
         Raises:
             CollectiveError: a worker has others.
         """
-        if not self._workers.alone:
+        if not self._workers.alone and not self.shares_weights:
             self._workers.attach(weights_digest(self.module))
             self._workers.exchange("comparison of the weights")
 
@@ -234,7 +237,8 @@ class MirroredModule(nn.Module):
 
     def _spread(self) -> None:
         with torch.no_grad():
-            self._workers.broadcast("loaded weights", [*self.module.parameters(), *self.module.buffers()])
+            weights = [] if self.shares_weights else list(self.module.parameters())
+            self._workers.broadcast("loaded weights", [*weights, *self.module.buffers()])
             for leader in (group[0] for group in self._groups[1:]):
                 for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
                     other.copy_(mine)

@@ -2,7 +2,7 @@
 
 losses and counts   between all workers: those who have the model's outputs tell the others
 gradients           between the workers that hold the same part, one per replica; of tied weights, between stages
-norm                between the workers that hold a replica together; what several of them hold counts once
+norm                between the workers that hold the gradients together; what several of them hold counts once
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PartExchange(GradientExchange):
     Args:
         between_replicas: how the gradients of this part are summed.
         workers: the replicas, each seen as one worker.
-        replica: the workers that hold this replica together.
+        holders: the workers that hold the summed gradients together.
         counted: the numbers of the parameters whose gradients count here for the norm of the whole model's.
         tied: those that another stage holds too, in an order that is the same there.
         twin: this worker and the one of that other stage; None where there is none.
@@ -36,7 +36,7 @@ class PartExchange(GradientExchange):
         between_replicas: GradientExchange,
         *,
         workers: Workers,
-        replica: Workers,
+        holders: Workers,
         counted: frozenset[int],
         tied: Sequence[nn.Parameter] = (),
         twin: Workers | None = None,
@@ -47,7 +47,7 @@ class PartExchange(GradientExchange):
         self._twin = twin
         self._between_replicas = between_replicas
         self._workers = workers
-        self._replica = replica
+        self._holders = holders
         self._counted = counted
 
     def open(self, total: float, count: float) -> tuple[float, float]:
@@ -64,7 +64,7 @@ class PartExchange(GradientExchange):
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The norm over all parts of the model; the same bits on all workers."""
         own = sum(float(norms[index]) ** 2 for index in sorted(norms) if index in self._counted)
-        squares = [square for (square,) in self._replica.exchange("gradient norm", [own])]
+        squares = [square for (square,) in self._holders.exchange("gradient norm", [own])]
         return torch.tensor(sum(squares), dtype=torch.float64).sqrt()
 
     def _sum_tied(self) -> None:

@@ -80,6 +80,7 @@ class MirroredObjects:
                 memory_format=memory_format,
                 pipeline=self._holding.pipeline(module),
                 is_part=self._holding.parts,
+                shares_weights=self._holding.shares_weights,
             )
             self._modules[id(mirrored.module)] = mirrored
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):

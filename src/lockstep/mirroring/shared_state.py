@@ -87,7 +87,7 @@ class SharedState:
                     each.copy_(flats[number].view(each.shape))
 
     @torch.no_grad()
-    def whole(self, state: State) -> dict[nn.Parameter, dict[str, Any]]:
+    def whole(self, state: State) -> dict[torch.Tensor, dict[str, Any]]:
         """The state as an undivided optimizer has it, in tensors of its own. All workers must call it.
 
         Args:

@@ -116,8 +116,10 @@ class Updaters:
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside the block the user's optimizer has the state of all its parameters. Where it is divided among workers,
-        all of them must call it."""
+        """Inside the block the user's optimizer has the state of all its parameters.
+
+        Where it is divided among workers, all of them must call it.
+        """
         if self._shared is None:
             yield
             return

@@ -144,7 +144,7 @@ def embedding_work(shape: ModelShape, rows: int, device: DeviceKind, software: S
 def update_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
     """Of an update: gradients read for their norm and scaled, state and weights read and written."""
     precision = software.precision
-    owned = layout.data if layout.shard_optimizer else 1
+    owned = layout.data if layout.shard_optimizer or layout.shard_parameters else 1
     moved = 3 * precision.gradient + (precision.gradient + 2 * (precision.weight + precision.optimizer)) / owned
     return parameters * moved / (device.bandwidth * software.constants.memory)
 

@@ -12,6 +12,8 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 RecomputeName = Literal["none", "selective", "full"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 RECOMPUTES: tuple[RecomputeName, ...] = get_args(RecomputeName)
+_SEVERAL, _USUAL_CHUNKS = ("interleaved", "zero_bubble"), 2
+"""Schedules of which a stage has several parts, and how many ``ls.ParallelStrategy`` gives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Layout:
         recompute: activations that the backward pass computes again: those of whole layers, of attention's scores,
             or none.
         shard_optimizer: optimizer state is divided among the copies (ZeRO stage 1).
+        shard_parameters: weights and gradients are divided among the copies too, and weights borrowed layer by layer
+            (ZeRO stage 3, PyTorch's FSDP).
         sequence_parallel: norms and dropout are divided among tensor ranks along the sequence.
     """
 
@@ -44,6 +48,7 @@ class Layout:
     chunks: int = 1
     recompute: RecomputeName = "none"
     shard_optimizer: bool = False
+    shard_parameters: bool = False
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +78,7 @@ class Layout:
     def options(self) -> int:
         """How many things it asks for beyond degrees and microbatches."""
         asked = (self.schedule != "1f1b", self.chunks > 1, self.recompute != "none")
-        return sum((*asked, self.shard_optimizer, self.sequence_parallel))
+        return sum((*asked, self.shard_optimizer, self.shard_parameters, self.sequence_parallel))
 
     def call(self) -> str:
         """The ``ls.ParallelStrategy(...)`` that asks for it; what has its default is left out."""
@@ -82,7 +87,10 @@ class Layout:
             words.append(f"microbatches={self.microbatches}")
         if self.pipeline > 1 and self.schedule != "1f1b":
             words.append(f'schedule="{self.schedule}"')
-        words += [f"{name}=True" for name in ("shard_optimizer", "sequence_parallel") if getattr(self, name)]
+        if self.pipeline > 1 and self.schedule in _SEVERAL and self.chunks != _USUAL_CHUNKS:
+            words.append(f"stages_per_worker={self.chunks}")
+        options = ("shard_optimizer", "shard_parameters", "sequence_parallel")
+        words += [f"{name}=True" for name in options if getattr(self, name)]
         return f"ls.ParallelStrategy({', '.join(words)})"
 
 

@@ -3,7 +3,7 @@
 Activations are those of Korthikanti et al. 2022 (arXiv 2205.05198), written for any width of the feed-forward part, any
 number of key heads, any bytes a value and what the layer's program keeps: their s b h (10 + 24/t + 5 a s/(h t)) comes
 out for Megatron-LM's GPT in 16 bits.
-State is that of ZeRO (arXiv 1910.02054), stage 1 where the optimizer is sharded.
+State is that of ZeRO (arXiv 1910.02054), stage 1 where the optimizer is sharded, stage 3 where the weights are.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ class Memory:
         gradients: of their gradients.
         optimizer: of the optimizer's state, with the float32 weights where the others are shorter.
         activations: kept from forward to backward, at the worst moment of a step.
+        exchange: what gradients are copied to in order to travel, at the end of the backward pass; and where weights are
+            sharded, what is borrowed.
+        update: what the optimizer computes in between.
     """
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
+    exchange: float = 0.0
+    update: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """Of the worst moment: activations are gone when the last gradients travel, and these have when it updates."""
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.exchange, self.update)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,20 +187,25 @@ def _bubble_seconds(layout: Layout, stages: tuple[_Stage, _Stage, _Stage], slowe
 def _data_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software, stage: _Stage) -> float:
     """The exchange of gradients between copies, less what the last microbatch's backward pass hides.
 
-    With a sharded optimizer gradients are scattered and weights gathered, which is as much as an all-reduce.
+    With a sharded optimizer the weights are gathered after the update, when nothing is left to hide behind; and where
+    gradients are then scattered only, that is as much as an all-reduce. Sharded weights every microbatch gathers twice.
     """
     parameters = max(stage_parameters(shape, layout))
     precision, constants = software.precision, software.constants
     copies = group(layout.data, layout.tensor, network.per_host)
     start = constants.start_us * 1e-6
     scatter = ring_seconds(parameters * precision.gradient, copies, network, constants.link, start)
-    gathered = precision.weight if layout.shard_optimizer else precision.gradient
-    gather = ring_seconds(parameters * gathered, copies, network, constants.link, start)
+    gather = ring_seconds(parameters * precision.weight, copies, network, constants.link, start)
+    early, late = 2 * scatter, 0.0
+    if layout.shard_optimizer:
+        early, late = (2 if software.whole_sums else 1) * scatter, gather
+    hidden = _BACKWARD * stage.compute
+    if layout.shard_parameters:
+        early = layout.microbatches * (scatter + 2 * gather)
+        hidden = layout.microbatches * stage.compute
     if not software.overlap_data:
-        return scatter + gather
-    # Sharded weights are gathered after the update, when nothing is left to hide behind.
-    early, late = (scatter, gather) if layout.shard_optimizer else (scatter + gather, 0.0)
-    return max(early - _BACKWARD * stage.compute, constants.unhidden * early) + late
+        return early + late
+    return max(early - hidden, constants.unhidden * early) + late
 
 
 def _flops(shape: ModelShape, layout: Layout) -> tuple[float, float]:

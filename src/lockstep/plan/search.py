@@ -40,6 +40,7 @@ class Choices:
         schedules: orders of microbatches to try.
         recomputes: recomputations of activations to try.
         shard_optimizer: whether to try a sharded optimizer, a whole one, or both.
+        shard_parameters: the same for sharded weights, gradients and state; only without a pipeline.
         sequence_parallel: the same for sequence parallelism.
     """
 
@@ -50,6 +51,7 @@ class Choices:
     schedules: tuple[ScheduleName, ...] = SCHEDULES
     recomputes: tuple[RecomputeName, ...] = RECOMPUTES
     shard_optimizer: tuple[bool, ...] = (False, True)
+    shard_parameters: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class Choices:
         return replace(self, data=None, pipeline=None, tensor=None)
 
 
-LOCKSTEP = Choices(schedules=("1f1b", "gpipe"), shard_optimizer=(False,), sequence_parallel=(False,))
+LOCKSTEP = Choices(sequence_parallel=(False,))
 """What ``ls.ParallelStrategy`` does so far; a test holds it to that."""
 
 
@@ -218,12 +220,12 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
     software = setting.software
     # Where scores of attention never reach memory there are none to compute again.
     recomputes = [r for r in choices.recomputes if not (r == "selective" and software.fused_attention)]
-    shards = [s for s in choices.shard_optimizer if data > 1 or not s] or [False]
+    shards = _shards(data, pipeline, choices)
     sequences = [s for s in choices.sequence_parallel if tensor > 1 or not s] or [False]
     for rows, microbatches in _microbatches(setting.batch // data, pipeline, choices):
         for schedule, chunks in _schedules(setting.shape.layers, pipeline, microbatches, choices):
             for recompute in recomputes:
-                for shard in shards:
+                for shard_optimizer, shard_parameters in shards:
                     for sequence in sequences:
                         yield Layout(
                             data=data,
@@ -234,9 +236,22 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
                             schedule=schedule,
                             chunks=chunks,
                             recompute=recompute,
-                            shard_optimizer=shard,
+                            shard_optimizer=shard_optimizer,
+                            shard_parameters=shard_parameters,
                             sequence_parallel=sequence,
                         )
+
+
+def _shards(data: int, pipeline: int, choices: Choices) -> list[tuple[bool, bool]]:
+    """(the optimizer's state alone, weights and all): what copies divide among them, of which one is enough."""
+    return [
+        (optimizer, parameters)
+        for optimizer in choices.shard_optimizer
+        for parameters in choices.shard_parameters
+        if not (optimizer and parameters)
+        and not (parameters and pipeline > 1)
+        and (data > 1 or not (optimizer or parameters))
+    ] or [(False, False)]
 
 
 def _microbatches(rows: int, pipeline: int, choices: Choices) -> list[tuple[int, int]]:

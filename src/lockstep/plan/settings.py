@@ -115,6 +115,7 @@ class Software:
         fused_attention: scores of attention never reach memory (``scaled_dot_product_attention``).
         overlap_data: gradients are exchanged while the last microbatch is still in its backward pass.
         overlap_tensor: the backward's exchanges between tensor ranks run beside the products of weight gradients.
+        whole_sums: copies that share the optimizer's state sum whole gradients all the same, as Lockstep's do.
         split_sends: between stages each tensor rank sends its own part, gathered at the receiver inside the host.
         constants: what part of published figures is reached.
     """
@@ -123,5 +124,6 @@ class Software:
     fused_attention: bool = True
     overlap_data: bool = True
     overlap_tensor: bool = False
+    whole_sums: bool = True
     split_sends: bool = False
     constants: Constants = field(default_factory=Constants)

@@ -28,6 +28,7 @@ _MEGATRON_CHOICES = Choices(
     schedules=("gpipe", "1f1b", "interleaved"),
     recomputes=("full",),
     shard_optimizer=(False,),
+    shard_parameters=(False,),
     sequence_parallel=(False,),
 )
 

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communication import CommunicationOptions, check_waiting_time
+from lockstep.collectives.workers import OneWorker
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
 from lockstep.mirroring.exchange import Copies, GradientExchange
@@ -19,6 +20,7 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.part_exchange import PartExchange
 from lockstep.parallel.grid import Grid, choose_grid
 from lockstep.parallel.microbatches import ScheduleName, choose_pipelining
+from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.random import replica_generator
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.job import Job
@@ -41,12 +43,17 @@ class ParallelStrategy(ThreadedStrategy):
 
     Args:
         data: replicas; -1 is as many as the workers allow.
-        pipeline: stages of the layers of a copy.
+        pipeline: workers that divide the layers of a copy, in stages.
         tensor: workers that share each layer.
-        microbatches: parts of a shard in a pipeline; None is two for every stage.
-        schedule: the order in which a pipeline takes them: "1f1b" or "gpipe".
-        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only, as ZeRO's first
-            stage does; the numbers stay the same.
+        microbatches: parts of a shard in a pipeline; None is two for every worker of it.
+        schedule: the order in which a pipeline takes them: "1f1b", "gpipe", "interleaved", "zero_bubble" or
+            "zero_bubble_v".
+        stages_per_worker: stages that each worker of a pipeline holds; None is two where the schedule is one of the
+            last three, else one.
+        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only, as in the first
+            stage of ZeRO; the numbers stay the same.
+        shard_parameters: whether each replica keeps a share of the weights and gradients too, and borrows the others'
+            layer by layer (PyTorch's FSDP); not with a pipeline.
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
         device: this worker's; None is its first logical CPU device.
         cluster: who takes part; None is what the environment says.
@@ -74,7 +81,9 @@ class ParallelStrategy(ThreadedStrategy):
         tensor: int = 1,
         microbatches: int | None = None,
         schedule: ScheduleName = "1f1b",
+        stages_per_worker: int | None = None,
         shard_optimizer: bool = False,
+        shard_parameters: bool = False,
         sequence_parallel: bool = False,
         device: str | torch.device | LogicalDevice | None = None,
         cluster: ClusterSpec | None = None,
@@ -83,16 +92,22 @@ class ParallelStrategy(ThreadedStrategy):
         communication: CommunicationOptions | None = None,
     ) -> None:
         check_waiting_time("timeout_s", timeout_s)
-        _refuse("sequence_parallel", sequence_parallel)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         self.grid: Grid = choose_grid(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
-        pipelining = choose_pipelining(schedule, microbatches, self.grid.pipeline)
+        if shard_parameters and self.grid.pipeline > 1:
+            raise ConfigError(
+                f"shard_parameters=True with pipeline={self.grid.pipeline}: every microbatch would gather the weights "
+                "anew; choose shard_optimizer=True with a pipeline, or tensor in place of pipeline"
+            )
+        pipelining = choose_pipelining(schedule, microbatches, self.grid.pipeline, stages_per_worker)
         devices = observed(resolve_devices(["cpu:0" if device is None else device]))
         if devices[0].kind != "CPU":
             raise ConfigError(f"device={devices[0].name}: ParallelStrategy divides models among CPU devices so far")
         job = self._job = Job(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
-        seed = job.agree(seed, [str(self.grid), repr(pipelining), f"shard_optimizer={shard_optimizer}"])
+        _check_sequence_parallel(sequence_parallel, self.grid.tensor)
+        sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
+        seed = job.agree(seed, [str(self.grid), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
         self._shard_optimizer = shard_optimizer
         self._teams = make_teams(job, self.grid)
         own_seed = _stage_seed(seed, self._teams.place.stage)
@@ -109,9 +124,12 @@ class ParallelStrategy(ThreadedStrategy):
         from lockstep.strategies.parts import ModelParts
 
         self._mesh = make_mesh(job.workers, self.grid, timeout_s=self.communication.timeout_s)
-        own = replica_generator(own_seed, -1 - job.workers.index)
-        self._parts = ModelParts(self._teams, self._mesh, pipelining=pipelining, own=own)
-        view = self._teams.replicas([] if self._mesh is None else [self._mesh.close])
+        self._own = replica_generator(own_seed, -1 - job.workers.index)
+        self._parts = ModelParts(
+            self._teams, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters, own=self._own,
+            seed=seed, sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+        view = self._teams.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
         super().__init__(devices, view, runner, self._exchange_of, holding=self._parts, guard=self._explaining)
 
     def parallelize(
@@ -135,11 +153,18 @@ class ParallelStrategy(ThreadedStrategy):
         self._outside("parallelize")
         return self.mirror(self._parts.divide(module, tensor_plan, pipeline_split))
 
+    @property
+    def generators(self) -> ReplicaGenerators:
+        """Where the random numbers of this worker stand, for checkpoints."""
+        return super().generators.with_apart(self._own)
+
     def __repr__(self) -> str:
         return f"ParallelStrategy({self.grid}, worker {self._job.workers.index} of {self._job.workers.size})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
-        firsts, peers = [copies[0] for copies in parameters], self._teams.peers
+        firsts, shared = [copies[0] for copies in parameters], self._parts.shares_weights
+        # Of shared weights the gradients have been summed by the backward pass.
+        peers = OneWorker(1) if shared else self._teams.peers
         between_replicas = self._job.make_exchange(parameters, groups, peers)
         sharing = None
         if self._shard_optimizer:
@@ -147,7 +172,7 @@ class ParallelStrategy(ThreadedStrategy):
         return PartExchange(
             between_replicas,
             workers=self.workers,
-            replica=self._teams.replica,
+            holders=self._teams.job if shared else self._teams.replica,
             counted=self._parts.counted(firsts),
             tied=self._parts.tied(firsts),
             twin=self._teams.twin,
@@ -175,6 +200,9 @@ def _stage_seed(seed: int, stage: int) -> int:
     return seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
 
 
-def _refuse(name: str, asked: bool) -> None:
-    if asked:
-        raise ConfigError(f"{name}=True does not work yet; leave it out")
+def _check_sequence_parallel(asked: bool, tensor: int) -> None:
+    if asked and tensor == 1:
+        raise ConfigError(
+            "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one; "
+            "choose tensor=2 or more, or leave it out"
+        )

@@ -82,8 +82,9 @@ def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOu
 def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, rows: int) -> tuple[Count, Count]:
     total: Count = 0.0
     count: Count = 0.0
-    # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
-    if rows or job.module.has_sync_batchnorm:
+    # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others, or when
+    # they borrow its weights.
+    if rows or job.module.has_sync_batchnorm or job.module.shares_weights:
         batch = unpack_labelled(item)
         with job.precision.autocast(), scores_stay_divided():
             outputs = call_module(job.module, batch.x)
@@ -132,7 +133,7 @@ def clear_gradients(job: Job, state: ReplicaState) -> None:
 def evaluate_step(job: Job, state: ReplicaState, item: Any) -> StepOutput:
     """The loss and metrics of this replica's shard; the caller has switched gradients off."""
     rows = batch_rows(item)
-    if not rows:
+    if not rows and not job.module.shares_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
     batch = unpack_labelled(item)
     if job.module.pipeline is not None:
@@ -151,11 +152,12 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
     """The module's outputs for this replica's shard; the caller has switched gradients off."""
     x = unpack_inputs(item)
     rows = batch_rows(x)
-    if not rows:
+    if not rows and not module.shares_weights:
         return Prediction(rows=0)
     with precision.autocast():
         if module.pipeline is None:
-            return Prediction(rows=rows, outputs=call_module(module, x))
+            outputs = call_module(module, x)
+            return Prediction(rows=rows, outputs=outputs if rows else None)
         parts: list[Any] = []
         module.pipeline.evaluate(x, rows, lambda outputs, _: _kept(parts, outputs))
     if not parts:  # another worker has the last stage

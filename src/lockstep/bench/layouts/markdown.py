@@ -1,0 +1,117 @@
+"""The table of the layouts as Markdown. Pure: values in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.bench.layouts.measure import WorkerMemory
+from lockstep.bench.layouts.roster import LayoutWork, MeasuredLayout
+from lockstep.bench.machine import Machine
+from lockstep.bench.markdown import markdown_table
+from lockstep.plan.memory import Memory
+
+_HEADINGS = (
+    "layout", "weights MB", "optimizer MB", "peak MB", "expected MB", "peak of expected", "weights", "gradients",
+    "exchange", "optimizer", "activations", "update", "start MB",
+)  # fmt: skip
+_MB = 2**20
+
+_LEGEND = """\
+## What the columns mean
+
+- weights, optimizer, peak, start: measured in each worker; the table has those of the worker whose peak is the highest.
+  Peak is the most that was resident (VmHWM) during the steps, start before the first step, both above what the worker
+  had after importing everything and joining the others. Optimizer is AdamW's state.
+- expected: what `lockstep plan` expects of the fullest device in float32, and after it what that is made of, in MB.
+  Exchange is what gradients are copied to in order to travel, and weights borrowed from other replicas; update what the
+  optimizer computes in between. Both exist at other times than the most activations: the higher of the two counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout, measured and expected.
+
+    Args:
+        layout: which.
+        workers: every worker's memory.
+        expected: of the fullest.
+    """
+
+    layout: MeasuredLayout
+    workers: tuple[WorkerMemory, ...]
+    expected: Memory
+
+    @property
+    def fullest(self) -> WorkerMemory:
+        """The worker whose peak is the highest."""
+        return max(self.workers, key=lambda worker: worker.peak_mb)
+
+    @property
+    def ratio(self) -> float:
+        """What was measured, in parts of what was expected."""
+        return self.fullest.peak_mb / (self.expected.total / _MB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutsConditions:
+    """How a run was made.
+
+    Args:
+        date: YYYY-MM-DD.
+        machine: where.
+        command: what was typed.
+        steps: of each layout.
+    """
+
+    date: str
+    machine: Machine
+    command: str
+    steps: int
+
+
+def render_layouts(conditions: LayoutsConditions, work: LayoutWork, rows: Sequence[Row]) -> str:
+    """The whole report."""
+    parts = [
+        _head(conditions),
+        f"A training step of a GPT-2: {work.layers} layers of width {work.hidden}, {work.vocabulary:,} tokens in its "
+        f"vocabulary, {work.rows} lines of {work.tokens} tokens in the global batch, AdamW, float32, "
+        f"{conditions.steps} steps.",
+        markdown_table(_HEADINGS, [_cells(row) for row in rows]),
+        _LEGEND,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(conditions: LayoutsConditions) -> str:
+    machine = conditions.machine
+    facts = (
+        f"machine: {machine.processor}, {machine.cores} cores, {machine.memory_gb:.0f} GB, {machine.system}",
+        f"versions: Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}",
+        f"commit: {machine.commit}",
+        f"command: `{conditions.command}`",
+    )
+    title = f"# Memory of a worker against the layout, {conditions.date}"
+    return "\n".join([title, "", *(f"- {fact}" for fact in facts)])
+
+
+def _cells(row: Row) -> list[str]:
+    fullest, expected = row.fullest, row.expected
+    return [
+        row.layout.name,
+        *(f"{value:,.0f}" for value in (fullest.weights_mb, fullest.optimizer_mb, fullest.peak_mb)),
+        f"{expected.total / _MB:,.0f}",
+        f"{row.ratio:.2f}",
+        *(
+            f"{value / _MB:,.0f}"
+            for value in (
+                expected.weights,
+                expected.gradients,
+                expected.exchange,
+                expected.optimizer,
+                expected.activations,
+                expected.update,
+            )
+        ),
+        f"{fullest.start_mb:,.0f}",
+    ]
