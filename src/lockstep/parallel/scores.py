@@ -75,7 +75,7 @@ class Scores(Tensor):
             family: how many views there are of one tensor; each of them has the same list.
         """
         sizes = [*part.shape[:dim], vocabulary.words, *part.shape[dim + 1 :]]
-        made: Scores = Tensor._make_wrapper_subclass(Scores, sizes, dtype=part.dtype, device=part.device)  # type: ignore[assignment]
+        made: Scores = Tensor._make_wrapper_subclass(Scores, sizes, dtype=part.dtype, device=part.device)
         made.part, made.vocabulary, made.words_dim, made.family, made.known_whole = part, vocabulary, dim, family, None
         return made
 
@@ -110,7 +110,8 @@ class Scores(Tensor):
         if self.known_whole is not None:
             self.known_whole = self.known_whole.detach()
         with torch._C.DisableTorchFunctionSubclass():
-            return self.detach_()
+            self.detach_()
+        return self
 
     @classmethod
     def __torch_function__(
@@ -133,7 +134,7 @@ class Scores(Tensor):
         return func(*gathered(args), **gathered(given))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """For what comes below autograd, such as a torch.autograd.Function of the user's, which records this tensor."""

@@ -57,7 +57,7 @@ def _blanks(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Of each tensor on the meta device its name, what holds it, and under which attribute."""
     for prefix, part in module.named_modules():
         held: dict[str, Any]
-        for held in (part._parameters, part._buffers):  # type: ignore[assignment]
+        for held in (part._parameters, part._buffers):
             for attribute, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
                     yield f"{prefix}.{attribute}" if prefix else attribute, held, attribute

@@ -104,7 +104,8 @@ def cross_entropy(
     counts = targets != ignore_index
     _check(targets, counts, vocabulary.words)
     known = torch.where(counts, targets, 0)
-    spread, picked, total = _Sums.apply(part, known, vocabulary, dim, label_smoothing > 0)
+    sums = _Sums.apply(part, known, vocabulary, dim, label_smoothing > 0)  # type: ignore[no-untyped-call]
+    spread, picked, total = sums
     values: Tensor = spread - picked
     if label_smoothing > 0:
         values = (1 - label_smoothing) * values + label_smoothing * (spread - total / vocabulary.words)

@@ -18,7 +18,7 @@ _OVERWRITING = frozenset(
 )
 
 
-class Writes(TorchDispatchMode):
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what runs in it from writing into any tensor of a model but one, and notes what it writes, or would.
 
     Args:
@@ -27,7 +27,7 @@ class Writes(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], only: str | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = {_storage(tensor): name for name, tensor in tensors.items()}
         self._only = only
         self._overwritten: dict[str, int] = {}
@@ -36,7 +36,7 @@ class Writes(TorchDispatchMode):
     @property
     def written(self) -> frozenset[str]:
         """The names of all tensors that are written, in part at least."""
-        return self._adjusted | self._overwritten.keys()
+        return frozenset(self._adjusted | self._overwritten.keys())
 
     def overwritten(self, name: str) -> int:
         """How many numbers of a tensor are written whatever they were, before any is made from what it was."""
@@ -74,4 +74,4 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     """A number for what a tensor shares with its views, and with nothing else while it is there."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
