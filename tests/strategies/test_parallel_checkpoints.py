@@ -7,7 +7,9 @@ Real processes over gloo; each number of workers is launched once. The numbers a
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import runpy
 import signal
 from pathlib import Path
@@ -100,7 +102,11 @@ def test_one_device_goes_on_from_a_pipeline(program: Any, folder: Path, four: An
 
 @pytest.mark.parametrize(
     ("before", "after", "step", "needs"),
-    [("one", "one on eight", STEP, "eight"), ("line", "eight on four", LATER, "four")],
+    [
+        ("one", "one on eight", STEP, "eight"),
+        ("line", "eight on four", LATER, "four"),
+        ("line", "four on shares", LATER, "four"),
+    ],
 )
 def test_a_checkpoint_that_another_layout_has_loaded_and_saved_is_the_same(
     request: pytest.FixtureRequest, folder: Path, before: str, after: str, step: str, needs: str
@@ -129,6 +135,17 @@ def test_a_divided_optimizers_state_moves_between_layouts_too(folder: Path, four
     assert "cls.predictions.bias" in states[0]  # tied; only one of its names has a state
     assert "cls.predictions.decoder.bias" not in states[0]
     assert [name for name in states[0] if differing(states[0][name], states[1][name])] == []
+
+
+def test_statistics_go_back_to_each_replica_and_elsewhere_are_their_mean(folder: Path, four: Any):
+    statistics = [ast.literal_eval(each) for each in four["norms"]["statistics"]]
+    weights = read_checkpoint(folder / "norms" / "step-00000001").weights["model"]
+
+    assert all(before == after for before, after in statistics)
+    assert statistics[0] == statistics[1] != statistics[2] == statistics[3]  # tensor ranks are alike
+    mean = sum(torch.tensor(statistics[number][0][0], dtype=torch.float64) for number in (0, 2)) / 2
+    assert torch.equal(weights["3.running_mean"], mean)
+    assert differing(four["norms"]["weights"], weights) == []
 
 
 def test_every_worker_writes_files_of_its_own(folder: Path, eight: Any):
@@ -164,20 +181,26 @@ def test_weights_that_were_loaded_are_everyones(eight: Any):
     assert differing(eight["loaded"], eight["from one"]["weights"]) == []
 
 
-def test_a_worker_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path, start_job: Any):
-    workers = start_job(killed, str(tmp_path), workers=2)
-    workers[0].wait_for("saved")
+def test_what_cannot_be_is_refused_and_a_worker_killed_in_a_save_leaves_the_one_before(tmp_path: Path, start_job: Any):
+    folder = tmp_path / "kept"
+    workers = start_job(in_trouble, str(folder), workers=2)
+    told = [worker.wait_for("saved") for worker in workers]
 
+    for text in told:
+        unseen, alone, nameless = text.strip().split("\n")
+        assert re.match(r"CheckpointError: worker 1 .*: does not see the folder /proc/self/cwd/kept, in which", unseen)
+        assert re.match(r"ConfigError: Checkpoint\(optimizer=...\) got the optimizer of a model that it did not", alone)
+        assert re.match(r"CheckpointError: worker 0 .*: .*step-00000001 has for 'optimizer' a state without", nameless)
     assert workers[1].end() == -signal.SIGKILL
     assert workers[0].end() != 0
     assert "worker 1" in workers[0].error
-    assert ls.latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
-    assert read_checkpoint(tmp_path / "step-00000001").record.layout == "data=1, pipeline=1, tensor=2"
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert ls.latest_checkpoint(folder) == folder / "step-00000001"
+    assert read_checkpoint(folder / "step-00000001").record.layout == "data=1, pipeline=1, tensor=2"
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
 
 
-def killed(folder: str) -> None:
-    runpy.run_path(str(PROGRAM), run_name="parallel_checkpoints")["killed_while_saving"](folder)
+def in_trouble(folder: str) -> None:
+    runpy.run_path(str(PROGRAM), run_name="parallel_checkpoints")["in_trouble"](folder)
 
 
 def test_a_lost_file_of_a_worker_is_told(folder: Path, eight: Any, tmp_path: Path):

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.part import Part, PartState, SavedPart
+from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
 from lockstep.checkpoint.parts import part_of
 from lockstep.checkpoint.random_numbers import RandomPart
 from lockstep.checkpoint.record import STATE, Contents, Record, read_checkpoint
@@ -203,7 +203,7 @@ def _as_state(path: Path, contents: Contents) -> dict[str, Any]:
 
 def _joined(name: str, state: PartState, everyones: list[Any], speakers: Sequence[int]) -> dict[str, Any]:
     return {
-        "shared": state.shared,
+        SHARED: state.shared,
         "replicas": [own for speaker in speakers for own in everyones[speaker][name]["replicas"]],
         "workers": [worker[name]["worker"] for worker in everyones],
     }

@@ -20,7 +20,7 @@ from lockstep.checkpoint.everyone import on_everyone
 from lockstep.checkpoint.held_tensors import HeldTensor, StoredTensors
 from lockstep.checkpoint.nested import Stored
 from lockstep.checkpoint.optimizer_names import by_name, check_kind, kind_of
-from lockstep.checkpoint.part import Part, PartState, SavedPart
+from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
 from lockstep.checkpoint.record import STATE
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.values import exchange_values
@@ -157,7 +157,7 @@ class DividedOptimizerPart(Part):
             for slot, value in each.values.items():
                 plain: Any = value
                 if isinstance(value, torch.Tensor):
-                    plain = {"tensor": f"{self._name}.{name}.{slot}"}
+                    plain = {"tensor": f"{self._name}.{SHARED}.{name}.{slot}"}
                     held[plain["tensor"]] = self._held(each, value)
                 described.setdefault(name, {})[slot] = plain
         return held, described

@@ -16,6 +16,9 @@ import torch
 if TYPE_CHECKING:
     from lockstep.checkpoint.held_tensors import HeldTensor
 
+SHARED = "shared"
+"""What the keys of tensors in ``PartState.shared`` have behind the part's name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartState:

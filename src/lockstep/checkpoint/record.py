@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.nested import Stored, flatten, unflatten
+from lockstep.checkpoint.part import SHARED
 from lockstep.checkpoint.tensor_files import read_tensors, write_tensors
 from lockstep.checkpoint.weights import own_storages, read_weights
 from lockstep.checkpoint.whole_folder import RECORD, whole_folder
@@ -123,7 +124,7 @@ def read_checkpoint(path: Path, *, apart: Collection[str] = ()) -> Contents:
 
     Args:
         path: its folder.
-        apart: names of parts whose tensors are not read: modules get no weights, and in the states of others
+        apart: names of parts whose shared tensors are not read: modules get no weights, and in the states of others
             ``nested.Stored`` stands for them.
 
     Raises:
@@ -132,7 +133,7 @@ def read_checkpoint(path: Path, *, apart: Collection[str] = ()) -> Contents:
     document = _read_document(path)
     left = {name: file for name, file in document["weights"].items() if name in apart}
     try:
-        tensors = _read_state(path / STATE, tuple(f"{name}." for name in apart))
+        tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in apart))
         weights = {name: _read_module(path / file) for name, file in document["weights"].items() if name not in left}
         parts: dict[str, Any] = unflatten(document["state"], tensors)
     except (OSError, require("safetensors", "text").SafetensorError, ValueError, KeyError) as error:

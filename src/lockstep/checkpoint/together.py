@@ -38,7 +38,7 @@ class SharedWriting:
         self._partial = Path()
         self._fill: Fill | None = None
         on_chief(self._workers, "checkpoint begun", lambda: self._begin(folder))
-        path = self._partial.as_posix() if self._workers.is_chief else ""
+        path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
         self._partial = Path(self._workers.chiefs_bytes("the folder of the checkpoint", path.encode()).decode())
         try:
             on_everyone(self._workers, "the folder of the checkpoint seen", self._look)

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +183,35 @@ def four(folder: str) -> dict[str, Any]:
         pick(strategy, folder, "eight", "line", 2 * EVERY)
         resaved("gpt2", f"{folder}/line", f"{folder}/eight on four")
         results["line"] = trained("gpt2", folder, resumed_from="line")
-    with on(data=2, tensor=2, shard_optimizer=True):
+    with on(data=2, tensor=2, shard_parameters=True):
         resaved("bert", f"{folder}/bert on eight", f"{folder}/bert on four")
+        resaved("gpt2", f"{folder}/line", f"{folder}/four on shares")
+    with on(data=2, tensor=2) as strategy:
+        results["norms"] = norms(strategy, folder)
     return {name: plain(found) for name, found in results.items()}
+
+
+def norms(strategy: ls.ParallelStrategy, folder: str) -> dict[str, Any]:
+    """A model of the user's own, whose norms count on each replica; the statistics of all, and those gone back to."""
+
+    def made() -> tuple[ls.Model, nn.Module]:
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4)).double()
+        styles = torch.distributed.tensor.parallel
+        plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
+        model = ls.Model(strategy.parallelize(module, tensor_plan=plan))
+        model.compile(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), nn.MSELoss(reduction="none"))
+        return model, module
+
+    model, module = made()
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model.fit([(x, x)], verbose=0)
+    ls.CheckpointManager(model.checkpoint(), f"{folder}/norms").save(1)
+    again, restored = made()
+    again.load_checkpoint(f"{folder}/norms")
+    pairs = [(each[3].running_mean.tolist(), each[3].running_var.tolist()) for each in (module, restored)]
+    everyones = strategy.workers.everyone.exchange_bytes("statistics", repr(pairs).encode())
+    return {"statistics": [each.decode() for each in everyones], "weights": copied(again)}
 
 
 def plain(found: Any) -> Any:
@@ -193,18 +219,40 @@ def plain(found: Any) -> Any:
     return {name: value for name, value in found.items() if name != "model"} if isinstance(found, dict) else found
 
 
-def killed_while_saving(folder: str) -> None:
-    """Worker 1 dies in its second save, when it has written its own files."""
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def refused(act: Callable[[], Any]) -> None:
+    try:
+        act()
+    except ls.errors.LockstepError as error:
+        say(f"{type(error).__name__}: {error}")
+
+
+def in_trouble(folder: str) -> None:
+    """What is refused; then worker 1 dies in a save, when it has written its own files."""
     from lockstep.checkpoint import together
 
     with on(tensor=2) as strategy:
+        index = strategy.workers.everyone.index
         model = compiled("gpt2")
         manager = ls.CheckpointManager(model.checkpoint(), folder)
         model.fit(batches()[:1], verbose=0)
         manager.save(1)
-        sys.stdout.write("saved\n")
-        sys.stdout.flush()
-        if strategy._job.workers.index == 1:
+        own = f"{folder} of {index}"
+        os.mkdir(own)
+        os.chdir(own)
+        refused(lambda: ls.CheckpointManager(model.checkpoint(), "/proc/self/cwd/kept").save(1))
+        refused(lambda: ls.Checkpoint(optimizer=model.optimizer))
+        if index == 0:
+            shutil.copytree(f"{folder}/step-00000001", "step-00000001")
+            record = Path("step-00000001/checkpoint.json")
+            record.write_text(record.read_text().replace('"names": ', '"others": '))
+        refused(lambda: model.load_checkpoint(f"{folder} of 0"))
+        say("saved")
+        if index == 1:
             write = together.SharedWriting.write
 
             def die(writing: together.SharedWriting) -> None:
