@@ -200,8 +200,9 @@ def one_device(name: str) -> dict[str, Any]:
         losses.append(total / count)
         accuracies.append(right / count)
     x, y = batches()[0]
-    loss(module(**x), y).mean().backward()
-    shown = {key: value.grad for key, value in module.named_parameters(remove_duplicate=False)}
+    values = loss(module(**x), y)
+    values.sum().backward()  # and not of the mean: llama's norms round gradients to float32 on the way
+    shown = {key: value.grad / values.numel() for key, value in module.named_parameters(remove_duplicate=False)}
     module.eval()
     with torch.no_grad():
         predicted = [module(**x).logits for x, _ in batches()]
