@@ -37,11 +37,10 @@ EXPERIMENTS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {
         ("bert", 8, {"pipeline": 4, "schedule": "interleaved", "microbatches": 4}),
         ("gpt2", 9, {"pipeline": 4, "schedule": "zero_bubble_v", "microbatches": 5}),
         ("bert", 4, {"pipeline": 2, "data": 2, "schedule": "zero_bubble_v"}),
-        ("gpt2", 4, {"pipeline": 2, "tensor": 2, "schedule": "zero_bubble"}),
         ("gpt2", 4, {"pipeline": 2, "tensor": 2, "schedule": "zero_bubble_v"}),
     ],
 }
-DROPOUT = ("bert", 4, 0.3, {"pipeline": 2, "tensor": 2, "schedule": "zero_bubble_v"})
+DROPOUT = ("bert", 5, 0.3, {"pipeline": 2, "schedule": "zero_bubble_v"})
 IDS = {
     f"{workers}-{name}-" + "-".join(str(value) for value in asked.values()): (workers, number)
     for workers, experiments in EXPERIMENTS.items()
@@ -62,7 +61,7 @@ def run(program: Any) -> Callable[[int], list[dict[str, Any]]]:
     @cache
     def launched(workers: int) -> list[dict[str, Any]]:
         experiments = [(name, layers, 0.0, asked) for name, layers, asked in EXPERIMENTS[workers]]
-        twice = [DROPOUT] * 2 if workers == 4 else []
+        twice = [DROPOUT] * 2 if workers == 2 else []
         return ls.launch(program.run_jobs, workers=workers, args=([*experiments, *twice],), timeout_s=LIMIT_S)
 
     return launched
@@ -85,7 +84,7 @@ def close(found: Any, expected: Any) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("what", ["loss", "val_loss", "evaluate", "predict"])
+@pytest.mark.parametrize("what", ["loss", "evaluate", "predict"])
 def test_what_comes_out_is_what_comes_out_of_one_device(pair: Pair, what: str):
     found, expected = pair
 
@@ -123,8 +122,8 @@ def test_a_worker_holds_its_stages_alone(run: Callable[[int], Any], one_device: 
 
 
 def test_dropout_with_the_same_schedule_twice_gives_the_same_bits(run: Callable[[int], Any]):
-    one, other = run(4)[-2:]
+    plain, one, other = run(2)[-3:]
 
     assert one["loss"] == other["loss"]
     assert all(torch.equal(other["weights"][name], value) for name, value in one["weights"].items())
-    assert one["loss"] != run(4)[2]["loss"]
+    assert one["loss"] != plain["loss"]

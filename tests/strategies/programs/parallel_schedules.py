@@ -77,11 +77,10 @@ def run_job(name: str, layers: int, dropout: float, asked: dict[str, Any]) -> di
         model.compile(OPTIMIZERS[name], loss, accumulate=2)
         tables: list[Any] = []
         watch = ls.LambdaCallback(on_train_batch_end=lambda *_: tables.append(model.module.timetable()))
-        history = model.fit(batches(), validation_data=batches()[:2], callbacks=[watch], verbose=0)
+        history = model.fit(batches(), callbacks=[watch], verbose=0)
         return {
             "held": sum(parameter.numel() for parameter in model.module.parameters()),
             "loss": history.history["loss"],
-            "val_loss": history.history["val_loss"],
             "weights": {key: value.clone() for key, value in model.state_dict().items()},
             "evaluate": model.evaluate(batches(), verbose=0)["loss"],
             "predict": model.predict([x for x, _ in batches()])["logits"],
@@ -111,7 +110,6 @@ def one_device(name: str, layers: int) -> dict[str, Any]:
         every = [loss(module(**x), y).flatten() for x, y in batches()]
         return {
             "loss": [total / count],
-            "val_loss": [torch.cat(every[:2]).mean().item()],
             "weights": module.state_dict(),
             "evaluate": torch.cat(every).mean().item(),
             "predict": torch.cat([module(**x).logits for x, _ in batches()]),
