@@ -242,7 +242,7 @@ def in_trouble(folder: str) -> None:
         model.fit(batches()[:1], verbose=0)
         manager.save(1)
         own = f"{folder} of {index}"
-        os.mkdir(own)
+        Path(own).mkdir()
         os.chdir(own)
         refused(lambda: ls.CheckpointManager(model.checkpoint(), "/proc/self/cwd/kept").save(1))
         refused(lambda: ls.Checkpoint(optimizer=model.optimizer))
