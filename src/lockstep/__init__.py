@@ -1,35 +1,44 @@
 """Train one model on many devices as if on one.
 
 The names are those of ``tf.distribute`` where it has one, and PyTorch's otherwise. Importing this needs torch alone.
+
+Each name is imported when it is first asked for: under ``lockstep run`` a program begins without torch's two seconds
+of imports, and has them only if it imports torch itself.
 """
 
-from lockstep import config, errors
-from lockstep.checkpoint import Checkpoint, CheckpointManager, export_weights, latest_checkpoint
-from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communication import CommunicationOptions
-from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.reduction import ReduceOp
-from lockstep.data.input_context import InputContext
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# Not when it is asked for: by then the room of that name may stand in its place.
 from lockstep.launch.launch import launch
-from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.default import get_strategy
-from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
-from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
-from lockstep.strategies.parallel import ParallelStrategy
-from lockstep.strategies.scope import has_strategy, in_cross_replica_context
-from lockstep.train import History, Model, callbacks
-from lockstep.train.callbacks import (
-    BackupAndRestore,
-    Callback,
-    CSVLogger,
-    EarlyStopping,
-    LambdaCallback,
-    ModelCheckpoint,
-    ProgressBar,
-    TensorBoard,
-)
+
+if TYPE_CHECKING:
+    from lockstep import config, errors
+    from lockstep.checkpoint import Checkpoint, CheckpointManager, export_weights, latest_checkpoint
+    from lockstep.cluster.spec import ClusterSpec
+    from lockstep.collectives.communication import CommunicationOptions
+    from lockstep.collectives.per_replica import PerReplica
+    from lockstep.collectives.reduction import ReduceOp
+    from lockstep.data.input_context import InputContext
+    from lockstep.replicas.context import ReplicaContext, get_replica_context
+    from lockstep.strategies.base import Strategy
+    from lockstep.strategies.default import get_strategy
+    from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
+    from lockstep.strategies.mirrored import MirroredStrategy
+    from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
+    from lockstep.strategies.parallel import ParallelStrategy
+    from lockstep.strategies.scope import has_strategy, in_cross_replica_context
+    from lockstep.train import History, Model, callbacks
+    from lockstep.train.callbacks import (
+        BackupAndRestore,
+        Callback,
+        CSVLogger,
+        EarlyStopping,
+        LambdaCallback,
+        ModelCheckpoint,
+        ProgressBar,
+        TensorBoard,
+    )
 
 __version__ = "0.1.0.dev0"
 
@@ -69,3 +78,44 @@ __all__ = [
     "launch",
     "scale_regularization_loss",
 ]
+
+_WHERE = {
+    "lockstep.checkpoint": ("Checkpoint", "CheckpointManager", "export_weights", "latest_checkpoint"),
+    "lockstep.cluster.spec": ("ClusterSpec",),
+    "lockstep.collectives.communication": ("CommunicationOptions",),
+    "lockstep.collectives.per_replica": ("PerReplica",),
+    "lockstep.collectives.reduction": ("ReduceOp",),
+    "lockstep.data.input_context": ("InputContext",),
+    "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
+    "lockstep.strategies.base": ("Strategy",),
+    "lockstep.strategies.default": ("get_strategy",),
+    "lockstep.strategies.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "lockstep.strategies.mirrored": ("MirroredStrategy",),
+    "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
+    "lockstep.strategies.parallel": ("ParallelStrategy",),
+    "lockstep.strategies.scope": ("has_strategy", "in_cross_replica_context"),
+    "lockstep.train": ("History", "Model"),
+    "lockstep.train.callbacks": (
+        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "ModelCheckpoint",
+        "ProgressBar", "TensorBoard",
+    ),
+}  # fmt: skip
+_MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}
+_HOMES = {name: module for module, names in _WHERE.items() for name in names}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # which takes a module that has this for one that has every name
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            found = import_module(_MODULES[name])
+        elif name in _HOMES:
+            found = getattr(import_module(_HOMES[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found

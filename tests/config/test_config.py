@@ -67,6 +67,7 @@ def test_importing_looks_for_no_devices():
         "import torch\n"
         "def fail(*_): raise SystemExit('the import looked for devices')\n"
         "torch.cuda.device_count = torch.cuda.get_device_properties = fail\n"
-        "import lockstep.config\n"
+        "import lockstep\n"
+        "[getattr(lockstep, name) for name in lockstep.__all__]\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
