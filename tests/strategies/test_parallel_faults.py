@@ -94,8 +94,9 @@ def test_a_worker_that_is_lost_in_mid_step_is_named(start_job: Any, axis: str, t
     assert other.raised_at - since < FOUND_AFTER_S
 
 
-def test_an_exception_in_a_part_of_a_layer_is_the_other_s_error(start_job: Any):
-    job = start_job(fit, "index", 1, "tensor", "fails")
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_an_exception_in_a_part_of_the_model_is_the_other_s_error(start_job: Any, axis: str):
+    job = start_job(fit, "index", 1, axis, "fails")
 
     assert [worker.end() for worker in job] == [1, 1]
     assert "ValueError: no such layer" in job[1].error

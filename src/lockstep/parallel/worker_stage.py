@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,25 +62,35 @@ class WorkerStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a microbatch."""
-        with self._turn("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        forward = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+        return self._in_turn("forward", fwd_chunk_id, forward)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """The backward pass of a microbatch, or the part of it for the stage's inputs."""
         if self.has_backward:
-            with self._turn("backward" if full_backward else "inputs", bwd_chunk_id):
-                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
+            self._in_turn("backward" if full_backward else "inputs", bwd_chunk_id, backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of the backward pass for the stage's weights."""
         if self.has_backward:
-            with self._turn("weights", bwd_chunk_id):
-                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward)
+            self._in_turn("weights", bwd_chunk_id, backward)
 
-    @contextmanager
-    def _turn(self, kind: ActionKind, microbatch: int) -> Iterator[None]:
+    def _in_turn(self, kind: ActionKind, microbatch: int, compute: Callable[[], Any]) -> Any:
         self._module.take_turn()
         with self._notes.taking(Action(kind=kind, stage=self._module.number, microbatch=microbatch)):
-            yield
+            return _told_plainly(compute)
+
+
+def _told_plainly(compute: Callable[[], Any]) -> Any:
+    """Raises what went wrong itself: torch raises an error of its own from it, which has the shapes of what came in."""
+    try:
+        return compute()
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        told = error.__cause__
+    raise told  # not above, where torch's would become its context and so, in a circle, its cause
