@@ -54,14 +54,18 @@ class MlmTask:
     source: str
 
 
-def build_mlm(config: MlmConfig) -> MlmTask:
+def build_mlm(config: MlmConfig, text: TextSplits | None = None) -> MlmTask:
     """Reads the text, makes or loads tokenizer and module, and turns the lines into tokens, once.
+
+    Args:
+        config: the run.
+        text: what ``read_text`` gave, where it has been read already.
 
     Raises:
         DataError: the text cannot be used.
         ConfigError: the pretrained model cannot be used.
     """
-    text = read_text(config)
+    text = read_text(config) if text is None else text
     module, vocabulary = _model(config, text)
     if config.gradient_checkpointing:
         checkpoint_layers(module.bert)

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps
-from lockstep.recipes.mlm.build import build_mlm, build_optimizer
+from lockstep.recipes.mlm.build import build_mlm, build_optimizer, read_text
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.loss import masked_token_loss
 from lockstep.recipes.mlm.masking import IGNORED_LABEL
+from lockstep.recipes.text.for_all import text_for_all
 from lockstep.strategies.base import Strategy
 
 
@@ -29,7 +30,8 @@ def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> Ex
         ConfigError: ``steps`` is below 1.
     """
     check_steps(steps)
-    task = build_mlm(replace(config, dropout=0.0))
+    text = text_for_all(partial(read_text, config), strategy.workers)
+    task = build_mlm(replace(config, dropout=0.0), text)
     batches = tuple(islice(task.train, steps))
     both = Comparison(module=task.module, batches=batches, loss=masked_token_loss, plain_loss=_plain_loss)
     adam = partial(build_optimizer, config)

@@ -14,10 +14,19 @@ from pathlib import Path
 from lockstep.checkpoint.whole_file import write_whole
 from lockstep.collectives.values import on_chief
 from lockstep.recipes.exactness import ExactnessReport
-from lockstep.recipes.mlm.build import MlmTask, build_metrics, build_mlm, build_optimizer, build_scheduler, updates
+from lockstep.recipes.mlm.build import (
+    MlmTask,
+    build_metrics,
+    build_mlm,
+    build_optimizer,
+    build_scheduler,
+    read_text,
+    updates,
+)
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.exactness import check_exactness
 from lockstep.recipes.mlm.loss import masked_token_loss
+from lockstep.recipes.text.for_all import text_for_all
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
 from lockstep.train.fit_settings import Verbose
@@ -66,7 +75,7 @@ def train_mlm(
             none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
     """
-    task = build_mlm(config)
+    task = build_mlm(config, text_for_all(partial(read_text, config), strategy.workers))
     parameters = sum(parameter.numel() for parameter in task.module.parameters())  # now: a strategy may divide them
     model = compile_mlm(config, task, strategy)
     hooks = [*callbacks, *_own_callbacks(config, log_dir)]

@@ -78,10 +78,10 @@ class ReviewsConfig:
     pretrained: str | None = None
     tokens: Literal["words", "characters"] = "words"
     vocabulary: int = 20000
-    layers: int = 1
-    hidden: int = 64
+    layers: int = 2
+    hidden: int = 128
     heads: int = 2
-    feed_forward: int = 256
+    feed_forward: int = 512
     dropout: float = 0.1
     hide: float | None = None
     max_tokens: int = 128
