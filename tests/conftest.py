@@ -1,15 +1,22 @@
-"""What every test is held to: no thread, process, environment variable or file outlives it."""
+"""What every test is held to: no thread, process, environment variable or file outlives it. And programs for tests."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import select
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import arbitrary_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
 
 GRACE_S = 5.0
+BYTES = 2**16
 # Started by libraries, once a process, and ended by the interpreter: no test's to join.
 SHARED_THREADS = ("pytest_timeout", "tqdm_monitor", "pymp-", "ThreadPoolExecutor-", "asyncio_")
 IGNORED_FILES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".coverage"}
@@ -103,6 +111,145 @@ def _changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
 
 def _files() -> set[str]:
     return {path.name for path in Path.cwd().iterdir()} - IGNORED_FILES
+
+
+class ForkServer:
+    """The process of ``programs/forking.py``. It imports beside the first tests, which wait for it where they need it.
+
+    Attributes:
+        path: of the socket where it is asked.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="forking-")
+        self.path = f"{self._folder.name}/socket"
+        life, self._life = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.path)
+            listener.listen()
+            files = [listener.fileno(), life]
+            command = [sys.executable, str(Path(__file__).parent / "programs" / "forking.py"), *map(str, files)]
+            nowhere = subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command, pass_fds=files, stdin=nowhere, stdout=nowhere, start_new_session=True
+            )
+        os.close(life)
+
+    def close(self) -> None:
+        """Ends it, and whatever it has forked."""
+        os.close(self._life)
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Forks:
+    """A connection to it. What was forked for it ends with it."""
+
+    def __init__(self, path: str) -> None:
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.connect(path)
+
+    def begin(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
+        """Begins a process that has these files for stdout and stderr; its number."""
+        socket.send_fds(self._requests, [json.dumps(request).encode()], files)
+        return int(self._requests.recv(BYTES))
+
+    def collect(self, pid: int) -> int:
+        """The exit code of a process that has ended, negative for a signal."""
+        self._requests.send(json.dumps({"wait": pid}).encode())
+        return int(self._requests.recv(BYTES))
+
+    def close(self) -> None:
+        self._requests.close()
+
+
+class Program(subprocess.Popen[str]):
+    """``python WORDS`` in a process that begins with the usual imports done; else all is as of any ``Popen``."""
+
+    def __init__(self, forks: Forks, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self._forks = forks
+        pipe = subprocess.PIPE
+        super().__init__(words, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    def _execute_child(self, words: Any, *given: Any) -> None:
+        _, _, _, _, folder, environment, _, _, _, _, _, _, printed, _, errors, *_ = given
+        request = {"words": list(words), "folder": str(folder), "environment": dict(environment)}
+        self.pid = self._forks.begin(request, [printed, errors])
+        self._handle = os.pidfd_open(self.pid)
+        self._child_created = True
+        os.close(printed)
+        os.close(errors)
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            if not select.select([self._handle], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = self._forks.collect(self.pid)
+            os.close(self._handle)
+        return self.returncode
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self._wait(0)
+        return self.returncode
+
+
+SERVER = pytest.StashKey[ForkServer]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts one server for all processes of tests, where there are several."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.stash[SERVER] = ForkServer()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["forking"] = node.config.stash[SERVER].path
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SERVER in config.stash:
+        config.stash[SERVER].close()
+
+
+@pytest.fixture(scope="session")
+def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
+    """Asks for processes that begin with the usual imports done."""
+    path = getattr(request.config, "workerinput", {}).get("forking")
+    with ExitStack() as stack:
+        if path is None:
+            path = stack.enter_context(closing(ForkServer())).path
+        yield stack.enter_context(closing(Forks(path)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_begin_with_the_imports_too(request: pytest.FixtureRequest) -> None:
+    """Has multiprocessing fork from the server of all tests, where there is one, rather than import all that again."""
+    if not hasattr(request.config, "workerinput"):
+        return
+    own = forkserver._forkserver
+    own._forkserver_address = arbitrary_address("AF_UNIX")
+    until, own._forkserver_alive_fd = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(own._forkserver_address)
+        listener.listen()
+        request.getfixturevalue("forks").begin({"processes": True}, [listener.fileno(), until])
+    os.close(until)
+    own.ensure_running = lambda: None
+
+
+@pytest.fixture
+def python(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """``python("-c", code)``: starts that in the test's folder; what still runs at the end of the test is killed."""
+    with ExitStack() as stack:
+
+        def start(*words: str, folder: Path = tmp_path, **variables: str) -> Program:
+            process = stack.enter_context(Program(forks, words, folder, {**os.environ, **variables}))
+            stack.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 # A bash block is run where this comment stands before it; a python block always is.
 BLOCK = re.compile(r"^(<!-- run -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w./-]+?)(?P<folder>/?)  +(?P<says>\S.*)$")
+
+
+LIMIT_S = 170
+WARNINGS_ARE_ERRORS = "import warnings; warnings.simplefilter('error', UserWarning, append=True)"  # as -W does
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -31,15 +36,22 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command with this environment's programs first on the path, in a folder of its own."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
-        command, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=170, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
-    done = run([sys.executable, "-W", "error::UserWarning", "-c", "\n".join(blocks(page, "python"))], tmp_path)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callable[..., subprocess.Popen[str]]):
+    done = python("-c", "\n".join([WARNINGS_ARE_ERRORS, *blocks(page, "python")]))
+    _, said = done.communicate(timeout=LIMIT_S)
 
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, said
 
 
 @pytest.mark.parametrize("number", range(len(runnable_bash(README))))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,4 +102,8 @@ def test_ctrl_c_ends_the_runs_too(start_lockstep: Start, tmp_path: Path, monkeyp
 
     assert process.wait(60) == 130
     assert process.stderr.read() == "lockstep: interrupted\n"
+    # The server of the runs may just be trying out whether it can write there.
+    until, pause = time.monotonic() + 30, threading.Event()
+    while list(tmp_path.iterdir()) and time.monotonic() < until:
+        pause.wait(0.05)
     assert list(tmp_path.iterdir()) == []

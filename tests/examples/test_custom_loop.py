@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ WORDS = ["--size", "32", "--batch-size", "8", "--epochs", "2", "--float64"]
 # batch norms over three rows make 1e-8 of it. A mean over the shards is off by more than 1e-2.
 EXACT = 1e-6
 
+Started = subprocess.Popen[str]
 Outcome = tuple[list[tuple[float, float]], torch.nn.Module]
 
 
@@ -82,16 +81,15 @@ def test_the_programs_stand_side_by_side():
     assert max(len(plain), len(custom)) <= 120
 
 
-def start(*words: str, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(EXAMPLES / "custom_loop.py"), "--devices", "cpu:2", *words]
-    pipe: Any = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, stdout=pipe, stderr=pipe, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+@pytest.fixture
+def start(python: Callable[..., Started], pictures: Path) -> Callable[..., Started]:
+    """``start("--epochs", "1")``: the program on those pictures."""
+    given = ("--devices", "cpu:2", "--data", str(pictures), "--batch-size", "8")
+    return partial(python, str(EXAMPLES / "custom_loop.py"), *given, OMP_NUM_THREADS="1")
 
 
-def test_a_run_shows_loss_and_accuracy_and_then_the_test(pictures: Path, tmp_path: Path):
-    process = start("--data", str(pictures), "--batch-size", "8", "--epochs", "1", folder=tmp_path)
+def test_a_run_shows_loss_and_accuracy_and_then_the_test(start: Callable[..., Started]):
+    process = start("--epochs", "1")
     printed, bar = process.communicate(timeout=170)
 
     assert process.returncode == 0, bar
@@ -102,8 +100,8 @@ def test_a_run_shows_loss_and_accuracy_and_then_the_test(pictures: Path, tmp_pat
     assert printed.endswith("(7 pictures of 3 classes)\n")
 
 
-def test_ctrl_c_ends_in_one_word(pictures: Path, tmp_path: Path):
-    process = start("--data", str(pictures), "--batch-size", "8", "--epochs", "1000", folder=tmp_path)
+def test_ctrl_c_ends_in_one_word(start: Callable[..., Started]):
+    process = start("--epochs", "1000")
     assert process.stderr is not None
     seen = ""
     while "loss=" not in seen:  # in the middle of an epoch

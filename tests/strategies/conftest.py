@@ -9,8 +9,6 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,6 @@ import pytest
 
 import lockstep as ls
 
-FORKING = Path(__file__).parent / "programs" / "forked_workers.py"
 COMPUTING = Path(__file__).parent / "programs" / "multi_worker.py"
 LAYOUTS = {"2 workers x 2": (2, 2), "3 workers x 2": (3, 2), "2 workers x 1": (2, 1)}
 ENOUGH_S = 60.0
@@ -129,43 +126,25 @@ class Worker:
         return bool(got)
 
 
-class Forks:
-    """The process that forks workers, and the way to ask it."""
+StartWorker = Callable[..., Worker]
 
-    def __init__(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(FORKING), str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True
-            )
+
+@pytest.fixture(scope="session")
+def start_worker(forks: Any) -> StartWorker:
+    """A function that starts a process which calls a function of a file."""
 
     def start(
-        self, file: str, function: str, arguments: Sequence[Any], environment: dict[str, str], network: str = ""
+        file: str, function: str, arguments: Sequence[Any], environment: dict[str, str], network: str = ""
     ) -> Worker:
-        """Starts a process that calls a function of a file."""
         printed, prints = os.pipe()
         errors = tempfile.TemporaryFile()  # noqa: SIM115  the worker closes it
         request = {"file": file, "function": function, "arguments": list(arguments)}
         request |= {"environment": environment, "network": network}
-        socket.send_fds(self._requests, [json.dumps(request).encode()], [prints, errors.fileno()])
+        pid = forks.begin(request, [prints, errors.fileno()])
         os.close(prints)
-        return Worker(int(self._requests.recv(BYTES)), printed, errors, self._collect)
+        return Worker(pid, printed, errors, forks.collect)
 
-    def close(self) -> None:
-        """Ends it, and whatever it has forked."""
-        self._requests.close()
-        self._process.wait(ENOUGH_S)
-
-    def _collect(self, pid: int) -> int:
-        self._requests.send(json.dumps({"wait": pid}).encode())
-        return int(self._requests.recv(BYTES))
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.close()
+    return start
 
 
 StartJob = Callable[..., list[Worker]]
@@ -187,7 +166,7 @@ def free_ports() -> FreePorts:
 
 
 @pytest.fixture
-def start_job(forks: Forks, free_ports: FreePorts, request: pytest.FixtureRequest) -> Iterator[StartJob]:
+def start_job(start_worker: StartWorker, free_ports: FreePorts, request: pytest.FixtureRequest) -> Iterator[StartJob]:
     """``start_job(function, *arguments, workers=2)``: workers that find TF_CONFIG call a function of the test's file.
 
     An argument "index" is each worker's own number. With ``hosts`` there is one worker at each address, in the network
@@ -195,17 +174,19 @@ def start_job(forks: Forks, free_ports: FreePorts, request: pytest.FixtureReques
     out. Those that still run after the test are killed.
     """
     with ExitStack() as stack:
-        yield _starter(forks, free_ports, request.path, stack)
+        yield _starter(start_worker, free_ports, request.path, stack)
 
 
 @pytest.fixture(scope="module")
-def start_module_job(forks: Forks, free_ports: FreePorts, request: pytest.FixtureRequest) -> Iterator[StartJob]:
+def start_module_job(
+    start_worker: StartWorker, free_ports: FreePorts, request: pytest.FixtureRequest
+) -> Iterator[StartJob]:
     """The same, for a job that several tests look at."""
     with ExitStack() as stack:
-        yield _starter(forks, free_ports, request.path, stack)
+        yield _starter(start_worker, free_ports, request.path, stack)
 
 
-def _starter(forks: Forks, free_ports: FreePorts, path: Path, stack: ExitStack) -> StartJob:
+def _starter(start_worker: StartWorker, free_ports: FreePorts, path: Path, stack: ExitStack) -> StartJob:
     def start(
         function: Callable[..., Any],
         *arguments: Any,
@@ -219,7 +200,7 @@ def _starter(forks: Forks, free_ports: FreePorts, path: Path, stack: ExitStack) 
         started = {}
         for index in order or range(len(addresses)):
             task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            worker = forks.start(
+            worker = start_worker(
                 str(path),
                 function.__name__,
                 [index if argument == "index" else argument for argument in arguments],

@@ -26,12 +26,12 @@ Alone = Callable[..., Any]
 
 
 @pytest.fixture
-def alone(forks: Any) -> Iterator[Alone]:
+def alone(start_worker: Any) -> Iterator[Alone]:
     """``alone(function, *arguments)``: what a function of this file tells in a new process."""
     with ExitStack() as stack:
 
         def call(function: Callable[..., None], *arguments: Any) -> Any:
-            process = stack.enter_context(closing(forks.start(__file__, function.__name__, arguments, {})))
+            process = stack.enter_context(closing(start_worker(__file__, function.__name__, arguments, {})))
             code = process.end()
             assert code == 0, process.errors
             return json.loads(process.output)
