@@ -30,12 +30,12 @@ class PipelineSettings:
     schedules: tuple[ScheduleName, ...] = SCHEDULES
     workers: int = 2
     microbatches: int = 8
-    rows: int = 2
+    rows: int = 8
     sequence: int = 64
     layers: int = 8
     hidden: int = 256
     vocabulary: int = 512
-    steps: int = 8
+    steps: int = 6
     warm_up: int = 2
     rounds: int = 3
 
