@@ -198,3 +198,22 @@ def test_a_folder_is_removed_at_once_under_its_name(tmp_path: Path, monkeypatch:
     remove_folder(tmp_path / "step-1")
 
     assert [path.suffix for path in tmp_path.iterdir()] == [".removed"]
+
+
+def test_what_one_who_clears_away_is_killed_over_the_next_one_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left = tmp_path / ".step-1.0123456789ab.partial"
+    (left / "deep").mkdir(parents=True)
+    (left / RECORD).touch()
+    remove = shutil.rmtree
+
+    def is_killed(folder: Path, **_: Any) -> None:
+        (folder / RECORD).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", is_killed)
+    with pytest.raises(KeyboardInterrupt):
+        clear_leftovers(tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    clear_leftovers(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []

@@ -111,8 +111,9 @@ def _clear_partial(path: Path) -> None:
         return
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:  # its writer lives
+        # Under another name first: whoever is killed in the middle of it may have removed the record, and no more.
+        shutil.rmtree(path.rename(_aside(path.with_name(original_name(path)), _REMOVED)), ignore_errors=True)
+    except (BlockingIOError, FileNotFoundError):  # its writer lives; another one has cleared it away
         return
     finally:
         os.close(record)
