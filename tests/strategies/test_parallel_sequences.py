@@ -62,11 +62,15 @@ def divide(index: int, path: str) -> None:
 def trained(own: Any, name: str, grid: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
     strategy = ls.ParallelStrategy(seed=SEED, sequence_parallel=True, **grid)
     widths: list[int] = []
+    masks: list[bytes] = []
     with strategy.scope():
         module = own.build(name, layers=LAYERS, dropout=dropout)
         for part in module.modules():
             if isinstance(part, nn.LayerNorm) or "RMSNorm" in type(part).__name__:
                 part.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+        if dropout:
+            dropped = module.get_submodule("transformer.h.0.mlp.dropout")
+            dropped.register_forward_hook(lambda _, __, kept: masks.append((kept == 0).numpy().tobytes()))
         model = ls.Model(module)
         model.compile(optimizer, own.loss, clip_norm=CLIP)
         history = model.fit(batches(), epochs=1, verbose=0).history["loss"]
@@ -81,6 +85,8 @@ def trained(own: Any, name: str, grid: dict[str, Any], dropout: float = 0.0) -> 
             "widths": sorted(set(widths)),
         }
     result["whole"] = strategy._job.workers.exchange_bytes("whole parameters", whole.digest())
+    masks.append(b"")
+    result["masks"] = strategy._job.workers.exchange_bytes("what was dropped", masks[0])
     result["grid"] = strategy.grid
     strategy.close()
     return result
@@ -155,6 +161,14 @@ def test_dropout_on_the_same_layout_twice_gives_the_same_bits(found: dict[Any, A
 
     assert all(torch.equal(other["weights"][name], value) for name, value in one["weights"].items())
     assert len(set(one["whole"])) == 1
+    assert one["masks"] == other["masks"]
+
+
+def test_each_rank_drops_units_of_its_own_tokens(found: dict[Any, Any]):
+    masks = found["dropped"][0]["masks"]
+
+    assert len(set(masks)) == 4  # two replicas of two tensor ranks
+    assert [len(each) for each in masks] == [4 * TOKENS // 2 * 16] * 4  # rows, own tokens, units
 
 
 def test_what_cannot_be_divided_is_refused(found: dict[Any, Any]):
