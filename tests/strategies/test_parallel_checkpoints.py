@@ -184,13 +184,15 @@ def test_weights_that_were_loaded_are_everyones(eight: Any):
 def test_what_cannot_be_is_refused_and_a_worker_killed_in_a_save_leaves_the_one_before(tmp_path: Path, start_job: Any):
     folder = tmp_path / "kept"
     workers = start_job(in_trouble, str(folder), workers=2)
-    told = [worker.wait_for("saved") for worker in workers]
+    told = [worker.wait_for("dies now") for worker in workers]
 
     for text in told:
-        unseen, alone, nameless = text.strip().split("\n")
+        unseen, alone, nameless, *_, ended = text.strip().split("\n")
         assert re.match(r"CheckpointError: worker 1 .*: does not see the folder /proc/self/cwd/kept, in which", unseen)
         assert re.match(r"ConfigError: Checkpoint\(optimizer=...\) got the optimizer of a model that it did not", alone)
         assert re.match(r"CheckpointError: worker 0 .*: .*step-00000001 has for 'optimizer' a state without", nameless)
+        assert ended == "ended with 75"  # SIGTERM came to worker 1 alone
+    assert len(list((tmp_path / "kept ended").glob("step-*/weights/shard-0000[12]-*"))) == 2
     assert workers[1].end() == -signal.SIGKILL
     assert workers[0].end() != 0
     assert "worker 1" in workers[0].error

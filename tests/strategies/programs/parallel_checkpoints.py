@@ -231,6 +231,20 @@ def refused(act: Callable[[], Any]) -> None:
         say(f"{type(error).__name__}: {error}")
 
 
+def terminated(model: ls.Model, index: int, folder: str) -> None:
+    """Worker 1 gets SIGTERM in a fit with a backup."""
+
+    def hear(batch: int, _: Any) -> None:
+        if index == 1 and batch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    callbacks = [ls.LambdaCallback(on_train_batch_end=hear), ls.BackupAndRestore(folder, save_freq=False)]
+    try:
+        model.fit(batches() * 3, callbacks=callbacks, verbose=0)
+    except SystemExit as ending:
+        say(f"ended with {ending.code}")
+
+
 def in_trouble(folder: str) -> None:
     """What is refused; then worker 1 dies in a save, when it has written its own files."""
     from lockstep.checkpoint import together
@@ -251,7 +265,8 @@ def in_trouble(folder: str) -> None:
             record = Path("step-00000001/checkpoint.json")
             record.write_text(record.read_text().replace('"names": ', '"others": '))
         refused(lambda: model.load_checkpoint(f"{folder} of 0"))
-        say("saved")
+        terminated(model, index, f"{folder} ended")
+        say("dies now")
         if index == 1:
             write = together.SharedWriting.write
 
