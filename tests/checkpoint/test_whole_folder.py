@@ -200,6 +200,24 @@ def test_a_folder_is_removed_at_once_under_its_name(tmp_path: Path, monkeypatch:
     assert [path.suffix for path in tmp_path.iterdir()] == [".removed"]
 
 
+def test_what_others_still_write_to_an_abandoned_folder_is_cleared_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    remove = shutil.rmtree
+
+    def remove_what_is_there(folder: Path, **_: Any) -> None:
+        (folder / RECORD).unlink()
+        (folder / "late").write_text("by another worker")
+
+    monkeypatch.setattr(shutil, "rmtree", remove_what_is_there)
+    with pytest.raises(RuntimeError), whole_folder(tmp_path / "step-1"):
+        raise RuntimeError
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    clear_leftovers(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_one_who_clears_away_is_killed_over_the_next_one_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left = tmp_path / ".step-1.0123456789ab.partial"
     (left / "deep").mkdir(parents=True)

@@ -46,7 +46,7 @@ def whole_folder(target: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
         sync(target.parent)
     finally:
         os.close(record)
-        shutil.rmtree(partial, ignore_errors=True)
+        _discard(partial, target)
 
 
 def remove_folder(path: Path) -> None:
@@ -124,6 +124,15 @@ def _remove_if_empty(path: Path) -> None:
         path.rmdir()
     except OSError:
         return
+
+
+def _discard(partial: Path, target: Path) -> None:
+    """Removes what did not become a folder, under another name: another process may be writing to it still."""
+    if not partial.exists():  # as a rule: it has become ``target``
+        return
+    with suppress(OSError):
+        partial = partial.rename(_aside(target, _REMOVED))
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _put(partial: Path, target: Path) -> None:
