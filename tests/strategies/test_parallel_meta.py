@@ -18,13 +18,15 @@ pytestmark = pytest.mark.workers
 
 LIMIT_S = 170
 MODELS = Path(__file__).parent / "programs" / "small_models.py"
-LAYOUTS: dict[str, dict[str, int]] = {
-    "tensor": {"data": 1, "tensor": 4},
-    "data and tensor": {"data": 2, "tensor": 2},
-    "pipeline": {"data": 2, "pipeline": 2},
-    "pipeline and tensor": {"pipeline": 2, "tensor": 2},
+# Of each layout the models, one after another with one strategy.
+LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "tensor": ({"data": 1, "tensor": 4}, ("bert", "gpt2")),
+    "data and tensor": ({"data": 2, "tensor": 2}, ("bert", "plain")),
+    "shared weights": ({"data": 2, "tensor": 2, "shard_parameters": True}, ("bert",)),
+    "pipeline": ({"data": 2, "pipeline": 2}, ("gpt2",)),
+    "pipeline and tensor": ({"pipeline": 2, "tensor": 2}, ("bert", "gpt2", "llama")),
 }
-EXPERIMENTS = [*[(name, layout) for layout in LAYOUTS for name in ("bert", "gpt2")], ("llama", "pipeline and tensor")]
+EXPERIMENTS = [(name, layout) for layout, (_, names) in LAYOUTS.items() for name in names]
 TRAINED = ("gpt2", "pipeline and tensor")
 STEPS = 3
 SEED = 5
@@ -57,21 +59,29 @@ def begin(index: int, path: str) -> None:
     torch.set_num_threads(1)
     own = models()
     found: dict[Any, Any] = {}
-    for name, layout in EXPERIMENTS:
-        strategy = ls.ParallelStrategy(seed=SEED, **LAYOUTS[layout])
+    for layout, (degrees, names) in LAYOUTS.items():
+        strategy = ls.ParallelStrategy(seed=SEED, **degrees)
         with strategy.scope():
-            with torch.device("meta"):
-                module = own.build(name)
-            model = ls.Model(strategy.parallelize(module))
-            found[name, layout] = copied(model)
-            if (name, layout) == TRAINED:
-                model.compile(lambda parameters: torch.optim.AdamW(parameters, 0.01), own.loss)
-                found["losses"] = model.fit(batches(), epochs=1, verbose=0).history["loss"]
-                found["trained"] = copied(model)
+            for name in names:
+                with torch.device("meta"):
+                    module = own.build(name)
+                model = ls.Model(strategy.parallelize(module, **plan(name)))
+                found[name, layout] = copied(model)
+                if (name, layout) == TRAINED:
+                    model.compile(lambda parameters: torch.optim.AdamW(parameters, 0.01), own.loss)
+                    found["losses"] = model.fit(batches(), epochs=1, verbose=0).history["loss"]
+                    found["trained"] = copied(model)
         strategy.close()
     found["memory"] = measured()
     if index == 0:
         torch.save(found, path)
+
+
+def plan(name: str) -> dict[str, Any]:
+    """A plan of the user's own for the model that is of no known family."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {"tensor_plan": {"0": ColwiseParallel(), "2": RowwiseParallel()}} if name == "plain" else {}
 
 
 def copied(model: ls.Model) -> dict[str, Tensor]:
@@ -106,31 +116,40 @@ def found(start_module_job: Any, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, Tensor]]:
-    """The weights that one worker begins with."""
+def alone() -> dict[tuple[str, str], dict[str, Tensor]]:
+    """The weights that one worker begins with, which makes the same models one after another."""
     own, result = models(), {}
-    for name in ("bert", "gpt2", "llama"):
+    for layout, (_, names) in LAYOUTS.items():
         strategy = ls.ParallelStrategy(seed=SEED)
         with strategy.scope(), torch.device("meta"):
-            result[name] = copied(ls.Model(own.build(name)))
+            for name in names:
+                result[name, layout] = copied(ls.Model(own.build(name)))
         strategy.close()
     return result
 
 
 @pytest.mark.parametrize(("name", "layout"), EXPERIMENTS)
 def test_a_model_begins_with_the_same_bits_on_every_layout(
-    found: dict[Any, Any], alone: dict[str, dict[str, Tensor]], name: str, layout: str
+    found: dict[Any, Any], alone: dict[tuple[str, str], dict[str, Tensor]], name: str, layout: str
 ):
-    assert list(found[name, layout]) == list(alone[name])
-    assert [key for key, value in alone[name].items() if not torch.equal(found[name, layout][key], value)] == []
+    expected = alone[name, layout]
+
+    assert list(found[name, layout]) == list(expected)
+    assert [key for key, value in expected.items() if not torch.equal(found[name, layout][key], value)] == []
+
+
+def test_models_of_one_strategy_begin_with_different_weights(alone: dict[tuple[str, str], dict[str, Tensor]]):
+    first, second = alone["gpt2", "pipeline"], alone["gpt2", "tensor"]  # the first and the second of a strategy
+
+    assert not torch.equal(first["transformer.wte.weight"], second["transformer.wte.weight"])
 
 
 def test_what_is_trained_from_there_is_what_one_device_trains(
-    found: dict[Any, Any], alone: dict[str, dict[str, Tensor]]
+    found: dict[Any, Any], alone: dict[tuple[str, str], dict[str, Tensor]]
 ):
     own = models()
     module = own.build(TRAINED[0])
-    module.load_state_dict(alone[TRAINED[0]])
+    module.load_state_dict(alone[TRAINED])
     optimizer, losses = torch.optim.AdamW(module.parameters(), 0.01), []
     for x, y in batches():
         optimizer.zero_grad()

@@ -12,6 +12,8 @@ WORDS = 70  # no multiple of 4
 
 
 def build(name: str, *, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    if name == "plain":
+        return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)).double()
     import transformers
 
     transformers.logging.set_verbosity_error()
