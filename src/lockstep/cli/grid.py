@@ -24,6 +24,8 @@ class GridFlags:
         tensor: workers that share each layer.
         microbatches: parts of a replica's shard in a pipeline; without it two for every worker of the pipeline.
         schedule: order in which the pipeline takes them.
+        stages_per_worker: stages that each worker of a pipeline holds; without it 2 where the schedule is interleaved,
+            zero_bubble or zero_bubble_v, else 1.
         shard_optimizer: a replica keeps the optimizer's state of its share of the weights only.
         sequence_parallel: divide along the sequence what the workers of a layer would all hold alike.
 
@@ -36,6 +38,7 @@ class GridFlags:
     tensor: int | None = None
     microbatches: int | None = None
     schedule: ScheduleName = "1f1b"
+    stages_per_worker: int | None = None
     shard_optimizer: bool = False
     sequence_parallel: bool = False
 
@@ -71,7 +74,7 @@ class GridFlags:
             ConfigError: degrees or microbatches that do not fit; it says which would.
         """
         grid = choose_grid(workers, **self._degrees)
-        choose_pipelining(self.schedule, self.microbatches, grid.pipeline)
+        choose_pipelining(self.schedule, self.microbatches, grid.pipeline, self.stages_per_worker)
         return grid
 
     def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> ParallelStrategy:
@@ -86,6 +89,7 @@ class GridFlags:
             tensor=1 if self.tensor is None else self.tensor,
             microbatches=self.microbatches,
             schedule=self.schedule,
+            stages_per_worker=self.stages_per_worker,
             shard_optimizer=self.shard_optimizer,
             sequence_parallel=self.sequence_parallel,
             cluster=cluster,
