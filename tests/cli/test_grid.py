@@ -53,12 +53,23 @@ def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
         (GridFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
         (GridFlags(data=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
         (GridFlags(pipeline=2), 1, "does not divide the 1 workers"),
-        (GridFlags(pipeline=4, microbatches=2), 4, "microbatches=2"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(flags: GridFlags, workers: int, said: str):
     with pytest.raises(ConfigError, match=said):
         flags.choose(workers)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (GridFlags(pipeline=4, microbatches=2), "microbatches=2"),
+        (GridFlags(pipeline=4, stages_per_worker=2), "stages_per_worker=2"),
+    ],
+)
+def test_pipelines_that_cannot_run_are_refused(flags: GridFlags, said: str):
+    with pytest.raises(ConfigError, match=said):
+        flags.pipelining(flags.choose(4))
 
 
 def test_devices_and_a_grid_do_not_go_together():

@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = run_words(words)
         return done.run(run_words, words) if isinstance(done, InWorkers) else done
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost frame: whatever happens is one line
+        if isinstance(error, KeyboardInterrupt) and _has_launcher():
+            return INTERRUPTED  # which it says, once for all workers
         return report_failure(error, traceback=traceback)
 
 
@@ -46,3 +48,11 @@ def run_words(words: Sequence[str]) -> int | InWorkers:
         if job == INTERRUPTED:  # Ctrl-C while parsing, which typer turns into a number
             raise KeyboardInterrupt
         return job if isinstance(job, int) else job()
+
+
+def _has_launcher() -> bool:
+    """Whether this is a worker of ``lockstep run`` or torchrun."""
+    from lockstep.cluster.resolve import cluster_from_environment
+
+    cluster = cluster_from_environment()
+    return cluster is not None and cluster.store_is_served

@@ -9,7 +9,7 @@ from math import prod
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.parallel.grid import REST, Grid, Place, choose_grid
-from lockstep.parallel.microbatches import ScheduleName, choose_pipelining
+from lockstep.parallel.microbatches import Pipelining, ScheduleName, choose_pipelining
 from lockstep.report.table import text_table
 from lockstep.strategies.parallel import ParallelStrategy
 
@@ -27,6 +27,7 @@ class GridFlags:
         stages_per_worker: stages that each worker of a pipeline holds; without it 2 where the schedule is interleaved,
             zero_bubble or zero_bubble_v, else 1.
         shard_optimizer: a replica keeps the optimizer's state of its share of the weights only.
+        shard_parameters: a replica keeps its share of the weights and gradients only, too.
         sequence_parallel: divide along the sequence what the workers of a layer would all hold alike.
 
     Raises:
@@ -40,6 +41,7 @@ class GridFlags:
     schedule: ScheduleName = "1f1b"
     stages_per_worker: int | None = None
     shard_optimizer: bool = False
+    shard_parameters: bool = False
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -71,11 +73,17 @@ class GridFlags:
         """The grid of a job of so many workers.
 
         Raises:
-            ConfigError: degrees or microbatches that do not fit; it says which would.
+            ConfigError: degrees that do not fit; it says which would.
         """
-        grid = choose_grid(workers, **self._degrees)
-        choose_pipelining(self.schedule, self.microbatches, grid.pipeline, self.stages_per_worker)
-        return grid
+        return choose_grid(workers, **self._degrees)
+
+    def pipelining(self, grid: Grid) -> Pipelining:
+        """How its pipelines run.
+
+        Raises:
+            ConfigError: microbatches or stages that the schedule cannot take.
+        """
+        return choose_pipelining(self.schedule, self.microbatches, grid.pipeline, self.stages_per_worker)
 
     def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> ParallelStrategy:
         """The strategy on that grid. Every worker must make it.
@@ -91,6 +99,7 @@ class GridFlags:
             schedule=self.schedule,
             stages_per_worker=self.stages_per_worker,
             shard_optimizer=self.shard_optimizer,
+            shard_parameters=self.shard_parameters,
             sequence_parallel=self.sequence_parallel,
             cluster=cluster,
             seed=seed,

@@ -18,6 +18,7 @@ from lockstep.cli.training import (
     counted,
 )
 from lockstep.parallel.grid import Grid, check_divides
+from lockstep.parallel.microbatches import Pipelining, check_layers
 from lockstep.parallel.split import split_layers
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.run import check_exactness, train_mlm
@@ -49,13 +50,14 @@ def mlm(
     return TrainingCommand(job=job, flags=flags)
 
 
-def _check_sizes(config: MlmConfig, grid: Grid) -> None:
+def _check_sizes(config: MlmConfig, grid: Grid, pipelining: Pipelining) -> None:
     """What dividing the model would refuse too, when the text has been read; a pretrained one's sizes are not known."""
     if config.pretrained is not None:
         return
     sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
     check_divides("tensor", grid.tensor, sizes)
-    split_layers([1.0] * config.layers, grid.pipeline)
+    check_layers(pipelining, config.layers)
+    split_layers([1.0] * config.layers, pipelining.stages)
 
 
 def _train(config: MlmConfig, strategy: Strategy, logs: Path, model: Path, verbose: Verbose) -> Trained:

@@ -20,6 +20,7 @@ from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.grid import Grid
+from lockstep.parallel.microbatches import Pipelining
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
@@ -82,7 +83,7 @@ class Trained:
     last: Sequence[str] = ()
 
 
-def _any_grid(_: Grid) -> None:
+def _any_grid(grid: Grid, pipelining: Pipelining) -> None:
     """Refuses none."""
 
 
@@ -96,7 +97,8 @@ class TrainingJob:
         seed: of the strategy.
         train: called with the strategy, the folder of the logs, the folder of the model, and how much to say.
         check: called with the strategy; ``str()`` of what it returns is printed.
-        fits: called with the grid, where workers divide the model; refuses one that its sizes do not allow.
+        fits: called with the grid and its pipelines, where workers divide the model; refuses what its sizes do not
+            allow.
     """
 
     title: str
@@ -104,7 +106,7 @@ class TrainingJob:
     seed: int
     train: Callable[[Strategy, Path, Path, Verbose], Trained]
     check: Callable[[Strategy], object]
-    fits: Callable[[Grid], None] = _any_grid
+    fits: Callable[[Grid, Pipelining], None] = _any_grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,8 @@ class TrainingCommand:
             ConfigError: it does not; the message says which would.
         """
         if self.flags.grid.asked:
-            self.job.fits(self.flags.grid.choose(workers))
+            grid = self.flags.grid.choose(workers)
+            self.job.fits(grid, self.flags.grid.pipelining(grid))
 
 
 def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
