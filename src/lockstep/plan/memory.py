@@ -8,11 +8,14 @@ State is that of ZeRO (arXiv 1910.02054), stage 1 where the optimizer is sharded
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.plan.layout import Layout
 from lockstep.plan.settings import Software
 from lockstep.plan.shape import ModelShape
+
+# Of Adam's, which computes with the square root of a moment and its quotient.
+_TEMPORARIES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,8 @@ class Memory:
         gradients: of their gradients.
         optimizer: of the optimizer's state, with the float32 weights where the others are shorter.
         activations: kept from forward to backward, at the worst moment of a step.
-        exchange: what gradients are copied to in order to travel, at the end of the backward pass; and where weights are
-            sharded, what is borrowed.
+        beside: what exists at that moment too: gradients of earlier microbatches, and weights that are borrowed.
+        exchange: what there is beside the gradients when the last of them travel: their copies, or borrowed weights.
         update: what the optimizer computes in between.
     """
 
@@ -33,13 +36,15 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
+    beside: float = 0.0
     exchange: float = 0.0
     update: float = 0.0
 
     @property
     def total(self) -> float:
-        """Of the worst moment: activations are gone when the last gradients travel, and these have when it updates."""
-        return self.weights + self.gradients + self.optimizer + max(self.activations, self.exchange, self.update)
+        """At the worst moment: where a microbatch's backward pass begins, where it ends, or where weights change."""
+        begins = self.activations + self.beside
+        return self.weights + self.optimizer + max(begins, self.gradients + max(self.exchange, self.update))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +112,8 @@ def stage_parameters(shape: ModelShape, layout: Layout) -> tuple[float, float]:
 def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Memory:
     """What the fullest device holds, of the first stage or the last. Instant and pure.
 
-    The first stage keeps most microbatches in flight; the last holds the logits, in the activations' format, and
-    in float32 their logarithms and gradients.
+    The first stage keeps most microbatches in flight; the last holds the logits, in the activations' format, and in
+    float32 their logarithms and the gradients of both.
     """
     layer = layer_activations(shape, layout, software)
     if layout.recompute == "full":
@@ -118,9 +123,9 @@ def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Me
         working = 0.0 if layout.recompute == "none" else layer.scores
     layers = shape.layers / layout.pipeline
     tokens = shape.sequence * layout.rows * shape.predicted
-    logits = tokens * shape.vocabulary / layout.tensor * (software.precision.activation + 8)
+    logits = tokens * shape.vocabulary / layout.tensor * (software.precision.activation + 12)
     first, last = (
-        _with_state(parameters, activations, layout, software)
+        _with_state(shape, parameters, activations, layout, software)
         for parameters, activations in zip(
             stage_parameters(shape, layout),
             (kept * layers * in_flight(layout) + working, kept * layers + working + logits),
@@ -128,15 +133,56 @@ def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Me
         )
     )
     if layout.pipeline == 1:
-        return _with_state(stage_parameters(shape, layout)[0], kept * layers + working + logits, layout, software)
+        only = stage_parameters(shape, layout)[0]
+        return _with_state(shape, only, kept * layers + working + logits, layout, software)
     return max(first, last, key=lambda memory: memory.total)
 
 
-def _with_state(parameters: float, activations: float, layout: Layout, software: Software) -> Memory:
-    precision = software.precision
+def _with_state(shape: ModelShape, parameters: float, activations: float, layout: Layout, software: Software) -> Memory:
+    precision, data = software.precision, layout.data
+    weights, gradients = parameters * (precision.weight + precision.cast), parameters * precision.gradient
+    optimizer = parameters * precision.optimizer
+    if layout.shard_parameters:
+        return _sharded(shape, weights / data, gradients / data, optimizer / data, activations, layout, software)
+    # Gradients travel in copies.
+    exchange = gradients if data > 1 else 0.0
+    share = parameters / (data if layout.shard_optimizer else 1)
     return Memory(
-        weights=parameters * (precision.weight + precision.cast),
-        gradients=parameters * precision.gradient,
-        optimizer=parameters * precision.optimizer / (layout.data if layout.shard_optimizer else 1),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer / (data if layout.shard_optimizer else 1),
         activations=activations,
+        beside=gradients if layout.microbatches > 1 else 0.0,
+        exchange=exchange,
+        update=_TEMPORARIES * precision.gradient * min(share, _largest(shape, layout)),
     )
+
+
+def _sharded(
+    shape: ModelShape,
+    weights: float,
+    gradients: float,
+    optimizer: float,
+    activations: float,
+    layout: Layout,
+    software: Software,
+) -> Memory:
+    """Where weights are shared: a layer's are borrowed while it computes, and those outside the layers all the time."""
+    precision = software.precision
+    outside = stage_parameters(replace(shape, layers=1), layout)[0] - shape.layer_parameters / layout.tensor
+    borrowed = (outside + shape.layer_parameters / layout.tensor) * (precision.weight + precision.cast)
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        beside=borrowed + (gradients if layout.microbatches > 1 else 0.0),
+        # Their whole gradients, and those once more, to be scattered.
+        exchange=outside * (precision.weight + precision.cast + 2 * precision.gradient),
+        update=_TEMPORARIES * precision.gradient * _largest(shape, layout) / layout.data,
+    )
+
+
+def _largest(shape: ModelShape, layout: Layout) -> float:
+    """Parameters in the largest tensor of a device."""
+    return max(shape.vocabulary, shape.feed_forward) * shape.hidden / layout.tensor

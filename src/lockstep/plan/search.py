@@ -70,7 +70,7 @@ class Choices:
         return replace(self, data=None, pipeline=None, tensor=None)
 
 
-LOCKSTEP = Choices(sequence_parallel=(False,))
+LOCKSTEP = Choices()
 """What ``ls.ParallelStrategy`` does so far; a test holds it to that."""
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+from collections.abc import Sequence
 
 # mallopt's parameters in <malloc.h>, and their values: keep blocks of up to 1 GB, and up to 2 GB at the heap's top.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _SETTINGS = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2_000_000_000), (_M_ARENA_MAX, 1))
+_GIVING_BACK = ((_M_MMAP_THRESHOLD, 1 << 16), (_M_TRIM_THRESHOLD, 1 << 16))
 
 
 @functools.cache
@@ -24,10 +26,32 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it was done: False with another C library, whose allocator is left alone.
     """
+    return _set(_SETTINGS)
+
+
+def give_back_at_once() -> bool:
+    """Undoes that, for a measurement: what is resident is then what is in use, at the price of a map for each block.
+
+    Returns:
+        Whether it was done.
+    """
+    return _set(_GIVING_BACK)
+
+
+def keep_freed_memory_again() -> bool:
+    """Ends ``give_back_at_once``.
+
+    Returns:
+        Whether it was done.
+    """
+    return _set(_SETTINGS)
+
+
+def _set(settings: Sequence[tuple[int, int]]) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(parameter, value) == 1 for parameter, value in _SETTINGS)
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 
 def give_back_freed_memory() -> None:

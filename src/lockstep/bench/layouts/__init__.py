@@ -1,1 +1,1 @@
-"""Measures what each worker's memory peaks at on several layouts of one model, beside what ``lockstep plan`` expects."""
+"""Measures the peak memory of each worker on several layouts of one model, beside what ``lockstep plan`` expects."""

@@ -13,7 +13,7 @@ from lockstep.plan.memory import Memory
 
 _HEADINGS = (
     "layout", "weights MB", "optimizer MB", "peak MB", "expected MB", "peak of expected", "weights", "gradients",
-    "exchange", "optimizer", "activations", "update", "start MB",
+    "optimizer", "activations", "beside", "exchange", "update", "start MB", "kept MB",
 )  # fmt: skip
 _MB = 2**20
 
@@ -23,9 +23,15 @@ _LEGEND = """\
 - weights, optimizer, peak, start: measured in each worker; the table has those of the worker whose peak is the highest.
   Peak is the most that was resident (VmHWM) during the steps, start before the first step, both above what the worker
   had after importing everything and joining the others. Optimizer is AdamW's state.
-- expected: what `lockstep plan` expects of the fullest device in float32, and after it what that is made of, in MB.
-  Exchange is what gradients are copied to in order to travel, and weights borrowed from other replicas; update what the
-  optimizer computes in between. Both exist at other times than the most activations: the higher of the two counts."""
+- kept: the peak of more steps as they run outside of this measurement. For the others freed memory is given back to the
+  system at once, so that they show what is in use. Lockstep keeps it for the next step, which is faster, and the gaps
+  between what is in use then count too.
+- expected: what `lockstep plan` expects of the fullest device in float32: weights, optimizer, and the most of three
+  moments. Where a backward pass begins: activations, and beside them gradients of earlier microbatches and borrowed
+  weights. Where it ends: gradients, and in exchange their copies that travel, or what is borrowed. At the update:
+  gradients, and what the optimizer computes in between.
+- What is left between the two: some 30 MB of code that runs for the first time, buffers of the connections, and blocks
+  that are smaller than what is given back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +78,14 @@ class LayoutsConditions:
 
 def render_layouts(conditions: LayoutsConditions, work: LayoutWork, rows: Sequence[Row]) -> str:
     """The whole report."""
-    parts = [
-        _head(conditions),
+    step = (
         f"A training step of a GPT-2: {work.layers} layers of width {work.hidden}, {work.vocabulary:,} tokens in its "
         f"vocabulary, {work.rows} lines of {work.tokens} tokens in the global batch, AdamW, float32, "
-        f"{conditions.steps} steps.",
+        f"{conditions.steps} steps."
+    )
+    parts = [
+        _head(conditions),
+        step,
         markdown_table(_HEADINGS, [_cells(row) for row in rows]),
         _LEGEND,
     ]
@@ -107,11 +116,13 @@ def _cells(row: Row) -> list[str]:
             for value in (
                 expected.weights,
                 expected.gradients,
-                expected.exchange,
                 expected.optimizer,
                 expected.activations,
+                expected.beside,
+                expected.exchange,
                 expected.update,
             )
         ),
         f"{fullest.start_mb:,.0f}",
+        f"{fullest.kept_mb:,.0f}",
     ]

@@ -18,7 +18,7 @@ from lockstep.bench.layouts.roster import LayoutWork, MeasuredLayout
 from lockstep.collectives.grid_workers import GridWorkers
 from lockstep.collectives.workers import Workers
 from lockstep.extras import require
-from lockstep.replicas.host_memory import give_back_freed_memory
+from lockstep.replicas.host_memory import give_back_at_once, give_back_freed_memory, keep_freed_memory_again
 from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
 
 TRIAL_LIMIT_S = 600.0
@@ -32,13 +32,15 @@ class WorkerMemory:
 
     Args:
         start_mb: at most until the first step, above what it had after importing and joining.
-        peak_mb: at most during the steps, above the same.
+        peak_mb: at most during the steps, above the same, where freed memory is given back at once.
+        kept_mb: the same where it is kept for the next step, as it is elsewhere.
         weights_mb: of its parameters.
         optimizer_mb: of its optimizer's state.
     """
 
     start_mb: float
     peak_mb: float
+    kept_mb: float
     weights_mb: float
     optimizer_mb: float
 
@@ -60,18 +62,24 @@ def measure(asked: Mapping[str, Any], work: LayoutWork, steps: int) -> list[dict
     build = transformers.GPT2LMHeadModel  # imports the rest of it
     torch.set_num_threads(1)
     strategy = ls.ParallelStrategy(**asked, seed=0)
+    give_back_at_once()
+    give_back_freed_memory()
     before_mb = resident_mb()
     with strategy.scope():
         with ResidentPeak() as start:
             model = ls.Model(strategy.parallelize(build(config)))
-            model.compile(lambda parameters: torch.optim.AdamW(parameters, _RATE), next_word)
+            model.compile(lambda parameters: torch.optim.AdamW(parameters, _RATE), word_loss)
         give_back_freed_memory()
         with ResidentPeak() as peak:
+            model.fit(_batches(work, steps), epochs=1, verbose=0)
+        keep_freed_memory_again()
+        with ResidentPeak() as kept:
             model.fit(_batches(work, steps), epochs=1, verbose=0)
     optimizer = model.optimizer
     own = WorkerMemory(
         start_mb=start.peak_mb - before_mb,
         peak_mb=peak.peak_mb - before_mb,
+        kept_mb=kept.peak_mb - before_mb,
         weights_mb=_mb(model.module.parameters()),
         optimizer_mb=_mb(each for state in optimizer.state.values() for each in state.values()) if optimizer else 0.0,
     )
@@ -80,16 +88,15 @@ def measure(asked: Mapping[str, Any], work: LayoutWork, steps: int) -> list[dict
     return found
 
 
-def next_word(outputs: Any, words: Tensor) -> Tensor:
-    """The loss of every word but a line's first, [lines, tokens - 1]."""
-    scores = outputs.logits[:, :-1]
-    return F.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten(), reduction="none").reshape(len(words), -1)
+def word_loss(outputs: Any, words: Tensor) -> Tensor:
+    """The loss of every word, [lines, tokens]."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), words.flatten(), reduction="none").view(words.shape)
 
 
 def _batches(work: LayoutWork, steps: int) -> list[tuple[dict[str, Tensor], Tensor]]:
     random = torch.Generator().manual_seed(0)
     found = [torch.randint(work.vocabulary, (work.rows, work.tokens), generator=random) for _ in range(steps)]
-    return [({"input_ids": words}, words) for words in found]
+    return [({"input_ids": words}, words.roll(-1, 1)) for words in found]
 
 
 def _everyones(workers: Workers, own: WorkerMemory) -> list[tuple[float, ...]]:

@@ -48,6 +48,8 @@ class LayoutWork:
             "n_head": self.heads,
             "tie_word_embeddings": True,
             "activation_function": "gelu_new",
+            "bos_token_id": None,
+            "eos_token_id": None,
         }
 
 
@@ -69,7 +71,7 @@ class MeasuredLayout:
         return ", ".join(f"{name}={value}" for name, value in self.asked.items()) or "one worker"
 
     def planned(self, work: LayoutWork) -> Layout:
-        """The same for ``lockstep plan``: a pipeline has two microbatches for every stage, where there are as many rows."""
+        """The same for ``lockstep plan``: two microbatches for every stage of a pipeline, where there are as many rows."""
         degrees = {"data": 1, "pipeline": 1, "tensor": 1, **self.asked}
         shard = work.rows // degrees["data"]
         microbatches = min(shard, 2 * degrees["pipeline"]) if degrees["pipeline"] > 1 else 1
