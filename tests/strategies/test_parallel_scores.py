@@ -49,6 +49,18 @@ def hooked(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.transpose(1, 2), targets, reduction="none")
 
 
+def changed_then_given(scores: Tensor, targets: Tensor) -> Tensor:
+    scores = scores.clone()
+    scores[..., 0] = -30.0
+    return Squares.apply(scores)
+
+
+def hooked_late(scores: Tensor, targets: Tensor) -> Tensor:
+    loss = F.cross_entropy(scores.transpose(1, 2), targets, reduction="none")
+    scores.register_hook(lambda gradient: gradient * 2)
+    return loss
+
+
 def weight_of(scores: Tensor) -> Tensor:
     return torch.linspace(0.5, 2.0, scores.shape[-1], dtype=scores.dtype)
 
@@ -86,6 +98,7 @@ GATHERED: dict[str, Use] = {
     "beside the words": lambda s, t: s.unsqueeze(-1).square().sum((-1, -2)),
     "largest": lambda s, t: s.max(-1).values,
     "changed": changed,
+    "changed, then given": changed_then_given,
     "hooked": hooked,
     "function": lambda s, t: Squares.apply(s),
     "function of rows": lambda s, t: Squares.apply(s.flatten(0, 1)),
@@ -94,6 +107,7 @@ GATHERED: dict[str, Use] = {
 REFUSED: dict[str, Use] = {
     "no word": lambda s, t: F.cross_entropy(s.transpose(1, 2), t + s.shape[-1]),
     "changed in a view": lambda s, t: s.flatten(0, 1).zero_(),
+    "hooked late": hooked_late,
     "changed under a view": lambda s, t: (s.flatten(0, 1), s.mul_(2))[1],
 }
 
@@ -194,6 +208,9 @@ def test_losses_and_likeliest_words_gather_nothing(found: dict[Any, Any], name: 
 
 def test_what_cannot_be_is_refused(found: dict[Any, Any]):
     assert re.fullmatch(r"IndexError: Target 1\d is out of bounds\.", found["no word", "uneven"][1])
+    assert re.match(
+        r"UsageError: register_hook was called on scores .* call it first", found["hooked late", "uneven"][1]
+    )
     for name in ("changed in a view", "changed under a view"):
         assert found[name, "uneven"][1].startswith("UsageError: scores of words that are divided among workers were ch")
 

@@ -24,6 +24,7 @@ from lockstep.parallel.vocabulary import Vocabulary, argmax, cross_entropy
 
 _may_stay_divided: ContextVar[bool] = ContextVar("lockstep_scores_may_stay_divided", default=False)
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
+_HOOKS = frozenset(["register_hook", "retain_grad"])
 _CHANGES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
 
@@ -46,7 +47,7 @@ def scores_of(part: Tensor, vocabulary: Vocabulary) -> Tensor:
     """
     dim = part.ndim - 1
     if _may_stay_divided.get():
-        return _divided(part, vocabulary, dim, [0])
+        return _divided(part, vocabulary, dim, [0, 0])
     whole: Tensor = _Gathered.apply(part, vocabulary, dim)  # type: ignore[no-untyped-call]
     return whole
 
@@ -72,7 +73,7 @@ class Scores(Tensor):
             part: this rank's.
             vocabulary: whose part it is.
             dim: of the words.
-            family: how many views there are of one tensor; each of them has the same list.
+            family: how many views there are of one tensor, and how often these were used; each has the same list.
         """
         sizes = [*part.shape[:dim], vocabulary.words, *part.shape[dim + 1 :]]
         made: Scores = Tensor._make_wrapper_subclass(Scores, sizes, dtype=part.dtype, device=part.device)
@@ -100,7 +101,7 @@ class Scores(Tensor):
     def again(self, part: Tensor, dim: int, *, view: bool) -> Scores:
         """The same words' scores over another part; as a view, what is changed in either is changed in both."""
         if not view:
-            return _divided(part, self.vocabulary, dim, [0])
+            return _divided(part, self.vocabulary, dim, [0, 0])
         self.family[0] += 1
         return _divided(part, self.vocabulary, dim, self.family)
 
@@ -125,12 +126,11 @@ class Scores(Tensor):
         if on_parts is not None and args and isinstance(args[0], Scores) and args[0].divided:
             result = on_parts(func, *args, **given)
             if result is not NotImplemented:
+                args[0].family[1] += func not in _LEAVES_NO_TRACE and result is not args[0]
                 return result
         if func is Tensor.detach_:
             return args[0].forgotten()
-        name = getattr(func, "__name__", "")
-        if (name in _CHANGES or (name.endswith("_") and not name.endswith("__"))) and args:
-            _check_change(args[0])
+        _check(getattr(func, "__name__", ""), args)
         return func(*gathered(args), **gathered(given))
 
     @classmethod
@@ -140,7 +140,9 @@ class Scores(Tensor):
         """For what comes below autograd, such as a torch.autograd.Function of the user's, which records this tensor."""
         if func is torch.ops.aten.detach.default:
             scores = args[0]
-            return Scores.over(scores.part.detach(), scores.vocabulary, scores.words_dim, [0])
+            if not scores.divided:
+                return scores.values()
+            return Scores.over(scores.part.detach(), scores.vocabulary, scores.words_dim, [0, 0])
         if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
             raise UsageError(_NO_CHANGE)
         args, given = tree_map(
@@ -155,7 +157,7 @@ class _Divided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, vocabulary: Vocabulary, dim: int) -> Tensor:
         ctx.vocabulary, ctx.dim = vocabulary, dim
-        return Scores.over(part, vocabulary, dim, [0])
+        return Scores.over(part, vocabulary, dim, [0, 0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -195,11 +197,19 @@ _NO_CHANGE = (
     "scores of words that are divided among workers were changed in place through a view of them; clone() the scores "
     "before changing them"
 )
+_NO_HOOK = (
+    "{} was called on scores of words that are divided among workers after they had been used, and would see nothing; "
+    "call it first"
+)
 
 
-def _check_change(target: Any) -> None:
-    if isinstance(target, Scores) and target.family[0]:
+def _check(name: str, args: tuple[Any, ...]) -> None:
+    """What comes too late for what has been computed on parts."""
+    views, uses = args[0].family if args and isinstance(args[0], Scores) else (0, 0)
+    if views and (name in _CHANGES or (name.endswith("_") and not name.endswith("__"))):
         raise UsageError(_NO_CHANGE)
+    if uses and name in _HOOKS:
+        raise UsageError(_NO_HOOK.format(name))
 
 
 # What is computed on parts. Each gets torch's function and what it was called with, and may give NotImplemented back.
@@ -292,6 +302,8 @@ _ABOUT_THE_SHAPE = frozenset(
         *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     ]
 )
+_LEAVES_NO_TRACE = frozenset([Tensor.argmax, torch.argmax, Tensor.detach, torch.detach])
+"""What autograd does not see."""
 _ON_PARTS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     Tensor.__getitem__: _indexed,
