@@ -64,14 +64,6 @@ def test_refusals_are_listed_where_that_is_asked(capsys: pytest.CaptureFixture[s
     assert "tensor=2 does not divide heads=25; choose 1, 5 or 25" in long
 
 
-def test_what_lockstep_does_not_do_yet_is_said(capsys: pytest.CaptureFixture[str]):
-    _, now, _ = said(capsys, *MODEL, *A100)
-    _, every, _ = said(capsys, *MODEL, *A100, "--every")
-
-    assert "does not do this yet" not in now
-    assert "      ls.ParallelStrategy does not do this yet: " in every
-
-
 def test_links_and_hosts_can_be_given(capsys: pytest.CaptureFixture[str]):
     words = (*MODEL, *A100, "--json", "--per-host", "4")
     _, slow, _ = said(capsys, *words, "--link", "pcie4,1.25@50")

@@ -70,17 +70,16 @@ class PlanRequest:
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} was given, expected at least 1")
 
-    def choices(self, *, every: bool) -> Choices:
-        """What is free: all that Lockstep does, or with ``every`` all that can be predicted."""
-        free = Choices() if every else LOCKSTEP
+    def choices(self) -> Choices:
+        """What is free: all that Lockstep does."""
         return replace(
-            free,
+            LOCKSTEP,
             data=self.data,
             pipeline=self.pipeline,
             tensor=self.tensor,
             rows=self.rows,
-            schedules=free.schedules if self.schedule is None else (self.schedule,),
-            recomputes=free.recomputes if self.recompute is None else (self.recompute,),
+            schedules=LOCKSTEP.schedules if self.schedule is None else (self.schedule,),
+            recomputes=LOCKSTEP.recomputes if self.recompute is None else (self.recompute,),
         )
 
 
@@ -97,14 +96,6 @@ MeasureFlag = Annotated[
     bool, typer.Option("--measure", help="Use this machine's figures, measured in a second or two, for every device.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print it for machines.")]
-EveryFlag = Annotated[
-    bool,
-    typer.Option(
-        "--every",
-        help="Try as well what ls.ParallelStrategy does not do yet: interleaved and zero-bubble schedules, a sharded "
-        "optimizer, sequence parallelism.",
-    ),
-]
 PublishedFlag = Annotated[
     bool,
     typer.Option(
@@ -124,7 +115,6 @@ def plan(
     config: PlanRequest,
     top: TopFlag = 5,
     measured: MeasureFlag = False,
-    every: EveryFlag = False,
     json: JsonFlag = False,
     refused: RefusedFlag = False,
     published: PublishedFlag = False,
@@ -134,7 +124,7 @@ def plan(
     def job() -> int:
         if top < 1:
             raise ConfigError(f"--top {top} was given, expected at least 1")
-        found = planned(model_shape(model, config.sequence), config, config.choices(every=every), measured=measured)
+        found = planned(model_shape(model, config.sequence), config, config.choices(), measured=measured)
         if json:
             print(text_of.dumps(plan_dictionary(found, top=top), indent=2))
         else:

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.plan.devices import GIB
 from lockstep.plan.layout import Layout
 from lockstep.plan.predict import Prediction
-from lockstep.plan.search import LOCKSTEP, Plan, Setting
+from lockstep.plan.search import Plan, Setting
 from lockstep.report.table import text_table
 
 _HEADINGS = (
@@ -145,20 +145,7 @@ def _besides(layout: Layout) -> list[str]:
         lines.append("activations of every layer are computed again: gradient checkpointing")
     if layout.recompute == "selective":
         lines.append("attention's scores are computed again")
-    missing = _not_yet(layout)
-    if missing:
-        lines.append(f"ls.ParallelStrategy does not do this yet: {', '.join(missing)}")
     return lines
-
-
-def _not_yet(layout: Layout) -> list[str]:
-    """What a layout asks for that Lockstep does not do so far."""
-    missing = [] if layout.schedule in LOCKSTEP.schedules else [f"schedule {layout.schedule}"]
-    return missing + [
-        name
-        for name in ("shard_optimizer", "shard_parameters", "sequence_parallel")
-        if getattr(layout, name) and True not in getattr(LOCKSTEP, name)
-    ]
 
 
 def _dictionary(prediction: Prediction) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Holding(ABC):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether each of the peers holds a share of the weights and borrows the rest, in passes that all of them make."""
+        """Whether each peer holds a share of the weights and borrows the rest, in passes that all of them make."""
         return False
 
     @abstractmethod

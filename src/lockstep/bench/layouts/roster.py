@@ -71,7 +71,7 @@ class MeasuredLayout:
         return ", ".join(f"{name}={value}" for name, value in self.asked.items()) or "one worker"
 
     def planned(self, work: LayoutWork) -> Layout:
-        """The same for ``lockstep plan``: two microbatches for every stage of a pipeline, where there are as many rows."""
+        """The same for ``lockstep plan``: two microbatches for each stage of a pipeline, where rows suffice."""
         degrees = {"data": 1, "pipeline": 1, "tensor": 1, **self.asked}
         shard = work.rows // degrees["data"]
         microbatches = min(shard, 2 * degrees["pipeline"]) if degrees["pipeline"] > 1 else 1
