@@ -148,8 +148,9 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     folder = flags.output.expanduser()
     # Now rather than after the training:
     check_output(folder)
-    for package in ("matplotlib", "tensorboard"):
-        require(package, "report")
+    if speaks():  # two seconds of importing, which no other worker needs
+        for package in ("matplotlib", "tensorboard"):
+            require(package, "report")
     say = print if speaks() else _say_nothing
     with closing(_begin(job, flags, say)) as strategy:
         workers = strategy.workers
