@@ -60,6 +60,19 @@ def test_models_of_transformers_begin_as_transformers_begins_them(name: str):
             assert abs(found.mean() / expected.std()) < room, key
 
 
+def test_the_model_of_the_recipe_begins_as_transformers_begins_it():
+    from lockstep.recipes.mlm.model import BertShape, new_bert
+
+    with torch.device("meta"):
+        blank = new_bert(BertShape(hidden=64, heads=2, feed_forward=64, vocabulary=WORDS))
+
+    first = FirstWeights(blank, "seed")
+
+    assert first.make("cls.predictions.transform.dense.weight").std() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(first.make("cls.predictions.bias"), torch.zeros(WORDS))
+    assert torch.equal(first.make("cls.predictions.decoder.weight")[0], torch.zeros(64))
+
+
 def test_the_row_of_padding_is_zero():
     with torch.device("meta"):
         blank = model_of("bert")

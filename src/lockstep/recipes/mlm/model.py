@@ -99,6 +99,10 @@ class MaskedLanguageModel(nn.Module):
         logits: Tensor = self.cls["predictions"](hidden)
         return logits
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """Writes the first values of a module's own tensors, as transformers' models do: for one on the meta device."""
+        self.bert._init_weights(module)
+
     def _encode(self, input_ids: Tensor | None, attention_mask: Tensor | None, embedded: Tensor | None) -> Tensor:
         if input_ids is not None and not len(input_ids):  # an empty shard, which transformers cannot reshape
             nothing: Tensor = self.bert.embeddings.word_embeddings(input_ids)
