@@ -7,8 +7,7 @@ import os
 import runpy
 import socket
 import subprocess
-import sys
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,30 +141,19 @@ def test_different_arguments_are_named(results: dict[str, Any]):
         assert "learning_rate=0.1, worker 1" in results[worker]["disagreement"]
 
 
-def test_a_worker_that_dies_ends_the_others_with_its_name():
+def test_a_worker_that_dies_ends_the_others_with_its_name(python: Callable[..., subprocess.Popen[str]]):
     """Started by hand with TF_CONFIG, so that no launcher ends the chief."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
             each.bind(("localhost", 0))
         cluster = {"worker": [f"localhost:{each.getsockname()[1]}" for each in (one, other)]}
-    started = []
-    with ExitStack() as stack:
-        for index in range(2):
-            place = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-            started.append(
-                stack.enter_context(
-                    subprocess.Popen(
-                        [sys.executable, DYING],
-                        env=os.environ | {"TF_CONFIG": place},
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-            )
-            stack.callback(started[-1].kill)
-        _, said = started[0].communicate(timeout=120)
-        assert started[1].wait(timeout=60) == 3
+    started = [
+        python(DYING, TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}))
+        for index in range(2)
+    ]
 
+    _, said = started[0].communicate(timeout=120)
+
+    assert started[1].wait(timeout=60) == 3
     assert started[0].returncode == 1
     assert said.strip().splitlines()[-1].startswith("lockstep.errors.ClusterError: worker 1 (localhost:")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -58,33 +55,23 @@ print("last line", flush=True)
 """
 
 
-@contextmanager
-def program(code: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def replica_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep-replica")]
 
 
-def test_ctrl_c_ends_a_run_and_no_thread_keeps_the_interpreter():
-    with program(PROGRAM) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        for name in ("loop", "collective", "torch"):
-            assert next(lines) == f"{name}\n"
-            process.send_signal(signal.SIGINT)
-            began = time.monotonic()
-            assert next(lines) == "interrupted, and 4 replicas go on\n"
-            assert time.monotonic() - began < SOON_S
-        assert [next(lines), next(lines)] == ["MainThread\n", "last line\n"]
+def test_ctrl_c_ends_a_run_and_no_thread_keeps_the_interpreter(python: Callable[..., subprocess.Popen[str]]):
+    process = python("-c", PROGRAM)
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    for name in ("loop", "collective", "torch"):
+        assert next(lines) == f"{name}\n"
+        process.send_signal(signal.SIGINT)
         began = time.monotonic()
-        _, err = process.communicate(timeout=60)
+        assert next(lines) == "interrupted, and 4 replicas go on\n"
+        assert time.monotonic() - began < SOON_S
+    assert [next(lines), next(lines)] == ["MainThread\n", "last line\n"]
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
 
     assert time.monotonic() - began < SOON_S
     assert (process.returncode, err) == (0, "")
