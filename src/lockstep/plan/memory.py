@@ -152,7 +152,8 @@ def _with_state(shape: ModelShape, parameters: float, activations: float, layout
         gradients=gradients,
         optimizer=optimizer / (data if layout.shard_optimizer else 1),
         activations=activations,
-        beside=gradients if layout.microbatches > 1 else 0.0,
+        # With the largest gradient of this microbatch, before it is added.
+        beside=gradients + precision.gradient * _largest(shape, layout) if layout.microbatches > 1 else 0.0,
         exchange=exchange,
         update=_TEMPORARIES * precision.gradient * min(share, _largest(shape, layout)),
     )
@@ -170,7 +171,8 @@ def _sharded(
     """Where weights are shared: a layer's are borrowed while it computes, and those outside the layers all the time."""
     precision = software.precision
     outside = stage_parameters(replace(shape, layers=1), layout)[0] - shape.layer_parameters / layout.tensor
-    borrowed = (outside + shape.layer_parameters / layout.tensor) * (precision.weight + precision.cast)
+    # They come in one tensor, and are copied out of it.
+    borrowed = 2 * (outside + shape.layer_parameters / layout.tensor) * (precision.weight + precision.cast)
     return Memory(
         weights=weights,
         gradients=gradients,
