@@ -148,6 +148,19 @@ def test_statistics_go_back_to_each_replica_and_elsewhere_are_their_mean(folder:
     assert differing(four["norms"]["weights"], weights) == []
 
 
+def test_bf16_stays_what_it_is(program: Any, folder: Path, four: Any):
+    one, other = (read_checkpoint(folder / name / "step-00000001") for name in ("halves", "halves again"))
+    model, module = program.own_model(None, torch.nn.Identity(), torch.bfloat16)
+    model.load_checkpoint(folder / "halves")
+
+    assert differing(one.weights["model"], other.weights["model"]) == []
+    assert differing(one.weights["model"], module.state_dict()) == []
+    states = optimizer_state(one), optimizer_state(other)
+    assert states[0]["0.weight"]["exp_avg"].dtype == states[1]["0.weight"]["exp_avg"].dtype == torch.bfloat16
+    assert [name for name in states[0] if differing(states[0][name], states[1][name])] == []
+    assert torch.equal(model.optimizer.state[module[2].weight]["exp_avg_sq"], states[0]["2.weight"]["exp_avg_sq"])
+
+
 def test_every_worker_writes_files_of_its_own(folder: Path, eight: Any):
     files = {path.name.partition("-model")[0] for path in (folder / "kept" / STEP / "weights").iterdir()}
     sizes = [path.stat().st_size for path in (folder / "kept" / STEP / "weights").glob("shard-0000[1-8]-*")]

@@ -188,26 +188,43 @@ def four(folder: str) -> dict[str, Any]:
         resaved("gpt2", f"{folder}/line", f"{folder}/four on shares")
     with on(data=2, tensor=2) as strategy:
         results["norms"] = norms(strategy, folder)
+        halves(strategy, folder)
     return {name: plain(found) for name, found in results.items()}
+
+
+def own_model(
+    strategy: ls.ParallelStrategy | None, last: nn.Module, dtype: torch.dtype
+) -> tuple[ls.Model, nn.Sequential]:
+    """Two layers of a user's own, divided if there is a strategy, and another module."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), last).to(dtype)
+    styles = torch.distributed.tensor.parallel
+    plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
+    model = ls.Model(module if strategy is None else strategy.parallelize(module, tensor_plan=plan))
+    model.compile(lambda p: torch.optim.AdamW(p, 0.1), nn.MSELoss(reduction="none"))
+    return model, module
+
+
+def halves(strategy: ls.ParallelStrategy, folder: str) -> None:
+    """A model in bf16, saved, and saved again by one that has loaded it."""
+    x = torch.ones(8, 4, dtype=torch.bfloat16)
+    for source, target in ((None, "halves"), ("halves", "halves again")):
+        model, _ = own_model(strategy, nn.Identity(), torch.bfloat16)
+        if source is None:
+            model.fit([(x, x)], verbose=0)
+        else:
+            model.load_checkpoint(f"{folder}/{source}")
+        ls.CheckpointManager(model.checkpoint(), f"{folder}/{target}").save(1)
 
 
 def norms(strategy: ls.ParallelStrategy, folder: str) -> dict[str, Any]:
     """A model of the user's own, whose norms count on each replica; the statistics of all, and those gone back to."""
 
-    def made() -> tuple[ls.Model, nn.Module]:
-        torch.manual_seed(1)
-        module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4)).double()
-        styles = torch.distributed.tensor.parallel
-        plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
-        model = ls.Model(strategy.parallelize(module, tensor_plan=plan))
-        model.compile(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), nn.MSELoss(reduction="none"))
-        return model, module
-
-    model, module = made()
+    model, module = own_model(strategy, nn.BatchNorm1d(4), torch.float64)
     x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model.fit([(x, x)], verbose=0)
     ls.CheckpointManager(model.checkpoint(), f"{folder}/norms").save(1)
-    again, restored = made()
+    again, restored = own_model(strategy, nn.BatchNorm1d(4), torch.float64)
     again.load_checkpoint(f"{folder}/norms")
     pairs = [(each[3].running_mean.tolist(), each[3].running_var.tolist()) for each in (module, restored)]
     everyones = strategy.workers.everyone.exchange_bytes("statistics", repr(pairs).encode())
