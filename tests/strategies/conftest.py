@@ -118,7 +118,8 @@ class Worker:
         written = os.fstat(self._errors.fileno()).st_size
         self.send(signal.SIGABRT)
         select.select([self._handle], [], [], SAYS_WHERE_S)
-        return os.pread(self._errors.fileno(), BYTES, written).decode(errors="replace")
+        said = os.pread(self._errors.fileno(), BYTES, written).decode(errors="replace")
+        return said.partition("\nExtension modules: ")[0]
 
     def _read(self) -> bool:
         got = os.read(self._printed, BYTES)
