@@ -101,10 +101,12 @@ def test_what_is_given_is_kept():
 
 
 def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
+    copies = Choices(pipeline=1, tensor=1, shard_parameters=(False,))
+
     with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
         plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
     with pytest.raises(ConfigError, match=r"fits: the smallest .*; data=1, pipeline=8, tensor=4 does"):
-        plan("llama-2-70b", devices=32, kind="a100-80gb", batch=64, choices=Choices(pipeline=1, tensor=1, shard_parameters=(False,)))
+        plan("llama-2-70b", devices=32, kind="a100-80gb", batch=64, choices=copies)
     assert plan("megatron-1t", devices=512, kind="a100-80gb", batch=512).ranked
 
 
@@ -157,8 +159,7 @@ def test_a_call_says_what_is_not_the_default():
     layout = Layout(data=2, pipeline=4, tensor=2, rows=2, microbatches=8, schedule="interleaved", chunks=3)
 
     assert layout.call() == (
-        'ls.ParallelStrategy(data=2, pipeline=4, tensor=2, microbatches=8, schedule="interleaved", '
-        "stages_per_worker=3)"
+        'ls.ParallelStrategy(data=2, pipeline=4, tensor=2, microbatches=8, schedule="interleaved", stages_per_worker=3)'
     )
     assert Layout(data=8, shard_optimizer=True).call() == (
         "ls.ParallelStrategy(data=8, pipeline=1, tensor=1, shard_optimizer=True)"

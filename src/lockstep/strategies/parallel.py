@@ -50,8 +50,8 @@ class ParallelStrategy(ThreadedStrategy):
             "zero_bubble_v".
         stages_per_worker: stages that each worker of a pipeline holds; None is two where the schedule is one of the
             last three, else one.
-        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only, as in the first
-            stage of ZeRO; the numbers stay the same.
+        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only, as ZeRO's
+            first stage does; the numbers stay the same.
         shard_parameters: whether each replica keeps a share of the weights and gradients too, and borrows the others'
             layer by layer (PyTorch's FSDP); not with a pipeline.
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
