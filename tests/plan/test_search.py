@@ -105,7 +105,7 @@ def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
 
     with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
         plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
-    with pytest.raises(ConfigError, match=r"fits: the smallest .*; data=1, pipeline=8, tensor=4 does"):
+    with pytest.raises(ConfigError, match=r"fits: the smallest .*; data=1, pipeline=4, tensor=8 does"):
         plan("llama-2-70b", devices=32, kind="a100-80gb", batch=64, choices=copies)
     assert plan("megatron-1t", devices=512, kind="a100-80gb", batch=512).ranked
 
