@@ -130,7 +130,7 @@ class LockstepUpdate:
             context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
 
     def clip(self, context: ReplicaContext, clip_norm: float) -> torch.Tensor:
-        """Between the halves: clips the sums that replica 0's copies hold; gives their norm before. All must call it."""
+        """Between the halves: clips the sums of replica 0's copies; gives their norm before. All must call it."""
         first = self._leaders[0]
         own = self._groups[context.local_replica][0] == first
         mine = [index for index in self._slices[context.local_replica] if own]
