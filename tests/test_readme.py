@@ -54,6 +54,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callab
     assert done.returncode == 0, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(runnable_bash(README))))
 def test_the_bash_of_the_readme_runs(number: int, tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout

@@ -78,6 +78,7 @@ def test_a_pair_that_cannot_be_joined_leaves_nothing(monkeypatch: pytest.MonkeyP
     assert made() == []
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.usefixtures("permitted")
 def test_workers_on_two_hosts_send_over_the_link_and_do_the_same_work():

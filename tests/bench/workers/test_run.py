@@ -13,6 +13,7 @@ from lockstep.bench.__main__ import main
 QUICK = ["--workers", "--workload", "linear", "--rounds", "1", "--steps", "1", "--warm-up", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_one_command_measures_and_writes_the_table(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
