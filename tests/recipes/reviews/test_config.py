@@ -9,7 +9,7 @@ from lockstep.recipes.reviews.config import ReviewsConfig, reviews
 
 
 def test_the_recipe_leaves_nothing_to_fill_in():
-    assert (reviews().learning_rate, reviews().hide) == (0.002, 0.3)
+    assert (reviews().learning_rate, reviews().hide) == (0.001, 0.4)
     assert (reviews(pretrained="bert").learning_rate, reviews(pretrained="bert").hide) == (2e-5, 0.0)
     assert ReviewsConfig(pretrained="bert", lora="r=8").rate == 5e-4
     assert ReviewsConfig(learning_rate=0.1, lora="r=8").rate == 0.1
@@ -31,7 +31,7 @@ def test_what_is_done_about_memory_is_one_object():
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
         ({"limit": -1}, "limit=-1"),
         ({"max_tokens": 2}, "max_tokens=2"),
-        ({"heads": 3}, "heads=3 does not divide hidden=64; choose one of 1, 2, 4"),
+        ({"heads": 3}, "heads=3 does not divide hidden=128; choose one of 1, 2, 4"),
         ({"test_share": 0.0}, "test_share=0.0 was given, expected a share above 0"),
         ({"valid_share": 0.6}, "valid_share=0.6"),
         ({"hide": 1.0}, "hide=1.0"),
