@@ -9,7 +9,7 @@ PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers bench-workers bench-trainer bench-memory gpu docs clean
+.PHONY: help demo test check bench bench-peers bench-workers bench-trainer bench-memory bench-layouts gpu docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench-trainer: $(STAMP) ## measure the recipe reviews' step beside the original 
 
 bench-memory: $(STAMP) ## measure the memory that LoRA, bf16 and gradient checkpointing save
 	@$(BIN)/python -m lockstep.bench --memory
+
+bench-layouts: $(STAMP) ## measure each worker's memory by layout of a divided model, beside the estimate
+	@$(BIN)/python -m lockstep.bench --layouts
 
 gpu: ## run the tests that need a GPU, with a Python whose torch has CUDA: make gpu GPU_PYTHON=python3
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/config tests/data tests/strategies
