@@ -150,7 +150,7 @@ class ReviewsConfig:
     def rate(self) -> float:
         """The highest learning rate.
 
-        From random weights on the embedded reviews, steps of 128, 1e-3 has a validation F1 of 0.64 after the first epoch
+        From random weights on the embedded data, steps of 128, 1e-3 has a validation F1 of 0.64 after the first epoch
         and 0.81 after the second; 2e-3 has 0.32 and 0.79.
         """
         if self.learning_rate is not None:
