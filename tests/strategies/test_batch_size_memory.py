@@ -79,7 +79,7 @@ def test_rows_of_known_size_fill_the_budget_and_the_memory_comes_back(replicas: 
     result = alone(fill_the_budget, replicas)
 
     assert result["found"] % replicas == 0
-    assert 120 * 0.8 <= result["found"] <= 120 * 1.2
+    assert 120 * 0.7 <= result["found"] <= 120 * 1.2  # too few cost speed, too many the process
     assert result["kept"] < 30  # of 120
 
 

@@ -108,9 +108,13 @@ class Group:
             return _nccl_done(work)
         try:
             work.wait(LOOK_EVERY)
-        except RuntimeError as error:
+            return True
+        except RuntimeError:
             if not work.is_completed():
                 return False
+        try:
+            work.wait()  # it broke, or was done right after the wait before had given up
+        except RuntimeError as error:
             raise self._membership.explain_broken(error, waiting_in) from error
         return True
 

@@ -20,6 +20,8 @@ from lockstep.membership.occupant import describe_occupant
 _BACKLOG = 1024
 _PROBE_S = 2.0
 _CONNECT_S = 5.0
+# Of a worker that has joined, to a store that it has reached before: a busy machine has been seen to take more than 5 s.
+_CONNECT_AGAIN_S = 30.0
 
 
 class PortTakenError(ClusterError):
@@ -46,7 +48,7 @@ class Route:
 
     def connect(self) -> Store:
         """A client of its own connection."""
-        return TCPStore(self.host, self.port, None, False, timedelta(seconds=_CONNECT_S), False)
+        return TCPStore(self.host, self.port, None, False, timedelta(seconds=_CONNECT_AGAIN_S), False)
 
 
 def bind_to(host: str, port: int, who: str) -> socket.socket:

@@ -42,6 +42,7 @@ def tiny(csv_file: Path, tmp_path: Path) -> MakeConfig:
         defaults: dict[str, Any] = {
             "csv": csv_file,
             "vocabulary": 200,
+            "layers": 1,
             "hidden": 16,
             "feed_forward": 32,
             "dropout": 0.0,
