@@ -20,7 +20,7 @@ from lockstep.membership.occupant import describe_occupant
 _BACKLOG = 1024
 _PROBE_S = 2.0
 _CONNECT_S = 5.0
-# Of a worker that has joined, to a store that it has reached before: busy machines have been seen to take more than 5 s.
+# Of a worker that has joined, to a store that it has reached before: busy machines have taken more than 5 s.
 _CONNECT_AGAIN_S = 30.0
 
 
