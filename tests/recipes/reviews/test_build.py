@@ -62,7 +62,7 @@ def test_tokens_are_hidden_in_training_alone(tiny: MakeConfig):
 
 
 def test_a_pretrained_model_brings_its_size_and_tokenizer(tiny: MakeConfig, saved: Path):
-    with pytest.warns(UserWarning, match="vocabulary, layers, hidden, feed_forward, dropout have no effect with pretrained"):
+    with pytest.warns(UserWarning, match="vocabulary, layers, hidden, feed_forward, dropout have no effect"):
         task = build_reviews(tiny(pretrained=str(saved), seed=1, max_tokens=500))
 
     theirs = BertForSequenceClassification.from_pretrained(saved)
