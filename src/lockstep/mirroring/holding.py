@@ -23,10 +23,13 @@ class Pipelined(Protocol):
         """Whether this worker has the outputs."""
 
     def train(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward and backward of a shard of at least one row; ``examine`` is called where the outputs are."""
+        """Forward and backward of a shard; ``examine`` is called where the outputs are, for rows that there are.
+
+        A shard without rows passes too where others borrow the weights.
+        """
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward of a shard of at least one row."""
+        """Forward of a shard, likewise."""
 
 
 class Holding(ABC):

@@ -100,7 +100,7 @@ def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, ro
 
 def _train_in_stages(job: Job, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int) -> tuple[Count, Count]:
     """The sums of this replica's shard where this worker has the last stage; else nothing, and others tell."""
-    if not rows:
+    if not rows and not job.module.shares_weights:
         return 0.0, 0.0
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(job, state, batch)
