@@ -80,7 +80,7 @@ def test_rows_of_known_size_fill_the_budget_and_the_memory_comes_back(replicas: 
 
     assert result["found"] % replicas == 0
     assert 120 * 0.7 <= result["found"] <= 120 * 1.2  # too few cost speed, too many the process
-    assert result["kept"] < 30  # of 120
+    assert result["kept"] < 60  # of 120; gaps in the heap may hold blocks of 16
 
 
 def stay_below() -> None:

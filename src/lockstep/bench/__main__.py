@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
+from lockstep.bench.cpu_choices.run import measure_cpu_choices, write_choices_report
 from lockstep.bench.efficiency import efficiencies_of
 from lockstep.bench.figures import figures_of
 from lockstep.bench.harness import Absence, Rounds, Sample, run_rounds
@@ -56,6 +57,8 @@ def _measure_of(asked: argparse.Namespace) -> Callable[[argparse.Namespace, Sequ
         return _measure_memory
     if asked.layouts:
         return _measure_layouts
+    if asked.choices:
+        return _measure_choices
     if asked.trainer:
         return _measure_trainer
     return _measure_workers if asked.workers else _measure
@@ -99,6 +102,13 @@ def _measure_layouts(asked: argparse.Namespace, words: Sequence[str]) -> Path:
     result = measure_layouts(conditions, _say_layout, only=asked.only)
     _log.info("\n%s", result.text)
     return write_layouts_report(Path(asked.output), result)
+
+
+def _measure_choices(asked: argparse.Namespace, words: Sequence[str]) -> Path:
+    names = tuple(asked.workload or _USUAL)
+    result = measure_cpu_choices(names, _conditions(asked, words), _say, only=asked.only)
+    _log.info("\n%s", result.text)
+    return write_choices_report(Path(asked.output), result)
 
 
 def _measure_trainer(asked: argparse.Namespace, words: Sequence[str]) -> Path:
@@ -223,6 +233,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure what each worker's memory peaks at on several layouts instead, beside the estimate; --only names "
         "rows of the table",
+    )
+    parser.add_argument(
+        "--choices",
+        action="store_true",
+        help="measure choices that the engine makes for replicas of a CPU beside others instead; --only names rows",
     )
     parser.add_argument(
         "--trainer",

@@ -94,3 +94,16 @@ def _chosen(contenders: Sequence[Contender], only: Sequence[str] | None) -> list
         known = ", ".join(repr(contender.name) for contender in contenders) or "none"
         raise ConfigError(f"--only {' '.join(only or ())} names no contender; choose from {known}")
     return chosen
+
+
+def picked(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
+    """Those that were asked for by name, in their own order; None for all.
+
+    Raises:
+        ConfigError: a name is nobody's.
+    """
+    names = [contender.name for contender in contenders]
+    unknown = [name for name in only or () if name not in names]
+    if unknown:
+        raise ConfigError(f"--only {' '.join(unknown)} names no contender; choose from {', '.join(map(repr, names))}")
+    return [contender for contender in contenders if not only or contender.name in only]

@@ -3,70 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import runpy
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep as ls
 
-WORDS = 66  # no multiple of 4
+_MODELS = runpy.run_path(str(Path(__file__).with_name("small_models.py")), run_name="small_models")
 LAYERS = 4
 SIZES = (9, 8, 1, 5)  # the small ones leave microbatches, and whole replicas, without rows
+WORDS, OPTIMIZERS, loss = (_MODELS[name] for name in ("WORDS", "OPTIMIZERS", "loss"))
+build, batches = partial(_MODELS["build"], layers=LAYERS), partial(_MODELS["batches"], SIZES)
 CLIP = 0.5
 PLACES = {
     "bert": ("bert.encoder.layer", "attention.self.query", "output.dense"),
     "gpt2": ("transformer.h", "attn.c_attn", "mlp.c_proj"),
 }
 """Of models: the layers, and in each a place where tensor ranks hold parts, and one where all hold the same."""
-Batch = tuple[dict[str, Tensor], Tensor]
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "bert": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
-    "gpt2": lambda p: torch.optim.AdamW(p, 0.01),
-    "llama": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
-}
-
-
-def build(name: str, dropout: float = 0.0) -> nn.Module:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(1)
-    if name == "bert":
-        config = transformers.BertConfig(
-            vocab_size=WORDS, hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=32,
-            max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )  # fmt: skip
-        return transformers.BertForMaskedLM(config).double()
-    if name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=WORDS, hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4,
-            intermediate_size=32, max_position_embeddings=16, attention_dropout=dropout, use_cache=False,
-        )  # fmt: skip
-        return transformers.LlamaForCausalLM(config).double()
-    config = transformers.GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=LAYERS, n_head=4, n_positions=16,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config).double()
-
-
-def batches() -> list[Batch]:
-    random = torch.Generator().manual_seed(0)
-    found = []
-    for rows in SIZES:
-        words = torch.randint(1, WORDS, (rows, 7), generator=random)
-        mask = torch.ones_like(words)
-        mask[0, 5:] = 0
-        found.append(({"input_ids": words, "attention_mask": mask}, torch.randint(WORDS, (rows, 7), generator=random)))
-    return found
-
-
-def loss(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)
 
 
 class Accuracy(MulticlassAccuracy):

@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
 
-WORDS, LAYERS, LENGTH, EPOCHS = 66, 4, 7, 3
+_MODELS = runpy.run_path(str(Path(__file__).with_name("small_models.py")), run_name="small_models")
+EPOCHS = 3
 SIZES = (9, 1, 8)  # of the batches of an epoch
 EVERY = 4  # batches, so that it is saved in the middle of the second and the third epoch
-Batch = tuple[dict[str, Tensor], Tensor]
+loss, batches = _MODELS["loss"], partial(_MODELS["batches"], SIZES)
 
 
 def build(name: str, dropout: float = 0.0) -> nn.Module:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(1)
-    if name == "bert":
-        bert = transformers.BertConfig(
-            vocab_size=WORDS, hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=32,
-            max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )  # fmt: skip
-        return transformers.BertForMaskedLM(bert).double()
-    gpt2 = transformers.GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=LAYERS, n_head=4, n_positions=16,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
-    )  # fmt: skip
-    module = transformers.GPT2LMHeadModel(gpt2).double()
-    module.transformer.h[1].mlp.c_proj.bias.requires_grad_(False)
+    module: nn.Module = _MODELS["build"](name, layers=4, dropout=dropout)
+    if name == "gpt2":
+        module.get_parameter("transformer.h.1.mlp.c_proj.bias").requires_grad_(False)
     return module
-
-
-def batches() -> list[Batch]:
-    random = torch.Generator().manual_seed(0)
-    draws = [torch.randint(1, WORDS, (2, rows, LENGTH), generator=random) for rows in SIZES]
-    return [({"input_ids": x, "attention_mask": torch.ones_like(x)}, y) for x, y in draws]
 
 
 class Shuffled(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -65,10 +48,6 @@ class Shuffled(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 def shuffled() -> Iterable[Any]:
     return torch.utils.data.DataLoader(Shuffled(), 7, shuffle=True)
-
-
-def loss(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

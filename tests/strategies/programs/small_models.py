@@ -1,14 +1,22 @@
-"""Small models of transformers' families, in double precision, and what they are trained by."""
+"""Small models of transformers' families, in double precision, and the batches and the loss that they are trained by."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WORDS = 70  # no multiple of 4
+WORDS = 66  # no multiple of 4
+LENGTH = 7
+Batch = tuple[dict[str, Tensor], Tensor]
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "bert": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
+    "gpt2": lambda p: torch.optim.AdamW(p, 0.01),
+    "llama": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
+}
 
 
 def build(name: str, *, layers: int = 2, dropout: float = 0.0) -> nn.Module:
@@ -37,5 +45,18 @@ def build(name: str, *, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     return transformers.GPT2LMHeadModel(config).double()
 
 
+def batches(sizes: Sequence[int]) -> list[Batch]:
+    """One of each size, in rows; the first row of each is a shorter text than the others."""
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for rows in sizes:
+        words, targets = torch.randint(1, WORDS, (2, rows, LENGTH), generator=random)
+        mask = torch.ones_like(words)
+        mask[0, LENGTH - 2 :] = 0
+        found.append(({"input_ids": words, "attention_mask": mask}, targets))
+    return found
+
+
 def loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Of each word."""
     return F.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction="none")

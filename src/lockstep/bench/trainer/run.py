@@ -9,14 +9,14 @@ from pathlib import Path
 
 from lockstep.bench.figures import Figures, figures_of
 from lockstep.bench.harness import Progress, Sample, run_rounds
+from lockstep.bench.lineup import picked
 from lockstep.bench.markdown import Conditions
 from lockstep.bench.targets import Target
 from lockstep.bench.trainer.markdown import render_trainer
 from lockstep.bench.trainer.roster import contenders
 from lockstep.bench.trainer.work import REVIEWS
-from lockstep.bench.trial import Contender, Trial
+from lockstep.bench.trial import Trial
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.errors import ConfigError
 
 MAX_STEP_RATIO = 0.9
 """Our step time over that of the better setting of the original."""
@@ -64,7 +64,7 @@ def measure_trainer(conditions: Conditions, progress: Progress, *, only: Sequenc
         ConfigError: a name is nobody's.
         ReplicaError: a contender failed.
     """
-    chosen = _chosen(contenders(conditions.machine.cores), only)
+    chosen = picked(contenders(conditions.machine.cores), only)
     trials = [
         Trial(
             workload=REVIEWS,
@@ -97,11 +97,3 @@ def write_trainer_report(folder: Path, result: TrainerResult) -> Path:
     base = folder / f"{result.conditions.date}-trainer-cpu-{result.conditions.machine.cores}"
     write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
     return write_whole(base.with_suffix(".md"), result.text)
-
-
-def _chosen(all_of_them: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
-    names = [contender.name for contender in all_of_them]
-    unknown = [name for name in only or () if name not in names]
-    if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)} names no contender; choose from {', '.join(map(repr, names))}")
-    return [contender for contender in all_of_them if not only or contender.name in only]
