@@ -1,4 +1,4 @@
-"""Small models of transformers' families, in double precision, and the batches and the loss that they are trained by."""
+"""Small models of transformers' families, in double precision, and the batches and the loss to train them by."""
 
 from __future__ import annotations
 
