@@ -23,8 +23,12 @@ def call_without_rows(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
         args: its arguments, whose tensors have no rows.
         kwargs: likewise; where a name ends with "mask" the row is one of ones, which masks nothing.
     """
-    named = {name: _filled(value, name.endswith(_MASK)) for name, value in kwargs.items()}
-    return tree_map(_cut, call(*(_filled(value, False) for value in args), **named))
+    return tree_map(_cut, call(*(_filled(value, False) for value in args), **with_one_row(kwargs)))
+
+
+def with_one_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without rows with a row, which is one of zeros; where a name ends with "mask", of ones."""
+    return {name: _filled(value, name.endswith(_MASK)) for name, value in kwargs.items()}
 
 
 def has_no_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

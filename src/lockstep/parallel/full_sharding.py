@@ -3,13 +3,14 @@
     forward    layer k: gather its weights -> compute -> free them        torch's ``fully_shard``, whose means are made
     backward   layer k: gather -> compute -> sum gradients, keep a share  sums here
 
-Zhao et al. 2023, "PyTorch FSDP"; ZeRO's third stage (Rajbhandari et al. 2019).
+Zhao et al. 2023, "PyTorch FSDP"; ZeRO's third stage (Rajbhandari et al. 2019). The stages of a pipeline are shared in
+``stage_sharding``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,16 +27,29 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: a parameter that is a single number.
     """
+    check_shareable(module)
+    for unit in [*units_of(module), module]:
+        # The whole too: what is not in a layer would else stay gathered after an evaluation.
+        share(unit, mesh, reshard_after_forward=True)
+
+
+def share(unit: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:
+    """One ``fully_shard``, whose gradients are summed over ``mesh`` and not averaged."""
+    made = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    made.set_gradient_divide_factor(1.0)
+    made.set_force_sum_reduction_for_comms(True)
+    return made
+
+
+def check_shareable(module: nn.Module) -> None:
+    """Refuses a module that cannot be shared.
+
+    Raises:
+        ConfigError: a parameter is a single number.
+    """
     for name, parameter in module.named_parameters():
         if not parameter.ndim:
             raise ConfigError(f"{name} is a single number, which cannot be shared; choose shard_optimizer=True alone")
-    for unit in [*units_of(module), module]:
-        # The whole too: what is not in a layer would else stay gathered after an evaluation.
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
@@ -43,8 +57,13 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
     One that shares a parameter with another part is left out, and gathered with the rest.
     """
+    return apart(_members(module), module)
+
+
+def apart(parts: Iterable[nn.Module], module: nn.Module) -> list[nn.Module]:
+    """Those parts of a module that have parameters, and share none with another part."""
     names = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
-    return [unit for unit in _members(module) if _is_apart(unit, names)]
+    return [part for part in parts if _is_apart(part, names)]
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,7 +9,8 @@ All workers of the replica see the same shard, so inputs beside the hidden state
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,15 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from lockstep.collectives.values import exchange_values
 from lockstep.collectives.workers import Workers
 from lockstep.errors import DataError
+from lockstep.parallel.filler import with_one_row
 from lockstep.parallel.microbatches import Pipelining
 from lockstep.parallel.schedules import Schedule, make_schedule, without_its_log
 from lockstep.parallel.stage import Stage
 from lockstep.parallel.timetable import Action, ActionKind, Slot, Timetable
 from lockstep.parallel.worker_stage import Notes, WorkerStage
+
+if TYPE_CHECKING:
+    from lockstep.parallel.stage_sharding import Borrowing  # with torch's FSDP, which few ask for
 
 Examine = Callable[[Any, slice], Tensor]
 """Given the outputs for some rows of a shard: the scalar to back-propagate."""
@@ -40,6 +45,7 @@ class Pipeline:
         group: the workers of all stages of this part of the model, in the order of the pipeline.
         hidden: the width of the hidden states.
         dtype: of the hidden states.
+        borrowing: how the stages have the weights that replicas share; None where each has its own.
 
     Attributes:
         pipelining: the settings.
@@ -54,11 +60,13 @@ class Pipeline:
         group: dist.ProcessGroup,
         hidden: int,
         dtype: torch.dtype,
+        borrowing: Borrowing | None = None,
     ) -> None:
         self._stages, self._group = tuple(stages), group
         self.pipelining = pipelining
         self.settle: Callable[[], None] = _nothing
         self._hidden, self._dtype = hidden, dtype
+        self._borrowing = borrowing
         self._ready: dict[tuple[Any, ...], Schedule] = {}
         self._examine: Examine | None = None
         self._rows = 0
@@ -75,11 +83,11 @@ class Pipeline:
         return tuple(self._notes.slots)
 
     def train(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward and backward of a shard. All workers must call it, with the same shard of at least one row.
+        """Forward and backward of a shard. All workers must call it, with the same shard.
 
         Args:
             x: the model's keyword arguments, "input_ids" among them.
-            rows: of the shard.
+            rows: of the shard; without any it passes for the sake of those who borrow this worker's weights.
             examine: called where the outputs are, for each microbatch that has rows.
         """
         self._pass(x, rows, examine, backward=True)
@@ -102,10 +110,10 @@ class Pipeline:
         return Timetable(workers=tuple(tuple(_slot(*each) for each in slots) for slots in every))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
-        words, named = _arguments(x)
-        microbatches = self.pipelining.microbatches
-        part = -(-rows // microbatches)
-        words, named = tree_map(lambda leaf: _filled(leaf, rows, part * microbatches), (words, named))
+        words, named = _arguments(x, rows)
+        microbatches, given_rows = self.pipelining.microbatches, max(1, rows)
+        part = -(-given_rows // microbatches)
+        words, named = tree_map(lambda leaf: _filled(leaf, given_rows, part * microbatches), (words, named))
         schedule = self._schedule((part, *words.shape[1:]), words.dtype, backward=backward)
         self._examine, self._rows = examine, rows
         self._notes.slots.clear()
@@ -115,10 +123,13 @@ class Pipeline:
         run = schedule.step if backward else schedule.eval
         losses: list[Tensor] | None = [] if self.is_last else None
         try:
-            with without_its_log():
+            with without_its_log(), self._weights(backward=backward):
                 run(*given, target=target, losses=losses, return_outputs=False, real=real, **named)
         finally:
             self._examine = None
+
+    def _weights(self, *, backward: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._borrowing is None else self._borrowing.during(backward=backward)
 
     def _schedule(self, shape: tuple[int, ...], words: torch.dtype, *, backward: bool) -> Schedule:
         """The schedule for microbatches of this shape; its buffers are kept for the shapes that came last."""
@@ -164,13 +175,13 @@ def _slot(kind: ActionKind, stage: int, microbatch: int, begin: float, end: floa
     return Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
 
 
-def _arguments(x: Any) -> tuple[Tensor, dict[str, Any]]:
+def _arguments(x: Any, rows: int) -> tuple[Tensor, dict[str, Any]]:
     if not isinstance(x, Mapping) or not isinstance(x.get(_WORDS), Tensor):
         kind = f"a dict with {sorted(map(str, x))}" if isinstance(x, Mapping) else f"a {type(x).__name__}"
         raise DataError(
             f'a pipeline got {kind} as the model\'s inputs; give a dict of its keyword arguments with "{_WORDS}"'
         )
-    named = dict(x)
+    named = dict(x) if rows else with_one_row(x)
     return named.pop(_WORDS), named
 
 

@@ -86,6 +86,11 @@ class Stage(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self.outputs: TreeSpec | None = None
 
+    @property
+    def has_turn(self) -> bool:
+        """Whether the model's parts work for this stage now."""
+        return self._turn.stage == self.number
+
     def take_turn(self) -> None:
         """Has the model's parts work for this stage from now on; whoever computes with it must call it before."""
         self._turn.stage = self.number

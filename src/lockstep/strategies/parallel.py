@@ -53,7 +53,7 @@ class ParallelStrategy(ThreadedStrategy):
         shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only, as ZeRO's
             first stage does; the numbers stay the same.
         shard_parameters: whether each replica keeps a share of the weights and gradients too, and borrows the others'
-            layer by layer (PyTorch's FSDP); not with a pipeline.
+            layer by layer (PyTorch's FSDP); in a pipeline for each microbatch.
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
         device: this worker's; None is its first logical CPU device.
         cluster: who takes part; None is what the environment says.
@@ -95,11 +95,6 @@ class ParallelStrategy(ThreadedStrategy):
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         self.grid: Grid = choose_grid(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
-        if shard_parameters and self.grid.pipeline > 1:
-            raise ConfigError(
-                f"shard_parameters=True with pipeline={self.grid.pipeline}: every microbatch would gather the weights "
-                "anew; choose shard_optimizer=True with a pipeline, or tensor in place of pipeline"
-            )
         pipelining = choose_pipelining(schedule, microbatches, self.grid.pipeline, stages_per_worker)
         devices = observed(resolve_devices(["cpu:0" if device is None else device]))
         if devices[0].kind != "CPU":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,6 +30,9 @@ from lockstep.parallel.shares import fill
 from lockstep.parallel.stage import PipelineSplit, Stage, cut
 from lockstep.parallel.tensor_plan import WHOLE, Division, TensorPlan, divide_layers, ties_of
 from lockstep.strategies.teams import Teams
+
+if TYPE_CHECKING:
+    from lockstep.parallel.stage_sharding import Borrowing
 
 
 class ModelParts(Holding):
@@ -140,17 +143,13 @@ class ModelParts(Holding):
             return PartModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
-        several = self._grid.pipeline > 1
-        stages = cut(module, split, self._pipelining, self._place.stage) if several else ()
+        stages = cut(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
         division = divide_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
             sequences.bound([stage.parts for stage in stages] or [module.modules()])
         _fill(module, first, division)
         self._draws.give(module, division.apart, division.together)
-        if self._shard_parameters:
-            from lockstep.parallel.full_sharding import shard_fully  # torch's FSDP, which few ask for
-
-            shard_fully(module, self._mesh.mesh["data"])
+        borrowing = self._shared(module, stages, self._mesh) if self._shard_parameters else None
         if not stages:
             return PartModule(module, division, names=names, ties=ties)
         return PartModule(
@@ -160,8 +159,18 @@ class ModelParts(Holding):
             ties=ties,
             line=self._teams.line,
             tied=self._tied_of(module, ties),
-            pipeline=self._pipeline_of(module, stages, self._mesh),
+            pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
         )
+
+    def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: GridMesh) -> Borrowing | None:
+        """Leaves this worker its share; and how its stages have the rest, where there are any."""
+        from lockstep.parallel.full_sharding import shard_fully  # torch's FSDP, which few ask for
+        from lockstep.parallel.stage_sharding import share_stages
+
+        if stages:
+            return share_stages(module, stages, self._pipelining, mesh.mesh["data"])
+        shard_fully(module, mesh.mesh["data"])
+        return None
 
     def _first_weights(self, module: nn.Module) -> FirstWeights | None:
         """How the tensors on the meta device begin; those elsewhere become the chief's. None where all are there."""
@@ -188,7 +197,9 @@ class ModelParts(Holding):
         names = Names(module, known_family(module, "sequence_parallel=True"))
         return DividedSequences(mesh.mesh["tensor"], module, names.layers())
 
-    def _pipeline_of(self, module: nn.Module, stages: Sequence[Stage], mesh: GridMesh) -> Pipeline:
+    def _pipeline_of(
+        self, module: nn.Module, stages: Sequence[Stage], mesh: GridMesh, borrowing: Borrowing | None
+    ) -> Pipeline:
         config: Any = module.config
         return Pipeline(
             stages,
@@ -196,6 +207,7 @@ class ModelParts(Holding):
             group=mesh.mesh.get_group("pipeline"),
             hidden=int(config.hidden_size),
             dtype=next(parameter.dtype for parameter in module.parameters()),
+            borrowing=borrowing,
         )
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:

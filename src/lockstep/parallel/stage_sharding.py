@@ -1,0 +1,155 @@
+"""Full sharding in a pipeline: replicas share the weights of their stages, and borrow them while microbatches pass.
+
+    gpipe, 1f1b,    a microbatch in layer k: gather -> forward -> free ... gather -> backward -> sum gradients, free
+    interleaved
+
+    zero_bubble,    gather all layers -> forward, inputs', weights' passes of all microbatches -> sum gradients, free
+    zero_bubble_v   a weights' pass may come long after the others, and knows of a layer's weights but not of the layer
+
+The first holds a layer's weights and gradients at a time, as without a pipeline, and sends as much for each microbatch.
+The second holds a stage's for the length of a pass, and sends once. torch's schedules are told of neither: they would
+keep everything gathered from a stage's first microbatch on, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.errors import ConfigError
+from lockstep.parallel.full_sharding import apart, check_shareable, share, units_of
+from lockstep.parallel.microbatches import Pipelining
+from lockstep.parallel.stage import Stage
+
+_DIVIDED = ("zero_bubble", "zero_bubble_v")
+"""Schedules whose backward passes are in two."""
+
+
+class Borrowing(ABC):
+    """When a worker's stages have the weights of which it holds a share."""
+
+    @abstractmethod
+    def during(self, *, backward: bool) -> AbstractContextManager[None]:
+        """Goes around a pass of a shard through the stages. All who share must make it, with or without rows.
+
+        Args:
+            backward: whether gradients are made; afterwards each worker has the sums for its share.
+        """
+
+
+def share_stages(module: nn.Module, stages: Sequence[Stage], pipelining: Pipelining, mesh: DeviceMesh) -> Borrowing:
+    """Leaves each worker of ``mesh`` its share of a worker's stages, in place. All must call it; nothing is sent.
+
+    Args:
+        module: the model, cut down to the stages.
+        stages: this worker's.
+        pipelining: the schedule.
+        mesh: the workers that hold the same stages.
+
+    Raises:
+        ConfigError: a parameter that is a single number, or that two parts of one worker have in common.
+    """
+    check_shareable(module)
+    if pipelining.schedule in _DIVIDED:
+        return _ByPass(module, stages, mesh)
+    return _ByLayer(module, stages, mesh)
+
+
+class _ByLayer(Borrowing):
+    """Each part of a stage is gathered when it is called, and again before its backward pass."""
+
+    def __init__(self, module: nn.Module, stages: Sequence[Stage], mesh: DeviceMesh) -> None:
+        for stage in stages:
+            parts = [part for part in stage.parts if any(True for _ in part.parameters())]
+            if len(apart(parts, module)) < len(parts):
+                raise ConfigError(
+                    "two parts of one worker's stages have a weight in common, which shard_parameters=True cannot lend to both; "
+                    'choose shard_optimizer=True, or schedule="zero_bubble"'
+                )
+            for part in parts:
+                _lend(part, stage, mesh)
+
+    @contextmanager
+    def during(self, *, backward: bool) -> Iterator[None]:
+        """torch's hooks on the parts do all of it."""
+        yield
+
+
+class _ByPass(Borrowing):
+    """All parts are gathered before the first microbatch comes, and given back when the last one is through."""
+
+    def __init__(self, module: nn.Module, stages: Sequence[Stage], mesh: DeviceMesh) -> None:
+        layers = {id(layer) for layer in units_of(module)}
+        parts = [part for stage in stages for part in stage.parts]
+        self._units = [_Held([part]) for part in parts if id(part) in layers]
+        rest = [part for part in parts if id(part) not in layers]
+        self._all = _Held([*self._units, *rest])  # weights that first and last stage have in common are one here
+        self._sharers = [share(each, mesh, reshard_after_forward=False) for each in (*self._units, self._all)]
+
+    @contextmanager
+    def during(self, *, backward: bool) -> Iterator[None]:
+        """Inside the block the weights are plain parameters, whole, and so are their gradients."""
+        self._gather()
+        try:
+            yield
+            if backward:
+                self._sum()
+        finally:
+            self._free()
+
+    def _gather(self) -> None:
+        with torch.no_grad():
+            self._all(torch.zeros(()))  # torch learns in the first forward pass which one stands above the others
+        for each in self._sharers:
+            each.unshard()
+
+    def _sum(self) -> None:
+        """A backward pass through nothing, at whose end torch sums the gradients that are there."""
+        self._all(torch.zeros((), requires_grad=True)).backward()
+
+    def _free(self) -> None:
+        self._all.zero_grad()  # those of a pass that failed
+        for each in self._sharers:
+            each.reshard()
+
+
+class _Held(nn.Module):
+    """Parts of a model as torch's FSDP sees them: its hooks run when this is called, not when they are."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """The value; nothing is computed."""
+        return value.clone()
+
+
+class _Lent(nn.Module):
+    """A part of a model as torch's FSDP sees it, called in its place."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self._compute = part.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the part computes."""
+        return self._compute(*args, **kwargs)
+
+
+def _lend(part: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
+    """Has a part gather its weights where it works, and not where it lets other stages' hidden states through."""
+    through, lent = part.forward, _Lent(part)
+    share(lent, mesh, reshard_after_forward=True)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (lent if stage.has_turn else through)(*args, **kwargs)
+
+    part.forward = forward
