@@ -5,7 +5,9 @@
     replica 2 --- returned -----------'   (or: "replica 2 has returned; replicas 0, 1 wait in all_reduce")
 
 It knows what every replica is doing, so a meeting that can no longer take place is found when it becomes impossible
-and not by waiting. It does no arithmetic: what is combined, and how, is the caller's.
+and not by waiting. It does no arithmetic: what is combined, and how, is the caller's. On GPUs, which run behind the
+program, it keeps their order too: each replica arrives with a mark behind its work, what is combined is queued behind
+all of these, and what the replicas queue next behind that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.collectives.turns import Turn
+from lockstep.collectives.turns import Common, Mark, Turn
 from lockstep.errors import CollectiveError
 
 SIGNALS_SEEN_EVERY_S = 0.2
@@ -39,8 +41,10 @@ class Call:
 class _Meeting:
     calls: dict[int, Call] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
     done: bool = False
     result: Any = None
+    behind: Sequence[Mark] = ()
 
 
 class Rendezvous:
@@ -49,11 +53,13 @@ class Rendezvous:
     Args:
         replicas: how each replica is called in messages, such as ``"replica 1 (cpu:1)"``, in replica order.
         timeout_s: how many seconds a replica waits in one collective before it reports who has not come.
+        common: where GPUs do what is combined; None where there are none.
     """
 
-    def __init__(self, replicas: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, replicas: Sequence[str], timeout_s: float, common: Common | None = None) -> None:
         self._replicas = tuple(replicas)
         self._timeout_s = timeout_s
+        self._common = common
         # A plain lock, taken and given back in one step each by "with": an interrupted replica cannot leave it taken.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -79,22 +85,30 @@ class Rendezvous:
 
         Raises:
             CollectiveError: (on the replica that finds it) the replicas did not meet at the same collective.
+            DeviceMemoryError: (on the replica) it has taken more memory than its device's share.
             ReplicaStopped: the run has ended because of another replica.
         """
+        turn.check()
+        mark = turn.mark()
         with self._lock:
             self._stop_if_ended()
             meeting = self._meeting
             meeting.calls[replica] = call
             meeting.values[replica] = value
+            if mark is not None:
+                meeting.marks.append(mark)
             self._check(meeting)
             complete = len(meeting.calls) == len(self._replicas)
         if complete:
-            return self._complete(meeting, combine)
-        turn.release()
-        try:
-            return self._wait(meeting)
-        finally:
-            turn.acquire()
+            result = self._complete(meeting, combine)
+        else:
+            turn.release()
+            try:
+                result = self._wait(meeting)
+            finally:
+                turn.acquire()
+        turn.follow(meeting.behind)
+        return result
 
     def leave(self, replica: int, error: BaseException | None = None) -> None:
         """Notes that a replica has returned, or failed with ``error``; those who wait for it are told."""
@@ -132,8 +146,14 @@ class Rendezvous:
             return self._changed.wait_for(lambda: len(self._left) == len(self._replicas), timeout_s)
 
     def _complete(self, meeting: _Meeting, combine: Callable[[list[Any]], Any]) -> Any:
+        values = [meeting.values[replica] for replica in range(len(self._replicas))]
         try:
-            result = combine([meeting.values[replica] for replica in range(len(self._replicas))])
+            if self._common is None:
+                result = combine(values)
+            else:
+                with self._common.behind(meeting.marks):
+                    result = combine(values)
+                meeting.behind = self._common.marks()
         except BaseException as error:
             self.abort(error)
             raise
@@ -141,6 +161,7 @@ class Rendezvous:
             self._stop_if_ended()
             meeting.result, meeting.done = result, True
             meeting.values.clear()
+            meeting.marks.clear()
             self._meeting = _Meeting()
             self._changed.notify_all()
         return result

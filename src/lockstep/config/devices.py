@@ -5,12 +5,15 @@ Values only. Which devices there are and how they are divided is the registry's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.replicas.device_driver import DeviceDriver
 
 DeviceKind = Literal["CPU", "GPU"]
 
@@ -24,12 +27,14 @@ class PhysicalDevice:
         kind: ``"CPU"`` or ``"GPU"``.
         memory: all of its memory in MB; None for the CPU, whose shares have no limit.
         torch_device: where its tensors live.
+        driver: of a GPU that is not torch.cuda's to drive; None is as its ``torch_device`` says.
     """
 
     name: str
     kind: DeviceKind
     memory: int | None
     torch_device: torch.device
+    driver: DeviceDriver | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_step import watch_plain_steps
+from lockstep.replicas.gpu import in_memory_of
 
 MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
 
@@ -61,10 +62,9 @@ def mirror_module(
         )
     if sync_batchnorm:
         module = convert_sync_batch_norm(module)
-    module.to(devices[0].torch_device)
     layout = _layout(module, memory_format)
-    if layout is not None:
-        module.to(memory_format=layout)  # type: ignore[call-overload]
+    with in_memory_of(devices[0]):
+        _place(module, devices[0], layout)
     if not workers.alone and not shares_weights:
         agree(workers, "the model", signature(module))
         with torch.no_grad():
@@ -76,7 +76,8 @@ def mirror_module(
     for replica, device in enumerate(devices[1:], start=1):
         leader = source[replica]
         alias = leader != replica
-        copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
+        with in_memory_of(device):
+            copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
     return MirroredModule(owner, copies, groups, workers, pipeline, is_part=is_part, shares_weights=shares_weights)
 
 
@@ -84,6 +85,20 @@ def signature(module: nn.Module) -> list[str]:
     """A line per parameter and buffer: what must be equal on all workers."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in named]
+
+
+def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format | None) -> None:
+    """Moves the user's module to the first replica's device, in place.
+
+    What is on the GPU already is copied where that is divided: a share holds its own weights, in its own memory.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    there = any(each.device == device.torch_device for each in tensors)
+    module.to(device.torch_device)
+    if device.memory_limit is not None and there and all(type(each) is nn.Parameter for each in module.parameters()):
+        module._apply(torch.clone)
+    if layout is not None:
+        module.to(memory_format=layout)  # type: ignore[call-overload]
 
 
 def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:

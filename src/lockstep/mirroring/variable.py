@@ -18,6 +18,7 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.gpu import in_memory_of
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
@@ -55,8 +56,7 @@ class MirroredVariable:
         self.aggregation = aggregation
         self.synchronization = synchronization
         self._values = tuple(
-            torch.as_tensor(each).detach().to(device.torch_device, copy=True)
-            for each, device in zip(_one_each(value, len(devices)), devices, strict=True)
+            _copy_to(device, each) for each, device in zip(_one_each(value, len(devices)), devices, strict=True)
         )
         if not workers.alone and not isinstance(value, PerReplica):
             workers.broadcast("the chief's value of a variable", self._values)
@@ -171,6 +171,11 @@ class MirroredVariable:
 
 def _one_each(value: Any, num_replicas: int) -> list[Any]:
     return [select(value, replica, num_replicas) for replica in range(num_replicas)]
+
+
+def _copy_to(device: LogicalDevice, value: Any) -> torch.Tensor:
+    with in_memory_of(device):
+        return torch.as_tensor(value).detach().to(device.torch_device, copy=True)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -129,7 +129,7 @@ class ReplicaContext:
         """
 
         def once(values: list[Any]) -> Any:
-            with in_context(None):
+            with in_context(None), self._turn.aside():
                 return combine(values)
 
         return self._rendezvous.meet(self._replica, Call(name, caller()), value, once, self._turn)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lockstep.config import LogicalDevice
-from lockstep.replicas.cuda import CudaReplicaState
+from lockstep.replicas.gpu import GpuReplica
 from lockstep.replicas.random import replica_generator
 
 
@@ -17,7 +17,7 @@ class ReplicaGenerators:
     Args:
         devices: the replicas' devices.
         generators: each replica's own.
-        on_gpu: each replica's state on its GPU; None for a replica on a CPU.
+        on_gpu: what each replica keeps on its GPU; None for a replica on a CPU.
         apart: that of the one replica here for what this worker alone holds of a model.
     """
 
@@ -25,7 +25,7 @@ class ReplicaGenerators:
         self,
         devices: Sequence[LogicalDevice],
         generators: Sequence[torch.Generator],
-        on_gpu: Sequence[CudaReplicaState | None],
+        on_gpu: Sequence[GpuReplica | None],
         apart: torch.Generator | None = None,
     ) -> None:
         self._all = list(zip(devices, generators, on_gpu, strict=True))
@@ -40,7 +40,7 @@ class ReplicaGenerators:
         """One dict per replica: "cpu", for a replica on a GPU "cuda", for one of a part "apart"; uint8 on the CPU."""
         apart = {} if self._apart is None else {"apart": self._apart.get_state()}
         return [
-            {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.random}) | apart
+            {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.generator.get_state()}) | apart
             for _, generator, gpu in self._all
         ]
 
@@ -49,9 +49,13 @@ class ReplicaGenerators:
         for (_, generator, gpu), state in zip(self._all, states, strict=True):
             generator.set_state(state["cpu"])
             if gpu is not None and "cuda" in state:
-                gpu.random = state["cuda"]
+                gpu.generator.set_state(state["cuda"])
             if self._apart is not None and "apart" in state:
                 self._apart.set_state(state["apart"])
+
+    def on_gpu(self) -> list[torch.Generator]:
+        """Those that replicas on a GPU draw from there, in replica order; graphs register them."""
+        return [gpu.generator for _, _, gpu in self._all if gpu is not None]
 
     def begin(self, seed: int, first_replica: int) -> None:
         """Begins anew, with the numbers of a new strategy of this seed.
@@ -72,7 +76,7 @@ class ReplicaGenerators:
             self._apart.set_state(replica_generator(self._apart.initial_seed(), step).get_state())
 
     def _set(self, fresh: Sequence[torch.Generator]) -> None:
-        for (device, generator, gpu), begun in zip(self._all, fresh, strict=True):
+        for (_, generator, gpu), begun in zip(self._all, fresh, strict=True):
             generator.set_state(begun.get_state())
             if gpu is not None:
-                gpu.random = torch.Generator(device.torch_device).manual_seed(begun.initial_seed()).get_state()
+                gpu.generator.manual_seed(begun.initial_seed())

@@ -3,7 +3,7 @@
 torch's default generator is shared by all threads: who draws first would decide who gets which number. Function modes
 are thread-local, so ``ReplicaRandom`` gives every random function that is called in its thread the replica's own
 ``torch.Generator``. Numbers drawn on a GPU are not its business: there one replica issues at a time, and its turn
-swaps the device's own generator (``replicas.cuda``).
+swaps the device's own generator (``replicas.gpu``).
 """
 
 from __future__ import annotations

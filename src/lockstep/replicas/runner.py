@@ -24,9 +24,11 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.caller_state import CallerState
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.replicas.cuda import CudaReplicaState, CudaTurn
 from lockstep.replicas.default_generator import know_replicas
+from lockstep.replicas.device_driver import driver_of
+from lockstep.replicas.device_memory import DeviceMemory
 from lockstep.replicas.generators import ReplicaGenerators
+from lockstep.replicas.gpu import GpuReplica, GpuTurn, RunStreams
 from lockstep.replicas.host_memory import keep_freed_memory
 from lockstep.replicas.issue import IssuePolicy
 from lockstep.replicas.linear import linear, onednn_is_faster
@@ -55,6 +57,12 @@ def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]
 def _instead(device: LogicalDevice) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What a replica's calls of torch's functions are exchanged for."""
     return {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
+
+
+def _draws_apart(device: LogicalDevice) -> Callable[[], bool]:
+    """Where a replica's numbers on CPU tensors are its own: in its code, unless they are its device's to lend."""
+    lent = device.kind == "GPU" and device.torch_device.type == "cpu"
+    return (lambda: False) if lent else in_a_replica
 
 
 class ReplicaRunner:
@@ -86,13 +94,14 @@ class ReplicaRunner:
         self._failing = failing
         generators = [replica_generator(seed, number) for number in numbers]
         self._random = [
-            ReplicaRandom(generator, applies=in_a_replica, instead=_instead(device))
+            ReplicaRandom(generator, applies=_draws_apart(device), instead=_instead(device))
             for device, generator in zip(devices, generators, strict=True)
         ]
-        self._cuda = [
-            CudaReplicaState(device.torch_device, generator.initial_seed()) if device.kind == "GPU" else None
+        self._gpu = [
+            None if (driver := driver_of(device)) is None else GpuReplica(device, driver, generator.initial_seed())
             for device, generator in zip(devices, generators, strict=True)
         ]
+        self._streams = RunStreams(devices)
         sharing = Counter(device.physical.name for device in devices)
         self._policies = {
             device.physical.name: IssuePolicy(
@@ -140,47 +149,51 @@ class ReplicaRunner:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             began = time.perf_counter()
-            run = _Run(strategy, self._names, self._timeout_s)
+            run = _Run(strategy, self._names, self._timeout_s, self._streams)
             self._current = run.rendezvous
-            turns = self._turns(fn, rows)
-            try:
-                for replica, body in enumerate(bodies):
-                    context = ReplicaContext(strategy, replica, self._devices[replica], run.rendezvous, turns[replica])
-                    self._threads.submit(replica, run.job(context, turns[replica], self._random[replica], body))
-                    run.submitted = replica + 1
-                run.rendezvous.wait_until_settled()
-            except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
-                run.rendezvous.abort(interruption)
-                self._stop(run, interruption)
-                raise
-            if run.rendezvous.cause is not None:
-                self._stop(run, run.rendezvous.cause)
-                raise run.rendezvous.cause
+            for gpu in self._on_gpus:
+                gpu.begin_run()
+            with self._streams:
+                self._complete(run, bodies, self._turns(fn, rows))
             for policy in self._policies.values():
                 policy.record(fn, time.perf_counter() - began)
         return run.results
 
+    def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], turns: Sequence[Turn]) -> None:
+        """Hands out the bodies and waits for their ends."""
+        try:
+            for replica, body in enumerate(bodies):
+                context = ReplicaContext(run.strategy, replica, self._devices[replica], run.rendezvous, turns[replica])
+                self._threads.submit(replica, run.job(context, turns[replica], self._random[replica], body))
+                run.submitted = replica + 1
+            run.rendezvous.wait_until_settled()
+        except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
+            run.rendezvous.abort(interruption)
+            self._stop(run, interruption)
+            raise
+        if run.rendezvous.cause is not None:
+            self._stop(run, run.rendezvous.cause)
+            raise run.rendezvous.cause
+
     @property
     def generators(self) -> ReplicaGenerators:
         """Where the replicas' random numbers stand."""
-        return ReplicaGenerators(self._devices, [random.generator for random in self._random], self._cuda)
+        return ReplicaGenerators(self._devices, [random.generator for random in self._random], self._gpu)
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """The memory of each replica's GPU, or share of one, in replica order; those on a CPU have none of their own."""
+        return tuple(gpu.memory() for gpu in self._on_gpus)
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Runs inside the block leave no trace: the replicas' random numbers, and the memory they are held to have.
-
-        Whoever opens the block frees what was allocated in it before it ends.
-        """
-        drawn = [random.generator.get_state() for random in self._random]
-        on_gpu = [None if state is None else (state.random, state.held) for state in self._cuda]
+        """Runs inside the block leave no trace: in the replicas' random numbers, and in the peak of their memory."""
+        drawn, peaks = self.generators.states(), [gpu.account.peak for gpu in self._on_gpus]
         try:
             yield
         finally:
-            for random, numbers in zip(self._random, drawn, strict=True):
-                random.generator.set_state(numbers)
-            for state, before in zip(self._cuda, on_gpu, strict=True):
-                if state is not None and before is not None:
-                    state.random, state.held = before
+            self.generators.set_states(drawn)
+            for gpu, peak in zip(self._on_gpus, peaks, strict=True):
+                gpu.account.peak = peak
 
     def abort(self, cause: BaseException) -> None:
         """Ends the run under way, if there is one, with ``cause``. From any thread."""
@@ -194,10 +207,14 @@ class ReplicaRunner:
     def _turns(self, fn: Callable[..., Any], rows: Sequence[int | None]) -> list[Turn]:
         gates = {name: Turns(policy.width(fn)) for name, policy in self._policies.items()}
         turns: list[Turn] = []
-        for device, state, length in zip(self._devices, self._cuda, rows, strict=True):
+        for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
-            turns.append(gate if state is None else CudaTurn(gate, device, state, length))
+            turns.append(gate if gpu is None else GpuTurn(gate, gpu, length))
         return turns
+
+    @property
+    def _on_gpus(self) -> list[GpuReplica]:
+        return [gpu for gpu in self._gpu if gpu is not None]
 
     def _stop(self, run: _Run, cause: BaseException) -> None:
         self._stopped = run.rendezvous
@@ -219,8 +236,9 @@ class ReplicaRunner:
 class _Run:
     """The state of one run: its meeting point and its results."""
 
-    def __init__(self, strategy: Strategy, names: Sequence[str], timeout_s: float) -> None:
-        self.rendezvous = Rendezvous(names, timeout_s)
+    def __init__(self, strategy: Strategy, names: Sequence[str], timeout_s: float, streams: RunStreams) -> None:
+        self.strategy = strategy
+        self.rendezvous = Rendezvous(names, timeout_s, streams if streams.has_gpu else None)
         self.results: list[Any] = [None] * len(names)
         self.submitted = 0
         self._names = names
@@ -237,8 +255,10 @@ class _Run:
             turn.acquire()
             try:
                 self.rendezvous.stop_if_ended()
-                with caller.applied(), random, in_context(context):
-                    return body()
+                with caller.applied(), random, in_context(context), turn.naming_device():
+                    result = body()
+                turn.check()
+                return result
             finally:
                 turn.release()
 

@@ -1,0 +1,146 @@
+"""The driver for CUDA: the one module that calls torch.cuda for streams, events, memory, generators and copies.
+
+torch's allocator keeps the blocks of each stream apart: a block that is freed is used again on the stream that it was
+allocated on, and on no other. So a share's stream is its memory pool as well, in every thread and in a graph too.
+``torch.cuda.MemPool`` is not used: while one is open, torch 2.11 neither reuses blocks that ``record_stream`` has seen
+nor gives cached memory back before it reports that there is none, and a graph would be captured into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from lockstep.config import LogicalDevice
+from lockstep.replicas.device_graph import CudaDeviceGraph
+from lockstep.replicas.device_memory import PoolUse
+
+
+class CudaDriver:
+    """See ``DeviceDriver``. Its streams last as long as the process, as those of torch do."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+    def stream(self, device: LogicalDevice) -> torch.cuda.Stream:
+        return self._stream(device.torch_device, device.name)
+
+    def side_stream(self, device: torch.device, purpose: str) -> torch.cuda.Stream:
+        return self._stream(device, purpose)
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream)  # type: ignore[return-value]
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event: torch.cuda.Event = stream.record_event()  # type: ignore[no-untyped-call]
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def query(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def use_on(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
+
+    def allocated(self, device: torch.device) -> int:
+        return _statistic(device, "allocated_bytes", "current")
+
+    def peak(self, device: torch.device) -> int:
+        return _statistic(device, "allocated_bytes", "peak")
+
+    def reset_peak(self, device: torch.device) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def resizes(self, device: torch.device) -> int:
+        # Nested, since making the flat names of memory_stats() costs several times what reading the numbers does.
+        statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(statistics["num_device_alloc"]) + int(statistics["num_device_free"])
+
+    def pool(self, device: LogicalDevice) -> PoolUse:
+        own = self.stream(device).cuda_stream
+        index = device.torch_device.index
+        segments = [
+            segment
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if segment["device"] == index and segment["stream"] == own
+        ]
+        return PoolUse(
+            in_use=sum(segment["allocated_size"] for segment in segments),
+            reserved=sum(segment["total_size"] for segment in segments),
+        )
+
+    def whole(self, device: torch.device) -> PoolUse:
+        return PoolUse(
+            in_use=_statistic(device, "allocated_bytes", "current"),
+            reserved=_statistic(device, "reserved_bytes", "current"),
+        )
+
+    def free_and_total(self, device: torch.device) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+
+    def give_back(self, device: torch.device) -> None:
+        torch.cuda.empty_cache()  # of all GPUs: torch has no other
+
+    def limits_pools(self) -> bool:
+        return torch.cuda.get_allocator_backend() == "native"
+
+    def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
+        return torch.Generator(device).manual_seed(seed)
+
+    def lend(self, device: torch.device, own: torch.Generator) -> torch.Generator:
+        # By reference, not by value: a graph that is captured meanwhile registers the replica's own state.
+        default = _default_generator(device)
+        others = default.graphsafe_get_state()
+        default.graphsafe_set_state(own)
+        return others
+
+    def take_back(self, device: torch.device, own: torch.Generator, others: torch.Generator) -> None:
+        _default_generator(device).graphsafe_set_state(others)
+
+    def graph_pool(self, device: torch.device) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> CudaDeviceGraph:
+        # The default one is drawn from where no replica lends it its own: by the default strategy.
+        return CudaDeviceGraph(device, [*generators, _default_generator(device)], pool)
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host, self.record(self.current_stream(tensor.device))
+
+    def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: torch.cuda.Stream) -> torch.Tensor:
+        with self.on_stream(stream):
+            copied = tensor.to(device.torch_device, non_blocking=True)
+        # It is of the copying stream's memory: without this a later copy would get it as soon as it is dropped.
+        self.use_on(copied, self.stream(device))
+        return copied
+
+    def _stream(self, device: torch.device, name: str) -> torch.cuda.Stream:
+        key = (device, name)
+        if key not in self._streams:
+            # torch hands out 32 streams a device in turn, and then the first one again.
+            self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[key]
+
+
+def _statistic(device: torch.device, name: str, which: str) -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict(device)[name]["all"][which])
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    generator: torch.Generator = torch.cuda.default_generators[device.index]
+    return generator
