@@ -23,6 +23,7 @@ class CompileConfig:
         precision: "fp32", "bf16" or "fp16".
         accumulate: global batches per update.
         clip_norm: the largest global norm of the gradients, or None.
+        graphs: whether a GPU may record whole steps and replay them.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -33,6 +34,7 @@ class CompileConfig:
     precision: PrecisionName = "fp32"
     accumulate: int = 1
     clip_norm: float | None = None
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -43,4 +45,6 @@ class CompileConfig:
             raise ConfigError(f"accumulate={self.accumulate!r}; give the number of global batches per update")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm!r}; give a positive norm, or None for no clipping")
+        if type(self.graphs) is not bool:
+            raise ConfigError(f"graphs={self.graphs!r}; give True to let a GPU record whole steps, or False")
         object.__setattr__(self, "metrics", check_metrics(self.metrics))

@@ -1,0 +1,187 @@
+"""The steps of a fit, each run as it is, looked at, recorded, or replayed: which of these is chosen here.
+
+    first of its kind        as it is: optimizer state, buffers and libraries' workspaces are made
+    second, third            looked at; when two in a row were alike
+    next                     recorded, and replayed
+    all others               replayed; the first of each epoch is looked at once more
+
+A kind is what batches of one signature have in common, at one place of an accumulation cycle. What is chosen follows
+from the steps alone and never from time, so the same program makes the same choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.replicas.observer import current_observer
+from lockstep.strategies.base import Strategy
+from lockstep.train.graphs.carried import Carried, Snapshot
+from lockstep.train.graphs.deferred import update_metrics
+from lockstep.train.graphs.inputs import signature
+from lockstep.train.graphs.possible import driver_for, refuse
+from lockstep.train.graphs.recorded import RecordedStep, StepResults
+from lockstep.train.graphs.recorder import Recorder
+from lockstep.train.graphs.standing import refuse_hooks
+from lockstep.train.graphs.trace import StepTrace
+from lockstep.train.graphs.unfit import Reasons, Unfit
+from lockstep.train.graphs.watch import Watch
+from lockstep.train.job import Job
+from lockstep.train.step import ReplicaState, StepOutput, train_step
+
+MAX_KINDS = 32
+"""More kinds of batches than this in one fit: shapes change all the time, and few recordings would be used again."""
+MAX_RECORDINGS = 16
+"""More recordings than this in one fit: something changes that each of them takes for granted."""
+MAX_DIFFERENCES = 4
+"""So often may a step differ from the one before it until steps of its kind are given up."""
+
+
+@dataclass
+class _Kind:
+    """What is known of one kind of step."""
+
+    seen: int = 0
+    differences: int = 0
+    trace: StepTrace | None = None
+    alike: bool = False
+    looked_at: int = -1
+    recorded: RecordedStep | None = None
+
+    def forget(self) -> None:
+        """Drops what a change has made untrue."""
+        self.trace, self.alike, self.recorded = None, False, None
+
+
+class TrainSteps:
+    """Runs training steps of all replicas.
+
+    Args:
+        strategy: whose replicas.
+        job: what they share.
+        states: one per replica.
+
+    Attributes:
+        reasons: why steps were not recorded.
+        replays: how many steps were replays.
+        recordings: how many were recorded.
+    """
+
+    def __init__(self, strategy: Strategy, job: Job, states: PerReplica[ReplicaState]) -> None:
+        self._strategy = strategy
+        self._job = job
+        self._states = states
+        self._carried = Carried(job.module.copies, states.values)
+        self._kinds: dict[Hashable, _Kind] = {}
+        self.reasons = Reasons()
+        self.replays = self.recordings = 0
+        self._recorder = self._make_recorder()
+
+    def run(self, batch: Any, due: bool, *, epoch: int) -> tuple[StepOutput, ...]:
+        """One step of every replica.
+
+        Args:
+            batch: the global batch, divided.
+            due: whether it ends with an update.
+            epoch: from 0.
+
+        Returns:
+            What each replica's step gave, in replica order.
+        """
+        if self._recorder is None or current_observer() is not None:
+            return self._as_it_is(batch, due)
+        entering = self._carried.now()
+        try:
+            kind = self._kind(batch, due, entering)
+            self._prepare(kind, self._recorder, batch, due)
+            results = self._replay(kind, batch, entering, epoch)
+        except Unfit as unfit:
+            self._give_up(unfit)
+            return self._as_it_is(batch, due)
+        if results is not None:
+            return self._completed(results)
+        if not kind.seen:
+            kind.seen = 1
+            return self._as_it_is(batch, due)
+        return self._looked_at(kind, batch, due, epoch)
+
+    def close(self) -> None:
+        """Drops all recordings and the memory that they hold."""
+        self._kinds.clear()
+        self._recorder = None
+
+    def _make_recorder(self) -> Recorder | None:
+        if not self._job.config.graphs:
+            return None
+        try:
+            driver = driver_for(self._strategy)
+            if driver is None:
+                return None
+            refuse(self._job)
+            return Recorder(self._strategy, self._job, self._states, self._carried, driver)
+        except Unfit as unfit:
+            self.reasons.tell(str(unfit))
+            return None
+
+    def _kind(self, batch: Any, due: bool, entering: Snapshot) -> _Kind:
+        key = (signature(batch), due, entering.kind)
+        if key not in self._kinds and len(self._kinds) == MAX_KINDS:
+            raise Unfit(f"batches came in more than {MAX_KINDS} shapes; pad them to one length, or to a few (buckets)")
+        return self._kinds.setdefault(key, _Kind())
+
+    def _prepare(self, kind: _Kind, recorder: Recorder, batch: Any, due: bool) -> None:
+        """Records a step whose time has come; forgets a recording that is not true any more."""
+        if not kind.alike:
+            return
+        refuse_hooks(self._job.module.module)
+        if kind.recorded is not None:
+            if kind.recorded.standing.change() is not None:
+                kind.forget()
+            return
+        if self.recordings == MAX_RECORDINGS:
+            raise Unfit(f"what a recording takes for granted changed {MAX_RECORDINGS} times")
+        self.recordings += 1
+        kind.recorded = recorder.record(batch, due)
+
+    def _replay(self, kind: _Kind, batch: Any, entering: Snapshot, epoch: int) -> StepResults | None:
+        if kind.recorded is None or kind.looked_at != epoch:
+            return None
+        self.replays += 1
+        return kind.recorded.replay(batch, entering)
+
+    def _looked_at(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
+        watch = Watch(self._strategy, self._job, self._states.values, self._carried)
+        watch.run(batch, due)
+        try:
+            watch.check()
+            self._compare(kind, watch.trace)
+            kind.looked_at = epoch
+        except Unfit as unfit:
+            self._give_up(unfit)
+        return self._completed(watch.results)
+
+    def _compare(self, kind: _Kind, trace: StepTrace) -> None:
+        before, kind.trace = kind.trace, trace
+        if before is None:
+            return
+        difference = before.difference(trace)
+        kind.alike = difference is None
+        if difference is not None:
+            kind.recorded = None
+            kind.differences += 1
+            if kind.differences == MAX_DIFFERENCES:
+                raise Unfit(f"steps differ from each other: {difference}")
+
+    def _completed(self, results: StepResults) -> tuple[StepOutput, ...]:
+        update_metrics(self._strategy, self._states.values, results.metrics)
+        return results.outputs
+
+    def _as_it_is(self, batch: Any, due: bool) -> tuple[StepOutput, ...]:
+        results = self._strategy.run(train_step, (self._job, self._states, batch, due))
+        return self._strategy.local_results(results)
+
+    def _give_up(self, unfit: Unfit) -> None:
+        self.reasons.tell(str(unfit))
+        self.close()
