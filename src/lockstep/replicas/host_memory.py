@@ -9,7 +9,6 @@ faults a step before and 2,200 after, in 0.84 of the time; the resident memory i
 from __future__ import annotations
 
 import ctypes
-import functools
 import platform
 from collections.abc import Sequence
 
@@ -19,9 +18,8 @@ _SETTINGS = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2_000_000_000), (
 _GIVING_BACK = ((_M_MMAP_THRESHOLD, 1 << 16), (_M_TRIM_THRESHOLD, 1 << 16))
 
 
-@functools.cache
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed blocks for the next step; process-wide, for good, and once.
+    """Tells glibc to keep freed blocks for the next step; process-wide, and until ``give_back_at_once``.
 
     Returns:
         Whether it was done: False with another C library, whose allocator is left alone.
@@ -36,15 +34,6 @@ def give_back_at_once() -> bool:
         Whether it was done.
     """
     return _set(_GIVING_BACK)
-
-
-def keep_freed_memory_again() -> bool:
-    """Ends ``give_back_at_once``.
-
-    Returns:
-        Whether it was done.
-    """
-    return _set(_SETTINGS)
 
 
 def _set(settings: Sequence[tuple[int, int]]) -> bool:

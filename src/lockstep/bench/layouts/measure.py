@@ -18,7 +18,7 @@ from lockstep.bench.layouts.roster import LayoutWork, MeasuredLayout
 from lockstep.collectives.grid_workers import GridWorkers
 from lockstep.collectives.workers import Workers
 from lockstep.extras import require
-from lockstep.replicas.host_memory import give_back_at_once, give_back_freed_memory, keep_freed_memory_again
+from lockstep.replicas.host_memory import give_back_at_once, give_back_freed_memory, keep_freed_memory
 from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
 
 TRIAL_LIMIT_S = 600.0
@@ -72,7 +72,7 @@ def measure(asked: Mapping[str, Any], work: LayoutWork, steps: int) -> list[dict
         give_back_freed_memory()
         with ResidentPeak() as peak:
             model.fit(_batches(work, steps), epochs=1, verbose=0)
-        keep_freed_memory_again()
+        keep_freed_memory()
         with ResidentPeak() as kept:
             model.fit(_batches(work, steps), epochs=1, verbose=0)
     optimizer = model.optimizer
