@@ -68,7 +68,10 @@ def loss_of_half(half: int) -> float:
 def test_a_contender_that_fails_is_named_and_leaves_no_process(capfd: pytest.CaptureFixture[str]):
     broken = replace(trial("ddp-2"), contender=replace(NAMED["ddp-2"], layout="auto"))
 
-    with pytest.raises(ReplicaError, match="contender 'ddp-2' on workload 'linear' ended before its last step"):
+    with pytest.raises(
+        ReplicaError,
+        match="contender 'ddp-2' on workload 'linear' ended before its last step: ConfigError: layout='auto' is",
+    ):
         run_trial(broken)
     assert "layout='auto' is for our strategies" in capfd.readouterr().err
 

@@ -15,6 +15,7 @@ from statistics import median
 from lockstep.bench.cpu_choices.run import measure_cpu_choices, write_choices_report
 from lockstep.bench.efficiency import efficiencies_of
 from lockstep.bench.figures import figures_of
+from lockstep.bench.gpu.command import add_gpu_options, measure_gpu
 from lockstep.bench.harness import Absence, Rounds, Sample, run_rounds
 from lockstep.bench.hosts import Link
 from lockstep.bench.layouts.markdown import LayoutsConditions, Row
@@ -41,6 +42,8 @@ def main(words: Sequence[str]) -> int:
     """Runs the benchmark; the exit code is 1 if it could not be run, not if a target was missed."""
     asked = _parser().parse_args(words)
     try:
+        if asked.gpu:
+            return measure_gpu(asked, words)
         path = _measure_of(asked)(asked, words)
     except LockstepError as error:
         _log.error("error: %s", error)
@@ -261,6 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--environments", default=".venv-peers", help="folder of the peers' environments")
     parser.add_argument("--programs", default="benchmarks/peers", help="folder of the peers' programs")
     parser.add_argument("--output", default="benchmarks", help="folder of the tables (default benchmarks)")
+    add_gpu_options(parser)
     return parser
 
 

@@ -34,6 +34,9 @@ class Sample:
         trained: parameters that the optimizer changes.
         memory: of all processes together, during the last step.
         sent_mb: MB (10**6 bytes) that left a host in a timed step, on average; 0 where it is not counted.
+        device_peak_mb: the most that tensors took of a GPU at once, added up over the processes; 0 without one.
+        device_used_mb: what all processes have of that GPU inside the last step; 0 without one.
+        notes: what the contender's processes have to say of themselves, each line once.
     """
 
     workload: str
@@ -47,6 +50,9 @@ class Sample:
     trained: int
     memory: Memory
     sent_mb: float = 0.0
+    device_peak_mb: float = 0.0
+    device_used_mb: float = 0.0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +141,7 @@ def run_trial(trial: Trial, index: int = 0) -> Sample:
         index: of the round.
 
     Raises:
-        ReplicaError: a process ended before its last step, or took longer than ``TRIAL_LIMIT_S``.
+        ReplicaError: a process ended before its last step, or took longer than its limit.
     """
     with ExitStack() as cleanup:
         folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-"))
@@ -159,6 +165,9 @@ def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memo
         trained=records[0].trained,
         memory=memory,
         sent_mb=fmean(record.sent_bytes for record in records) / trial.steps / 1e6,  # each counts its whole host's
+        device_peak_mb=sum(record.device_peak_mb for record in records),
+        device_used_mb=max(record.device_used_mb for record in records),
+        notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
     )
 
 

@@ -188,7 +188,8 @@ def record_of(line: bytes) -> LapRecord:
     """
     try:
         values = json.loads(line)
-        return LapRecord(**{**values, "step_s": tuple(values["step_s"]), "exchange_s": tuple(values["exchange_s"])})
+        lists = {name: tuple(values[name]) for name in ("step_s", "exchange_s", "notes") if name in values}
+        return LapRecord(**{**values, **lists})
     except (ValueError, TypeError, KeyError) as error:
         raise ReplicaError(f"a program sent {line[:60]!r}, expected a record as JSON; see bench/laps.py") from error
 

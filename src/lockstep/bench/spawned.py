@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lockstep.bench.hosts import Host, Link, two_hosts
 from lockstep.bench.laps import LapRecord, Laps
-from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
+from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, limit_of, too_slow
 from lockstep.bench.trial import Trial
 from lockstep.errors import ReplicaError
 from lockstep.lifeline import Lifeline, hang_on
@@ -93,7 +93,7 @@ class _SpawnedTeam(Team):
     def records(self) -> list[LapRecord]:
         waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
         records: dict[int, LapRecord] = {}
-        limit = time.monotonic() + TRIAL_LIMIT_S
+        limit = time.monotonic() + limit_of(self._trial)
         while waiting:
             ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
             if not ready:
@@ -129,12 +129,12 @@ class _SpawnedTeam(Team):
 
     def _receive(self, connection: Connection) -> LapRecord:
         try:
-            record: LapRecord = connection.recv()
+            said: LapRecord | str = connection.recv()
         except EOFError:
-            raise ReplicaError(
-                f"{self._trial.name} ended before its last step; its own message is above; run it alone with --only"
-            ) from None
-        return record
+            said = "it said nothing; run it alone with --only"
+        if isinstance(said, str):
+            raise ReplicaError(f"{self._trial.name} ended before its last step: {said}")
+        return said
 
 
 def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None:
@@ -156,4 +156,8 @@ def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None
         report=report,
         interface="" if seat.host is None else seat.host.interface,
     )
-    body(trial, seat, laps)
+    try:
+        body(trial, seat, laps)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}".split("\n")[0])  # its whole story goes to stderr
+        raise

@@ -9,7 +9,7 @@ from lockstep.bench.laps import LapRecord
 from lockstep.bench.trial import Trial
 
 TRIAL_LIMIT_S = 300.0
-"""A trial that takes longer is given up."""
+"""A trial that takes longer is given up, if it has no limit of its own."""
 END_LIMIT_S = 30.0
 """Processes that have not ended so long after they were let go are killed."""
 
@@ -27,7 +27,7 @@ class Team(ABC):
         """One record of each process that trains; they stay in their last step until ``end``.
 
         Raises:
-            ReplicaError: a process ended before its last step, or they took longer than ``TRIAL_LIMIT_S``.
+            ReplicaError: a process ended before its last step, or they took longer than ``limit_of`` says.
         """
 
     @abstractmethod
@@ -48,6 +48,11 @@ class Launcher(ABC):
         """
 
 
+def limit_of(trial: Trial) -> float:
+    """Seconds after which a trial is given up: its own limit, or else ``TRIAL_LIMIT_S``."""
+    return TRIAL_LIMIT_S if trial.limit_s is None else trial.limit_s
+
+
 def too_slow(trial: Trial) -> str:
-    """The message for a trial that took longer than ``TRIAL_LIMIT_S``."""
-    return f"{trial.name} was not done after {TRIAL_LIMIT_S:.0f} s; give it fewer --steps or a faster machine"
+    """The message for a trial that took longer than its limit."""
+    return f"{trial.name} was not done after {limit_of(trial):.0f} s; give it fewer --steps or a faster machine"

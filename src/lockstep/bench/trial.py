@@ -93,6 +93,7 @@ class Trial:
         warm_up: steps before the ones that are timed, at least 1.
         steps: steps that are timed, at least 1.
         cores: CPU cores to use in all.
+        limit_s: a trial that takes longer is given up; None is the usual limit.
     """
 
     workload: Workload
@@ -100,6 +101,7 @@ class Trial:
     warm_up: int
     steps: int
     cores: int
+    limit_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("warm_up", 1), ("steps", 1), ("cores", 1)):

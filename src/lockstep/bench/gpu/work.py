@@ -129,7 +129,7 @@ def _text_batches(batches: int, *, sizes: Sizes) -> list[Batch]:
         named: dict[str, Any] = {"input_ids": tokens, "masked_positions": positions}
         return named, tokens.gather(1, positions)
 
-    return _repeated([batch() for _ in range(_DIFFERENT_BATCHES)], batches)
+    return _repeated([batch() for _ in range(min(batches, _DIFFERENT_BATCHES))], batches)
 
 
 def _picture_batches(batches: int, *, sizes: Sizes) -> list[Batch]:
@@ -139,7 +139,7 @@ def _picture_batches(batches: int, *, sizes: Sizes) -> list[Batch]:
         pictures = torch.rand(sizes.pictures, 3, sizes.pixels, sizes.pixels, generator=generator)
         return pictures, torch.randint(_CLASSES, (sizes.pictures,), generator=generator)
 
-    return _repeated([batch() for _ in range(_DIFFERENT_BATCHES)], batches)
+    return _repeated([batch() for _ in range(min(batches, _DIFFERENT_BATCHES))], batches)
 
 
 def _repeated(different: list[Batch], batches: int) -> list[Batch]:

@@ -91,12 +91,12 @@ def _loop(
         loss = total / trial.workload.count
         backward(loss)
         optimizer.step()
-        losses += loss.detach()
+        losses.add_(loss.detach())
         clock.step(lambda: losses.item() / setting.pace.steps)
 
 
 def train_trainer(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
-    """transformers' Trainer: its own loop, told of the loss by the module."""
+    """The Trainer of transformers: its own loop, told of the loss by the module."""
     transformers = require("transformers", "trainer")
     device = begin_process(setting)
     module = made(trial, device)
@@ -143,7 +143,14 @@ def _arguments(transformers: Any, folder: str, trial: Trial, setting: Setting) -
 
 
 class _TellsItsLoss(nn.Module):
-    """The module as the Trainer wants one: it is given the targets too, and returns its loss."""
+    """The module as the Trainer wants one: it is given the targets too, and returns its loss.
+
+    Attributes:
+        accepts_loss_kwargs: asked by the Trainer; the loss is divided here, by the workload's count.
+        losses: of all steps so far, added up.
+    """
+
+    accepts_loss_kwargs = False
 
     def __init__(self, trial: Trial, module: nn.Module) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def train(
         loss = loss_of(x, y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses += loss.detach()
+        losses.add_(loss.detach())
         clock.step(lambda: losses.item() / setting.pace.steps)
 
 

@@ -1,0 +1,152 @@
+"""The device's rates, measured in the same run, and the floor of a step: its work over those rates.
+
+floor = the larger of  FLOPs / rate of large matrix products   and   bytes / rate of large copies
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.bench.contenders.plain import laid_out, memory_format
+from lockstep.bench.gpu.device_laps import wait_for
+from lockstep.bench.gpu.setting import DeviceType, Pace, Setting, begin_process
+from lockstep.bench.gpu.traffic import StepCost, count_flops, count_traffic
+from lockstep.bench.gpu.work import PRECISIONS, GpuPrecision, Sizes, gpu_workloads, precision_of
+from lockstep.bench.roster import layouts_of
+from lockstep.bench.trial import Workload
+
+_DTYPES: Mapping[GpuPrecision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_SIDE: Mapping[DeviceType, int] = {"cuda": 8192, "cpu": 256}
+_COPIED_BYTES: Mapping[DeviceType, int] = {"cuda": 2**30, "cpu": 2**22}
+_REPEATS, _TRIES = 10, 3
+_MB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What the device is and what it does at best.
+
+    Args:
+        name: as the driver says.
+        memory_mb: all of it.
+        used_mb: what others had of it before the run began.
+        capability: such as "9.0"; empty for a CPU.
+        matmul_flops: FLOPs a second of large matrix products, by precision; fp32 with TF32 allowed.
+        copy_bytes_s: bytes read and written a second by a large copy within the device.
+        costs: of a step, by workload.
+    """
+
+    name: str
+    memory_mb: float
+    used_mb: float
+    capability: str
+    matmul_flops: Mapping[GpuPrecision, float]
+    copy_bytes_s: float
+    costs: Mapping[str, StepCost]
+
+    def floor(self, workload: str, precision: GpuPrecision) -> Floor:
+        """The floor of a workload's step."""
+        cost = self.costs[workload]
+        return Floor(
+            compute_ms=1000 * cost.flops / self.matmul_flops[precision],
+            traffic_ms=1000 * cost.traffic_bytes / self.copy_bytes_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What a step cannot be faster than.
+
+    Args:
+        compute_ms: its FLOPs at the rate of large matrix products. Nothing on this device is faster.
+        traffic_ms: the eager step's bytes at the rate of large copies. Fused operators move fewer.
+    """
+
+    compute_ms: float
+    traffic_ms: float
+
+    @property
+    def ms(self) -> float:
+        """The larger of the two."""
+        return max(self.compute_ms, self.traffic_ms)
+
+
+def look_at_device(device: DeviceType, sizes: Sizes) -> DeviceFacts:
+    """Measures the rates and counts each workload's step. Takes memory there: call it in a process of its own."""
+    setting = Setting(device=device, precision="fp32", pace=Pace(warm_up=1, lap_steps=1, laps=1))
+    where = begin_process(setting)
+    name, memory_mb, used_mb, capability = _identity(where)
+    return DeviceFacts(
+        name=name,
+        memory_mb=memory_mb,
+        used_mb=used_mb,
+        capability=capability,
+        matmul_flops={precision: _matmul_flops(where, device, precision) for precision in PRECISIONS},
+        copy_bytes_s=_copy_bytes_s(where, device),
+        costs={name: _cost(workload, device) for name, workload in gpu_workloads(sizes).items()},
+    )
+
+
+def _identity(where: torch.device) -> tuple[str, float, float, str]:
+    if where.type != "cuda":
+        return platform.machine() or "cpu", 0.0, 0.0, ""
+    free, total = torch.cuda.mem_get_info(where)
+    major, minor = torch.cuda.get_device_capability(where)
+    return torch.cuda.get_device_name(where), total / _MB, (total - free) / _MB, f"{major}.{minor}"
+
+
+def _cost(workload: Workload, device: DeviceType) -> StepCost:
+    return StepCost(flops=count_flops(workload), traffic_bytes=_traffic(workload, device))
+
+
+def _traffic(workload: Workload, device: DeviceType) -> int:
+    """Bytes of the second eager step: the first one makes the optimizer's state."""
+    setting = Setting(device=device, precision=precision_of(workload), pace=Pace(warm_up=1, lap_steps=1, laps=1))
+    where, layout = setting.torch_device, layouts_of(workload.name.partition("-")[0])[0]
+    module = workload.make_module().train().to(device=where, memory_format=memory_format(layout))  # type: ignore[call-overload]
+    optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True)
+    (batch,) = laid_out(workload.make_batches(1), layout)
+    x, y = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), batch)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with setting.autocast():
+            total, count = workload.loss(module(**x) if isinstance(x, dict) else module(x), y)
+            loss = total / count
+        loss.backward()
+        optimizer.step()
+
+    step()
+    return count_traffic(step)
+
+
+def _matmul_flops(where: torch.device, device: DeviceType, precision: GpuPrecision) -> float:
+    side = _SIDE[device]
+    left, right = (torch.randn(side, side, device=where, dtype=_DTYPES[precision]) for _ in range(2))
+    into = torch.empty_like(left)
+    return 2 * side**3 / _best_s(where, lambda: torch.mm(left, right, out=into))
+
+
+def _copy_bytes_s(where: torch.device, device: DeviceType) -> float:
+    size = _COPIED_BYTES[device]
+    source = torch.zeros(size, device=where, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * size / _best_s(where, lambda: target.copy_(source))
+
+
+def _best_s(where: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of one of many in a row, the best of a few tries; the first try warms up."""
+    seconds = []
+    for _ in range(_TRIES):
+        wait_for(where)
+        began = time.perf_counter()
+        for _ in range(_REPEATS):
+            work()
+        wait_for(where)
+        seconds.append((time.perf_counter() - began) / _REPEATS)
+    return min(seconds)

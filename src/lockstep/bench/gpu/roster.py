@@ -1,0 +1,130 @@
+"""Who takes part, in the order of importance: where the time runs out, the last ones go without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lockstep.bench.gpu.contenders import peers
+from lockstep.bench.gpu.contenders.ours import MEMORY_SHARE, train_ours
+from lockstep.bench.gpu.contenders.plain import COMPILE_MODE, train_ddp, train_plain
+from lockstep.bench.gpu.setting import DeviceType, Pace, Setting
+from lockstep.bench.gpu.work import precision_of
+from lockstep.bench.roster import layouts_of
+from lockstep.bench.spawned import Body, SpawnedBody
+from lockstep.bench.trial import Contender, Layout, Role, Workload
+
+ONE, FOUR, DDP = "lockstep-1", "lockstep-4", "ddp-4"
+EAGER, COMPILED = "eager", "compiled"
+SHARES = 4
+
+_PEER_BODIES: dict[str, tuple[str, Callable[..., None]]] = {
+    "accelerate": ("Hugging Face Accelerate", peers.train_accelerate),
+    "fabric": ("Lightning Fabric", peers.train_fabric),
+    "trainer": ("transformers' Trainer", peers.train_trainer),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant:
+    """A contender on the GPU, and how long it is expected to take before anything is known.
+
+    Args:
+        contender: who.
+        expected_s: of one trial, from start to end.
+        absent: why it cannot take part; empty if it can.
+    """
+
+    contender: Contender
+    expected_s: float
+    absent: str = ""
+
+
+def entrants(workload: Workload, device: DeviceType, pace: Pace) -> tuple[Entrant, ...]:
+    """The contenders of a workload: ours and the hand-written loops first, then the peers."""
+    setting = Setting(device=device, precision=precision_of(workload), pace=pace)
+    first, *others = layouts_of(workload.name.partition("-")[0])
+    return (
+        _ours(setting, 1),
+        _plain(setting, first, compiled=False, told=bool(others)),
+        _ours(setting, SHARES),
+        _ddp(setting, first),
+        _plain(setting, first, compiled=True, told=bool(others)),
+        *(_plain(setting, layout, compiled=False, told=False) for layout in others),
+        *(_peer(setting, name, first) for name in _PEER_BODIES),
+    )
+
+
+def _ours(setting: Setting, shares: int) -> Entrant:
+    device = "the undivided GPU"
+    if shares > 1:
+        device = f"{shares} logical devices with a {shares}th of {MEMORY_SHARE:.0%} of the GPU's memory each"
+    return Entrant(
+        contender=_contender(
+            FOUR if shares > 1 else ONE,
+            f"MirroredStrategy on {device}, Model.fit, one process, memory_format auto",
+            partial(train_ours, setting=setting),
+            role="ours",
+            shares=shares,
+            layout="auto",
+        ),
+        expected_s=25.0,
+    )
+
+
+def _plain(setting: Setting, layout: Layout, *, compiled: bool, told: bool) -> Entrant:
+    how = f"torch.compile of forward pass and loss, mode {COMPILE_MODE}" if compiled else "eager"
+    format_told = f", {layout}" if told else ""
+    suffix = f" {layout}" if told else ""
+    return Entrant(
+        contender=_contender(
+            (COMPILED if compiled else EAGER) + suffix,
+            f"a hand-written loop, {how}{format_told}, fused Adam, input copied one step ahead",
+            partial(train_plain, setting=setting, compiled=compiled),
+            layout=layout,
+        ),
+        expected_s=60.0 if compiled else 15.0,
+    )
+
+
+def _ddp(setting: Setting, layout: Layout) -> Entrant:
+    settings = "DistributedDataParallel, processes that share the GPU, gloo, gradient_as_bucket_view, static_graph"
+    return Entrant(
+        contender=_contender(
+            DDP,
+            f"{settings}, no buffer broadcast, {layout}",
+            partial(train_ddp, setting=setting),
+            shares=SHARES,
+            processes=SHARES,
+            layout=layout,
+        ),
+        expected_s=30.0,
+    )
+
+
+def _peer(setting: Setting, name: str, layout: Layout) -> Entrant:
+    title, body = _PEER_BODIES[name]
+    return Entrant(
+        contender=_contender(
+            name,
+            f"{title}, one process, {layout}, fused Adam",
+            partial(body, setting=setting),
+            role="peer",
+            layout=layout,
+        ),
+        expected_s=20.0,
+        absent=peers.missing(name),
+    )
+
+
+def _contender(name: str, settings: str, body: Body, *, role: Role = "rival", **parts: Any) -> Contender:
+    return Contender(
+        name=name,
+        settings=settings,
+        launcher=SpawnedBody(body=body),
+        role=role,
+        peer=name if role == "peer" else "",
+        **{"shares": 1, **parts},
+    )

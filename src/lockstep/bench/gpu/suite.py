@@ -1,0 +1,116 @@
+"""Runs the tests that need a GPU, with pytest alone: no plugin of the development environment is asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+MARK = "mark.gpu"
+SETTINGS = "gpu.ini"
+"""Beside the tests: what pytest is told in the place of pyproject.toml, whose options need plugins and pytest 9."""
+_END_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteOutcome:
+    """What came of the tests.
+
+    Args:
+        passed: how many.
+        skipped: how many.
+        failed: names of those that failed or could not be set up.
+        seconds: from start to end.
+        trouble: why there is no outcome, or no whole one; empty where there is.
+    """
+
+    passed: int = 0
+    skipped: int = 0
+    failed: tuple[str, ...] = ()
+    seconds: float = 0.0
+    trouble: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether tests ran, and all to a good end."""
+        return not self.trouble and not self.failed and self.passed > 0
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        counted = f"{self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped in {self.seconds:.0f} s"
+        if not self.trouble:
+            return counted
+        return f"{self.trouble}; {counted}" if self.passed or self.failed else self.trouble
+
+
+def files_with_gpu_tests(folder: Path) -> list[Path]:
+    """The test files that mark something as needing a GPU: only these are read, others import what may be missing."""
+    return [file for file in sorted(folder.rglob("test_*.py")) if MARK in file.read_text(encoding="utf-8")]
+
+
+def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:
+    """Runs them in a process of their own, which writes to this one's streams.
+
+    Args:
+        folder: of the tests.
+        limit_s: after so long they are ended, and what they have said by then is lost.
+    """
+    if find_spec("pytest") is None:
+        return SuiteOutcome(trouble="not run: this Python has no pytest")
+    files = files_with_gpu_tests(folder)
+    if not files:
+        return SuiteOutcome(trouble=f"not run: no test under {folder} needs a GPU")
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="lockstep-gpu-tests-") as scratch:
+        report = Path(scratch) / "report.xml"
+        code = _run(command(folder, files, report), limit_s)
+        seconds = time.monotonic() - began
+        if code is None:
+            return SuiteOutcome(trouble=f"ended after {limit_s:.0f} s, before they were done", seconds=seconds)
+        if not report.exists():
+            return SuiteOutcome(trouble=f"pytest ended with {code} and no report", seconds=seconds)
+        return outcome_of(report.read_text(encoding="utf-8"), seconds)
+
+
+def command(folder: Path, files: Sequence[Path], report: Path) -> list[str]:
+    """How pytest is called."""
+    return [
+        *(sys.executable, "-m", "pytest", "-c", str(folder / SETTINGS), "--rootdir", str(folder.parent)),
+        *("-m", "gpu", "-q", f"--junitxml={report}"),
+        *map(str, files),
+    ]
+
+
+def outcome_of(report: str, seconds: float) -> SuiteOutcome:
+    """The outcome that a JUnit report tells. Pure."""
+    passed, skipped, failed = 0, 0, []
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    return SuiteOutcome(passed=passed, skipped=skipped, failed=tuple(dict.fromkeys(failed)), seconds=seconds)
+
+
+def _run(words: Sequence[str], limit_s: float) -> int | None:
+    """The exit code; None where the time ran out and the process group was killed."""
+    process = subprocess.Popen(words, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_END_S)
