@@ -1,7 +1,7 @@
 """The exchange: gradients of all replicas are summed, always in replica order. Here: those of one process, in place.
 
-    within a storage group, slice by slice      between groups, once           back to the groups
-    replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's   leader 1 .grad = leader 0's
+    within a storage group, slice by slice      between groups, once, by copies or over NCCL (device_sums)
+    replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
 
 Replicas of one group each sum a slice of the parameters, so the work is spread over their threads. The sum ends in the
 leader's ``.grad``; the other members' gradients become None. A parameter without a gradient anywhere keeps none.
@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from lockstep.mirroring.device_sums import NcclSums, choose_sum, has_nccl, sum_by_copies
 from lockstep.mirroring.sharing import Sharing
+from lockstep.mirroring.skipping import Number
 from lockstep.replicas.context import ReplicaContext
 
 Copies = Sequence[nn.Parameter]
@@ -48,6 +50,11 @@ class GradientExchange(ABC):
         """Whether replica 0, whose gradients are the sums after an update, is one of the local replicas."""
 
     @property
+    def stays_on_device(self) -> bool:
+        """Whether nothing passes through the host: sums that nobody has read will do, and ``open`` is not needed."""
+        return False
+
+    @property
     def sharing(self) -> Sharing | None:
         """The workers among whom the optimizer's state is divided; None where each keeps all of it."""
         return None
@@ -65,6 +72,9 @@ class LocalExchange(GradientExchange):
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
+        devices = [parameters[0][leader].device for leader in self._leaders] if parameters else []
+        over_nccl = choose_sum(devices, nccl=has_nccl()) == "nccl"
+        self._sum_between = NcclSums() if over_nccl else sum_by_copies
 
     def open(self, total: float, count: float) -> tuple[float, float]:
         """There are no others."""
@@ -74,7 +84,7 @@ class LocalExchange(GradientExchange):
         """Sums a slice within the replica's storage group, then all slices between groups."""
         sum_within_group([self._parameters[index] for index in mine], self._groups[context.local_replica])
         if len(self._leaders) > 1:
-            context.meet("gradient exchange", None, lambda _: sum_between_groups(self._parameters, self._leaders))
+            context.meet("gradient exchange", None, lambda _: self._sum_between(self._parameters, self._leaders))
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """All are here."""
@@ -83,6 +93,11 @@ class LocalExchange(GradientExchange):
     @property
     def keeps_sums(self) -> bool:
         """Replica 0 is here."""
+        return True
+
+    @property
+    def stays_on_device(self) -> bool:
+        """All replicas are here."""
         return True
 
 
@@ -114,26 +129,6 @@ def sum_within_group(parameters: Sequence[Copies], members: Sequence[int]) -> No
             torch._foreach_add_(into, added)
 
 
-def sum_between_groups(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Sums the leaders' gradients and gives every leader the total, on its own device.
-
-    Called once, while all replicas wait.
-    """
-    first, *others = leaders
-    for copies in parameters:
-        gradients = [copies[leader].grad for leader in leaders]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if not present:
-            continue
-        home = copies[first]
-        total = present[0].to(home.device, copy=gradients[0] is None)
-        for gradient in present[1:]:
-            total = total + gradient.to(home.device)
-        home.grad = total
-        for leader in others:
-            copies[leader].grad = total.to(copies[leader].device, copy=True)
-
-
 def joined_norm(norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The norm of several tensors together, given each one's norm by the number of its parameter."""
     in_order = [norms[index] for index in sorted(norms)]
@@ -145,8 +140,11 @@ def gradients_of(parameters: Sequence[Copies], replica: int) -> list[torch.Tenso
     return [gradient for copies in parameters if (gradient := copies[replica].grad) is not None]
 
 
-def divide(gradients: Sequence[torch.Tensor], divisor: float) -> None:
-    """Divides gradients in place by the total count, once."""
+def divide(gradients: Sequence[torch.Tensor], divisor: Number) -> None:
+    """Divides gradients in place by the total count, once. One that is a tensor is not read."""
+    if isinstance(divisor, torch.Tensor):
+        _divide_on_device(gradients, divisor)
+        return
     if divisor == 1.0 or not gradients:
         return
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
@@ -155,3 +153,12 @@ def divide(gradients: Sequence[torch.Tensor], divisor: float) -> None:
             gradient.div_(divisor)
     if dense:
         torch._foreach_div_(dense, divisor)
+
+
+def _divide_on_device(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
+    """Dense gradients of one device, in one kernel for all of a dtype, which wants the divisor in that dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, group in by_dtype.items():
+        torch._foreach_div_(group, divisor.to(group[0].device, dtype, non_blocking=True))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.exchange import Copies, GradientExchange
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
@@ -27,6 +28,10 @@ MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExc
 
 class Owner(Protocol):
     """What an optimizer needs of its strategy."""
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """One per local replica."""
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), /) -> Any:
         """Runs ``fn`` in every replica."""
@@ -187,6 +192,9 @@ class MirroredOptimizer(Optimizer):
 
         All replicas' gradients are None afterwards. A summed count of 0 skips the update.
 
+        On GPUs nothing is read, if torch has a fused kernel of the optimizer: the result's numbers are tensors, and an
+        update whose total is not finite is skipped there, with all that follow until ``forgive``.
+
         Args:
             context: the calling replica's.
             totals: this replica's sums since the last update.
@@ -194,12 +202,27 @@ class MirroredOptimizer(Optimizer):
             scaler: by whose scale the losses were multiplied (fp16); it decides whether to skip.
 
         Raises:
-            NonFiniteLossError: the summed loss is NaN or infinite; no weight has been touched.
+            NonFiniteLossError: the summed loss is NaN or infinite; no weight has been touched. Not where the result's
+                total is a tensor: there whoever reads it has to see to it.
         """
         self._check_owner(context)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
         return result
+
+    def forgive(self) -> None:
+        """Lets updates happen again on GPUs after one whose total was not finite. Outside replicas only."""
+        self._update.skips.forgive()
+
+    @property
+    def of_storages(self) -> tuple[Optimizer, ...]:
+        """The plain optimizer, and its copies for other storages of the weights."""
+        return self._update.updaters.of_storages
+
+    @property
+    def not_fused(self) -> str | None:
+        """Why updates are not made by torch's fused kernels for GPUs; None where they are."""
+        return self._update.updaters.not_fused
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the current replica's gradients; outside a replica those of all."""
@@ -279,7 +302,11 @@ class MirroredOptimizer(Optimizer):
                     )
                 self._parameters.append(copies)
         self._update = LockstepUpdate(
-            self._plain, self._parameters, self._groups, self._make_exchange(self._parameters, self._groups)
+            self._plain,
+            self._parameters,
+            self._groups,
+            self._make_exchange(self._parameters, self._groups),
+            on_gpus=all(device.kind == "GPU" for device in self._owner.devices),
         )
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
@@ -316,14 +343,3 @@ class MirroredOptimizer(Optimizer):
             raise UsageError(
                 "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
             )
-
-
-def settings(optimizer: Optimizer) -> list[str]:
-    """What is alike in equal optimizers: a line for the kind, and one per group of parameters."""
-    plain = (int, float, str, bool, tuple, type(None))
-    groups = [
-        ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if isinstance(value, plain))
-        + f", {len(group['params'])} parameters"
-        for group in optimizer.param_groups
-    ]
-    return [type(optimizer).__name__, *groups]

@@ -19,7 +19,7 @@ from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner, settings
+from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.issue import code_of
@@ -99,7 +99,7 @@ class MirroredObjects:
             UsageError: it holds parameters of modules that are not mirrored here.
         """
         self._holding.check(optimizer)
-        agree(workers, "the optimizer", settings(optimizer))
+        agree(workers, "the optimizer", _settings(optimizer))
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
@@ -128,3 +128,14 @@ class MirroredObjects:
         """The id of each parameter of a user's module -> its copies, one per replica."""
         every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in self.modules)
         return {id(copies[0]): copies for module in every for copies in module}
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What is alike in equal optimizers: a line for the kind, and one per group of parameters."""
+    plain = (int, float, str, bool, tuple, type(None))
+    groups = [
+        ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if isinstance(value, plain))
+        + f", {len(group['params'])} parameters"
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]

@@ -6,10 +6,13 @@
 Gradients are summed, never averaged; the count, where one is given, divides them once. The arithmetic is in
 ``exchange`` and ``updaters``. The two halves also stand alone: ``sum``, then what the program does with the sums
 outside replicas, then ``apply``.
+
+On GPUs nothing is read: totals, counts and norms stay there, and so does the decision to skip (``skipping``).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -19,13 +22,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.errors import NonFiniteLossError
+from lockstep.mirroring.every_storage import EveryStorage
 from lockstep.mirroring.exchange import Copies, GradientExchange, divide, gradients_of
+from lockstep.mirroring.fused import DenseGradients
+from lockstep.mirroring.skipping import Number, Skips, check_finite, divisor, on_device, summed
 from lockstep.mirroring.slices import balance
 from lockstep.mirroring.update_times import UpdateClock, UpdateTimes
 from lockstep.mirroring.updaters import Updaters
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.observer import current_observer
+
+_LOG = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
@@ -43,19 +50,20 @@ class Totals:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an update did, equal on all replicas.
+    """What an update did, equal on all replicas. What a GPU may still be computing is a tensor that nobody has read.
 
     Args:
         total: the loss summed over all replicas.
         count: the count summed over all replicas.
         grad_norm: the gradients' norm before clipping; None if not asked for.
-        skipped: nothing was counted, or fp16 gradients overflowed: no weight was touched.
+        skipped: nothing was counted, fp16 gradients overflowed, or, where it is a tensor of 0.0 or 1.0, this total or a
+            former one was not finite: no weight was touched.
     """
 
-    total: float
-    count: float
-    grad_norm: float | None = None
-    skipped: bool = False
+    total: Number
+    count: Number
+    grad_norm: Number | None = None
+    skipped: bool | torch.Tensor = False
 
 
 class LockstepUpdate:
@@ -66,6 +74,7 @@ class LockstepUpdate:
         parameters: per parameter its copies, one per replica.
         groups: the replicas by storage of the weights, replica 0's group first; the first of each leads it.
         exchange: how the gradients are summed.
+        on_gpus: whether all replicas are on GPUs, where nothing is read that need not be.
     """
 
     def __init__(
@@ -74,12 +83,19 @@ class LockstepUpdate:
         parameters: Sequence[Copies],
         groups: Sequence[Sequence[int]],
         exchange: GradientExchange,
+        *,
+        on_gpus: bool = False,
     ) -> None:
         self._exchange = exchange
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
-        self.updaters = Updaters(optimizer, parameters, self._leaders, exchange.sharing)
+        self.updaters = Updaters(optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus)
+        self._on_gpus = on_gpus
+        self._home = parameters[0][0].device if parameters else torch.device("cpu")
+        self.skips = Skips(self._home)
+        self._gradients = DenseGradients(parameters)
+        self._told = False
         sizes = [copies[0].numel() for copies in parameters]
         self._slices: dict[int, list[int]] = {}
         for group in groups:
@@ -101,7 +117,8 @@ class LockstepUpdate:
         """One update. Every replica must call it; all get an equal result.
 
         Raises:
-            NonFiniteLossError: the summed total is NaN or infinite; no weight has been touched.
+            NonFiniteLossError: the summed total is NaN or infinite; no weight has been touched. Not where the result's
+                total is a tensor: there whoever reads it raises this.
         """
         # Nothing here is random, and the replica's function mode would be asked at every access to a ".grad": for
         # MobileNetV2 it made 11 ms of an update that takes 2.
@@ -174,36 +191,51 @@ class LockstepUpdate:
         clock.start(time.perf_counter())
         result: StepResult = context.meet("optimizer update", totals, self._open)
         clock.mark(time.perf_counter())
-        if result.skipped:
+        if result.skipped is True:
             return result
         self._exchange.run(context, mine)
         clock.mark(time.perf_counter())
         if scaler is not None:
             return self._run_scaled(context, result, clip_norm, scaler)
         gradients = gradients_of([self._parameters[index] for index in mine], leader)
-        divide(gradients, result.count)
+        divide(gradients, divisor(result.count))
         norm = None
         if clip_norm is not None:
             norm = context.meet("gradient norm", self._norms(mine, leader), self._global_norm)
             _clip(gradients, norm, clip_norm)
         if self.updaters.divisible:
-            self.updaters.step_slice(leader, [self._parameters[index][leader] for index in mine])
+            chosen = [self._parameters[index][leader] for index in mine]
+            self.updaters.step_slice(leader, chosen, on_device(result.skipped))
             clock.mark(time.perf_counter())
         context.meet("end of the optimizer update", None, self._close)
         clock.finish(time.perf_counter())
-        return StepResult(result.total, result.count, None if norm is None else float(norm))
+        return StepResult(result.total, result.count, _told_norm(norm, result.skipped), result.skipped)
 
     def _open(self, totals: list[Totals]) -> StepResult:
-        total, count = self._exchange.open(
-            sum(float(each.total) for each in totals), sum(float(each.count) for each in totals)
-        )
-        if not math.isfinite(total):
-            raise NonFiniteLossError(
-                f"the loss is {total}; the weights are those before this update. "
-                "Lower the learning rate, clip the gradients (clip_norm=1.0), or look for bad values in the data"
-            )
+        """The sums of all replicas, and whether the update is skipped: on the device where that may decide it."""
+        home = self._home if self._decides_on_device() else None
+        total = summed([each.total for each in totals], home)
+        count = summed([each.count for each in totals], home)
+        if home is None:
+            total, count = self._exchange.open(float(total), float(count))
+        if not isinstance(total, torch.Tensor):
+            check_finite(total)
         self.updaters.align()
-        return StepResult(total, count, skipped=count == 0)
+        return StepResult(total, count, skipped=self.skips.of(total, count))
+
+    def _decides_on_device(self) -> bool:
+        """Whether updates can be skipped without the host knowing; says once why not."""
+        if not self._on_gpus:
+            return False
+        reason = self.updaters.not_fused
+        if reason is None and not self._gradients.all_dense:
+            reason = "fused kernels take no sparse gradients"
+        if reason is None and not self._exchange.stays_on_device:
+            reason = "the workers exchange losses and counts through the host"
+        if reason is not None and not self._told:
+            self._told = True
+            _LOG.info("the host waits for the GPU in every update: %s", reason)
+        return reason is None
 
     def _close(self, _: list[None]) -> None:
         if not self.updaters.divisible:
@@ -239,10 +271,10 @@ class LockstepUpdate:
         """The rest of an fp16 update, in one thread: torch's scaler wants to see all gradients at once."""
 
         def finish(_: list[None]) -> StepResult:
-            everything = _EveryStorage(self.updaters, self._parameters, self._leaders)
+            everything = EveryStorage(self.updaters, self._parameters, self._leaders, opened.skipped)
             gradients = {leader: gradients_of(self._parameters, leader) for leader in self._leaders}
             for each in gradients.values():
-                divide(each, opened.count)
+                divide(each, divisor(opened.count))
             scaler.scale(torch.ones((), device=self._parameters[0][0].device))  # makes its state on first use
             scaler.unscale_(everything)
             norm = None
@@ -251,30 +283,21 @@ class LockstepUpdate:
                 norm = self._global_norm([self._norms(range(len(self._parameters)), first)])
                 for each in gradients.values():
                     _clip(each, norm, clip_norm)
-            before = scaler.get_scale()
             scaler.step(everything)
             self.updaters.finish()
             scaler.update()
             self._leave_sums_with_first()
-            skipped = scaler.get_scale() < before
-            return StepResult(opened.total, opened.count, None if norm is None else float(norm), skipped)
+            told = _told_norm(norm, opened.skipped)
+            return StepResult(opened.total, opened.count, told, everything.skipped)
 
         result: StepResult = context.meet("scaled optimizer update", None, finish)
         self._clocks[context.local_replica].finish(time.perf_counter())
         return result
 
 
-class _EveryStorage(Optimizer):
-    """All storages' parameters as one optimizer, which is what torch.amp.GradScaler works on."""
-
-    def __init__(self, updaters: Updaters, parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-        every: list[nn.Parameter] = [copies[leader] for copies in parameters for leader in leaders]
-        super().__init__(every, {})
-        self._updaters, self._leaders = updaters, leaders
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for leader in self._leaders:
-            self._updaters.step(leader)
+def _told_norm(norm: torch.Tensor | None, skip: bool | torch.Tensor) -> Number | None:
+    """The norm as it is reported: read, but where the host waits for nothing else either."""
+    return norm if norm is None or isinstance(skip, torch.Tensor) else float(norm)
 
 
 def _clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip_norm: float) -> None:

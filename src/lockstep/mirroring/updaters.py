@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.errors import UsageError
+from lockstep.mirroring.fused import count_on_device, fused_group, prepare_state, why_not_fused
 from lockstep.mirroring.plain_step import IN_LOCKSTEP, refuse_plain_step
 from lockstep.mirroring.shared_state import SharedState
 from lockstep.mirroring.sharing import Sharing
@@ -54,6 +55,7 @@ class Updaters:
         parameters: per parameter its copies, one per replica.
         leaders: the replicas that lead a storage group, replica 0 first.
         sharing: the workers among whom the state is divided, where there is one leader; None keeps all of it here.
+        on_gpus: take torch's fused kernels, where the optimizer has them and the user has not chosen others.
     """
 
     def __init__(
@@ -62,8 +64,12 @@ class Updaters:
         parameters: Sequence[Sequence[nn.Parameter]],
         leaders: Sequence[int],
         sharing: Sharing | None = None,
+        *,
+        on_gpus: bool = False,
     ) -> None:
         self.plain = optimizer
+        self._on_gpus = on_gpus and all(torch.is_floating_point(copies[0]) for copies in parameters)
+        self._fused = False
         self._parameters = parameters
         self._leaders = tuple(leaders)
         self._shared = None if sharing is None else SharedState([copies[0] for copies in parameters], sharing)
@@ -80,6 +86,18 @@ class Updaters:
         )
         return type(self.plain) in ELEMENTWISE and not any(hooks)
 
+    @property
+    def of_storages(self) -> tuple[Optimizer, ...]:
+        """The user's optimizer, and its copies for the other storages."""
+        return tuple(self._by_leader.values())
+
+    @property
+    def not_fused(self) -> str | None:
+        """Why updates are not made by fused kernels, which a device can tell to skip one; None where they are."""
+        if not self._on_gpus:
+            return "the weights are no real floating-point numbers on GPUs"
+        return why_not_fused(self.plain) if self.divisible else "the optimizer's step has hooks, or is not torch's own"
+
     def reset(self) -> None:
         """Makes the copies anew, with the state that the user's optimizer has now (after load_state_dict)."""
         if self._shared is not None:
@@ -94,6 +112,14 @@ class Updaters:
                     if isinstance(value, torch.Tensor) and value.device == copies[0].device and value.ndim:
                         duplicate.state[copies[leader]][name] = value.to(copies[leader].device)
             self._by_leader[leader] = duplicate
+        self._choose_kernels(anew=True)
+
+    def _choose_kernels(self, *, anew: bool = False) -> None:
+        fused = self.not_fused is None
+        if fused and (anew or not self._fused):
+            for optimizer in self.of_storages:
+                count_on_device(optimizer)
+        self._fused = fused
 
     def align(self) -> None:
         """Gives the copies the user's hyperparameters, and notes for schedulers that a step has been taken.
@@ -109,6 +135,8 @@ class Updaters:
             )
         if self.plain.state is not self._state:  # the user loaded a state_dict into the plain optimizer
             self.reset()
+        elif self._on_gpus:
+            self._choose_kernels()
         for duplicate in list(self._by_leader.values())[1:]:
             for theirs, ours in zip(duplicate.param_groups, self.plain.param_groups, strict=True):
                 theirs.update({name: value for name, value in ours.items() if name != "params"})
@@ -172,10 +200,15 @@ class Updaters:
         if self._shared is not None:
             self._shared.take_weights()
 
-    def step_slice(self, leader: int, chosen: Sequence[nn.Parameter]) -> None:
+    def step_slice(self, leader: int, chosen: Sequence[nn.Parameter], skip: torch.Tensor | None = None) -> None:
         """Updates only ``chosen`` of the leader's storage; disjoint slices may be updated at the same time.
 
         Of what workers share, each updates its own.
+
+        Args:
+            leader: of the storage.
+            chosen: parameters of it.
+            skip: 1.0, on a device, where this update is to change nothing; only where ``not_fused`` is None.
         """
         optimizer = self._by_leader[leader]
         wanted = {id(parameter) for parameter in chosen}
@@ -188,7 +221,12 @@ class Updaters:
             {**group, "params": self._stepped(each for each in group["params"] if id(each) in wanted)}
             for group in optimizer.param_groups
         ]
+        if self._fused:
+            part.param_groups = [fused_group(group) for group in part.param_groups]
         with nullcontext() if self._shared is None else self._shared.ready(chosen):
+            if skip is not None:
+                prepare_state(part)
+                part.__dict__["found_inf"] = skip
             type(optimizer).step(part)
 
     def _stepped(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

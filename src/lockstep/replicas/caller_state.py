@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.replicas.host_reads import watched
+
 
 @dataclass(frozen=True)
 class CallerState:
@@ -47,6 +49,7 @@ class CallerState:
             # torch runs a backward pass for a GPU in a thread of its own per device: replicas that share the device
             # would wait there for each other in a collective's backward pass. In the calling thread they cannot.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(watched())
             yield
 
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from lockstep.collectives.values import exchange_values
 from lockstep.collectives.workers import Workers
+from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.scores import gathered, holds_divided
+from lockstep.replicas.arriving import Arriving
 from lockstep.strategies.base import Strategy
 
 Reduction = Callable[[Any], Any]
@@ -59,21 +61,40 @@ class ReplicaMetrics:
         metrics: name to torchmetrics Metric, as the user gave them; they are copied and never updated.
         devices: the torch device of each local replica, in replica order.
         workers: over whose replicas the values are.
+        home: the first replica's device, where values may be read late; None reads them at once.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], devices: Sequence[torch.device], workers: Workers) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, Any],
+        devices: Sequence[torch.device],
+        workers: Workers,
+        home: LogicalDevice | None = None,
+    ) -> None:
         self._workers = workers
+        self._home = home
+        self._checked = home is None or home.kind == "CPU" or not metrics
         self._copies = [{name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
 
     @classmethod
     def on(cls, strategy: Strategy, metrics: Mapping[str, Any]) -> Self:
         """The metrics on all replicas of a strategy."""
-        return cls(metrics, [device.torch_device for device in strategy.devices], strategy.workers)
+        devices = strategy.devices
+        return cls(metrics, [device.torch_device for device in devices], strategy.workers, devices[0])
 
     @property
     def per_replica(self) -> list[dict[str, Any]]:
         """Each replica's own metrics, by name."""
         return self._copies
+
+    def trust_inputs(self) -> None:
+        """After a batch: on a GPU, where the host waits for each of them, no metric checks its inputs any more."""
+        if self._checked:
+            return
+        self._checked = True
+        for part in (part for copies in self._copies for metric in copies.values() for part in nested_metrics(metric)):
+            if getattr(part, "validate_args", False):
+                part.validate_args = False
 
     def reset(self) -> None:
         """Forgets all updates."""
@@ -83,15 +104,20 @@ class ReplicaMetrics:
 
     def compute(self) -> dict[str, float]:
         """The values over the rows of all replicas, by name. Between steps, outside replicas, on every worker."""
-        values: dict[str, float] = {}
+        names, values = self.begin_compute()
+        return dict(zip(names, values.read(), strict=True))
+
+    def begin_compute(self) -> tuple[list[str], Arriving]:
+        """``compute`` without a wait for what a GPU has to compute: the names, and the values that follow."""
+        values: dict[str, Any] = {}
         for name in self._copies[0]:
             local = [copies[name] for copies in self._copies]
             everyones = exchange_values(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
             states = [each for worker in everyones for each in worker]
             alone = self._workers.alone and len(local) == 1
             merged = local[0] if alone else merge_metrics(local, states)
-            values.update(_as_floats(name, merged.compute()))
-        return values
+            values.update(_single_numbers(name, merged.compute()))
+        return list(values), Arriving(list(values.values()), self._home)
 
 
 def gather_states(metric: Any) -> None:
@@ -167,13 +193,14 @@ def _to_device(state: Any, device: torch.device) -> Any:
     return state.to(device) if isinstance(state, Tensor) else state
 
 
-def _as_floats(name: str, value: Any) -> dict[str, float]:
+def _single_numbers(name: str, value: Any) -> dict[str, Any]:
     """The logs of one computed value: itself, or one per entry where a metric computes a dict."""
     if isinstance(value, Mapping):
-        return {f"{name}_{key}": number for key, item in value.items() for number in _as_floats(name, item).values()}
+        numbers = {key: _single_numbers(name, item).values() for key, item in value.items()}
+        return {f"{name}_{key}": number for key, found in numbers.items() for number in found}
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigError(
             f"metric {name!r} computed a tensor of shape {tuple(value.shape)}; the logs hold single numbers: "
             "choose an average, or wrap it in torchmetrics' ClasswiseWrapper"
         )
-    return {name: float(value)}
+    return {name: value}

@@ -40,18 +40,28 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._dtype)
 
-    def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> float:
-        """The factor for the loss before backward. Every replica must call it: the first call sums the counts.
+    def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> torch.Tensor | None:
+        """The factor for the loss before backward; None where there is none. The first call sums the counts.
+
+        Every replica must call it.
 
         Args:
             context: the calling replica's.
             count: this replica's count of the step.
+
+        Returns:
+            The scaler's own tensor of one element in float32, on replica 0's device. It is not read: an update may still
+            be changing it there.
         """
         if not self._needs_scaler:
-            return 1.0
-        if self.scaler is None:
-            self.scaler = context.merge_call(lambda counts: self._make_scaler(context, counts), (count,))
-        return self.scaler.get_scale()
+            return None
+        if self._scale is None:
+            context.merge_call(lambda counts: self._begin(context, counts), (count,))
+        return self._scale
+
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        return None if self.scaler is None else self.scaler._get_scale_async()
 
     def state_dict(self) -> dict[str, Any]:
         """The gradient scaler's; empty before the first step and without one."""
@@ -62,6 +72,12 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self._device_type) if state else None
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))
+
+    def _begin(self, context: ReplicaContext, counts: Any) -> None:
+        """Makes the scaler, if none was loaded, and its tensors, which it has from the first use on."""
+        if self.scaler is None:
+            self.scaler = self._make_scaler(context, counts)
+        self.scaler.scale(torch.ones((), device=context.strategy.devices[0].torch_device))
 
     def _make_scaler(self, context: ReplicaContext, counts: Any) -> torch.amp.GradScaler:
         """A scaler that suits sums: torch's own default suits means, and sums are larger by the count.

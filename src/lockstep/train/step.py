@@ -93,7 +93,7 @@ def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, ro
     scale = job.precision.scale(context, count)
     if isinstance(total, Tensor):
         _check_graph(total)
-        torch.autograd.backward(total if scale == 1.0 else total * scale)
+        torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
         total = total.detach()
     return total, count
 

@@ -41,6 +41,11 @@ class StepClock:
         self._before_pause = 0.0
         self.examples += rows
 
+    def extend(self) -> None:
+        """What passed since ``start`` is the last step's too: the device was still at it."""
+        if self._step_seconds:
+            self._step_seconds[-1] += time.perf_counter() - self._started
+
     @property
     def steps(self) -> int:
         """Steps done."""

@@ -99,6 +99,7 @@ class TrainingState(Part):
 
         Raises:
             UsageError: in the middle of an accumulation cycle, whose gradients no checkpoint holds.
+            NonFiniteLossError: that of a step which a GPU was still computing when ``fit`` went on.
         """
         shared: dict[str, Any] = {
             "position": asdict(self.position),
@@ -114,6 +115,7 @@ class TrainingState(Part):
                 f"a checkpoint was asked for {loop.pending} batches into an accumulation cycle, whose gradients it "
                 "cannot hold; save after the update"
             )
+        loop.under_way.settle()  # a place behind a loss that was no number is none to go on from
         shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
         return PartState(shared=shared, replicas=replicas, worker=feed.state_dict())

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from lockstep.train.model import Model
 
 Logs = Mapping[str, float]
-"""What hooks receive: plain numbers by name, such as ``{"loss": 0.3, "val_loss": 0.4}``; empty where there are none."""
+"""What hooks receive: plain numbers by name, such as ``{"loss": 0.3, "val_loss": 0.4}``; empty where there are none.
+
+On a GPU the numbers of a batch are read when a hook looks at one: only then does the program wait for the device.
+"""
 
 _BATCH_END_HOOKS = ("on_train_batch_end", "on_batch_end")
 

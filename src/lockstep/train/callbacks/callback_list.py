@@ -9,8 +9,16 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lockstep.errors import CallbackError, CheckpointError, ClusterError, ConfigError, MissingExtraError
+from lockstep.errors import (
+    CallbackError,
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    MissingExtraError,
+    NonFiniteLossError,
+)
 from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.late_logs import own_logs
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -81,15 +89,15 @@ class CallbackList:
             CallbackError: a callback raised; the error names it and its hook, and its exception is the cause.
         """
         for callback in self._callbacks:
-            _guarded(callback, hook, *args, dict(logs or {}))
+            _guarded(callback, hook, *args, own_logs(logs))
 
 
 def _guarded(callback: Callback, hook: str, *args: Any) -> Any:
     method: Callable[..., Any] = getattr(callback, hook)
     try:
         return method(*args)
-    except (CallbackError, MissingExtraError, CheckpointError, ClusterError):
-        raise  # the last three are no fault of the callback, and say themselves what to do
+    except (CallbackError, MissingExtraError, CheckpointError, ClusterError, NonFiniteLossError):
+        raise  # the others are no fault of the callback, and say themselves what to do
     except Exception as error:
         raise CallbackError(
             f"callback {type(callback).__name__}.{hook} raised {type(error).__name__}: {error}; "

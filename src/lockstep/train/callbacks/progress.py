@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lockstep.errors import MissingExtraError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.late_logs import LateLogs
 
 _REDRAW_S = 0.1
 _BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
@@ -47,6 +48,7 @@ class ProgressBar(Callback):
         self.verbose = verbose
         self._bar: Any = None
         self._drawn = 0.0
+        self._late: Logs = {}
         self._title = ""
         self._training = False
         self._epoch_line = ""
@@ -105,6 +107,7 @@ class ProgressBar(Callback):
 
     def _begin(self, title: str, steps: int | None) -> None:
         self._title = title
+        self._late = {}
         self._drawn = time.monotonic()
         make_bar = _bar_maker() if self.verbose == 1 else None
         self._bar = (
@@ -119,7 +122,14 @@ class ProgressBar(Callback):
         self._bar.n += 1
         if self.wants_batch_logs():
             self._drawn = time.monotonic()
-            self._bar.set_postfix_str(self._describe(logs))
+            self._bar.set_postfix_str(self._describe(self._in_time(logs)))
+
+    def _in_time(self, logs: Logs) -> Logs:
+        """Numbers that nothing has to be waited for: those of the drawing before, where a GPU is still at these."""
+        if not isinstance(logs, LateLogs) or logs.arrived:
+            return logs
+        before, self._late = self._late, logs
+        return before
 
     def _close_bar(self) -> None:
         if self._bar is not None:
