@@ -110,6 +110,7 @@ class Model:
         precision: PrecisionName = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
+        graphs: bool = True,
     ) -> None:
         """Says how to train.
 
@@ -123,6 +124,8 @@ class Model:
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
             clip_norm: clips the gradients of each update to this global norm.
+            graphs: on a GPU, whole steps are recorded as CUDA graphs and replayed, where that can be done; False does
+                not. The log "lockstep" says why where it cannot.
 
         Raises:
             ConfigError: a value that cannot be used.
@@ -130,7 +133,12 @@ class Model:
         if loss is None:
             raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
         config = CompileConfig(
-            loss=loss, metrics=metrics or {}, precision=precision, accumulate=accumulate, clip_norm=clip_norm
+            loss=loss,
+            metrics=metrics or {},
+            precision=precision,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            graphs=graphs,
         )
         self._job = make_job(self.strategy, self._module, config, optimizer, scheduler)
 
