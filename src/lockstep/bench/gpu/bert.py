@@ -32,7 +32,7 @@ class PlainBert(nn.Module):
         embeddings = _Embeddings(shape)
         layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
         self.bert = nn.ModuleDict({"embeddings": embeddings, "encoder": nn.ModuleDict({"layer": layers})})
-        self.cls = nn.ModuleDict({"predictions": _Head(shape, embeddings.word_embeddings.weight)})
+        self.cls = nn.ModuleDict({"predictions": _Head(shape, embeddings.word_embeddings)})
         self.apply(_begin)
 
     def forward(self, input_ids: Tensor, masked_positions: Tensor) -> Tensor:
@@ -113,12 +113,12 @@ class _Added(nn.Module):
 
 
 class _Head(nn.Module):
-    def __init__(self, shape: BertShape, words: nn.Parameter) -> None:
+    def __init__(self, shape: BertShape, words: nn.Embedding) -> None:
         super().__init__()
         normalized = nn.LayerNorm(shape.hidden, eps=_EPSILON)
         self.transform = nn.ModuleDict({"dense": nn.Linear(shape.hidden, shape.hidden), "LayerNorm": normalized})
         self.decoder = nn.Linear(shape.hidden, shape.vocabulary)
-        self.decoder.weight = words
+        self.decoder.weight = words.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.decoder(self.transform["LayerNorm"](F.gelu(self.transform["dense"](hidden))))

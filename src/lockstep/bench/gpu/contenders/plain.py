@@ -115,7 +115,7 @@ def _compiled(loss_of: LossOf) -> LossOf:
     inner: LossOf = torch.compile(loss_of, mode=COMPILE_MODE)
 
     def begin_and_call(x: Any, y: Tensor) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         return inner(x, y)
 
     return begin_and_call
