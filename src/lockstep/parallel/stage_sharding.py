@@ -69,15 +69,15 @@ class _ByLayer(Borrowing):
             parts = [part for part in stage.parts if any(True for _ in part.parameters())]
             if len(apart(parts, module)) < len(parts):
                 raise ConfigError(
-                    "two parts of one worker's stages have a weight in common, which shard_parameters=True cannot lend to both; "
-                    'choose shard_optimizer=True, or schedule="zero_bubble"'
+                    "two parts of a worker's stages have a weight in common, which shard_parameters=True lends to one "
+                    'at a time; choose shard_optimizer=True, or schedule="zero_bubble"'
                 )
             for part in parts:
                 _lend(part, stage, mesh)
 
     @contextmanager
     def during(self, *, backward: bool) -> Iterator[None]:
-        """torch's hooks on the parts do all of it."""
+        """All of it is done by torch's hooks on the parts."""
         yield
 
 
@@ -100,8 +100,12 @@ class _ByPass(Borrowing):
             yield
             if backward:
                 self._sum()
+        except BaseException:
+            self._all.zero_grad()  # or the next pass would add to what there is
+            raise
         finally:
-            self._free()
+            for each in self._sharers:
+                each.reshard()
 
     def _gather(self) -> None:
         with torch.no_grad():
@@ -112,11 +116,6 @@ class _ByPass(Borrowing):
     def _sum(self) -> None:
         """A backward pass through nothing, at whose end torch sums the gradients that are there."""
         self._all(torch.zeros((), requires_grad=True)).backward()
-
-    def _free(self) -> None:
-        self._all.zero_grad()  # those of a pass that failed
-        for each in self._sharers:
-            each.reshard()
 
 
 class _Held(nn.Module):
