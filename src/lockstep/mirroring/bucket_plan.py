@@ -66,3 +66,30 @@ def plan_buckets(
         room -= sizes[parameter]
         left -= sizes[parameter]
     return BucketPlan(buckets=tuple(map(tuple, buckets)))
+
+
+def plan_runs(sizes: Sequence[int], kinds: Sequence[str], most_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Divides what goes at once, between the devices of one process: nothing is computed meanwhile.
+
+    Args:
+        sizes: bytes of each gradient.
+        kinds: what must be equal inside a run: its dtype.
+        most_bytes: the most in any run; a larger one is alone.
+
+    Returns:
+        The numbers in each run, ascending; the runs of a kind are together.
+
+    Example:
+        >>> plan_runs([4, 4, 4, 9], ["a", "b", "a", "a"], 8)
+        ((0, 2), (3,), (1,))
+    """
+    runs: list[list[int]] = []
+    for kind in dict.fromkeys(kinds):
+        room = -1
+        for number in (number for number, own in enumerate(kinds) if own == kind):
+            if sizes[number] > room:
+                runs.append([])
+                room = most_bytes
+            runs[-1].append(number)
+            room -= sizes[number]
+    return tuple(map(tuple, runs))
