@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.cluster.local_place import local_place
+from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.launch.shares import share_host, visible_gpus
 
@@ -34,6 +36,20 @@ def test_each_gpu_is_at_one_worker_alone(workers: int, each: int | None, expecte
 
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == expected
     assert {share.get("LOCAL_RANK") for share in shares} == {None if each == 0 else "0"}
+    assert {share.get("LOCKSTEP_OWN_GPUS") for share in shares} == {None if each == 0 else "1"}
+
+
+@pytest.mark.parametrize(("workers", "gpus"), [(2, ("4", "5", "6", "7")), (3, ("GPU-a", "GPU-b", "GPU-c"))])
+def test_a_worker_takes_all_that_it_is_shown_and_no_two_take_one(workers: int, gpus: tuple[str, ...]):
+    shares = share_host({}, workers=workers, cores=8, gpus=gpus, gpus_per_worker=None)
+    taken = []
+    for worker, share in enumerate(shares):
+        cluster = ClusterSpec(workers=("hosta:29500", *[""] * (workers - 1)), index=worker, source="torchrun")
+        agents = {"LOCAL_RANK": str(worker), "LOCAL_WORLD_SIZE": str(workers)}
+        shown = share["CUDA_VISIBLE_DEVICES"].split(",")
+        taken += [shown[number] for number in local_place({**agents, **share}, cluster).own_gpus(len(shown))]
+
+    assert taken == list(gpus)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class RemoteWorkers(Workers):
         self._nccl = nccl
         self._timeout_s = timeout_s
         self._groups: dict[str, Group] = {}
-        self._control = self._group("control", nccl=False)
+        self._control = self._group("control")
         self._sequence = 0
         self._digest = 0
         self._one_call = threading.Lock()
@@ -117,7 +117,7 @@ class RemoteWorkers(Workers):
     def stream(self, name: str, device: torch.device) -> Group:
         """A group of its own, for sums that run beside everything else. Every worker must ask for it."""
         self.exchange(f"stream {name}")
-        return self._group(name, nccl=self._nccl and device.type == "cuda")
+        return self._group(name, self._gpu(device))
 
     def attach(self, digest: int) -> None:
         self._digest = ((self._digest ^ (digest & _DIGEST_BITS)) * _DIGEST_FACTOR + 1) & _DIGEST_BITS
@@ -169,20 +169,24 @@ class RemoteWorkers(Workers):
         return max(1, *(int(each) for each in self._gather(asked, name)))
 
     def _sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        nccl = self._nccl and tensor.device.type == "cuda"
-        group = self._group("nccl", nccl=True) if nccl else self._control
+        gpu = self._gpu(tensor.device)
+        group = self._control if gpu is None else self._group("nccl", gpu)
         whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         flat = whole.detach().contiguous()
-        flat = flat.clone() if nccl else flat.to("cpu", copy=True)
+        flat = flat.to("cpu", copy=True) if gpu is None else flat.clone()
         summed = flat.int() if flat.dtype in (torch.int16, torch.bool) else flat
         group.wait(group.start_sum(summed), name)
         back = summed.to(tensor.device, whole.dtype if whole.dtype != torch.bool else None)
         return torch.view_as_complex(back) if tensor.is_complex() else back
 
-    def _group(self, name: str, *, nccl: bool) -> Group:
+    def _gpu(self, device: torch.device) -> torch.device | None:
+        """The GPU between which and the others' tensors go by NCCL; None where they go through host memory."""
+        return device if self._nccl and device.type == "cuda" else None
+
+    def _group(self, name: str, gpu: torch.device | None = None) -> Group:
         if name not in self._groups:
             self._groups[name] = Group(
-                self.membership, self._prefix + name, nccl=nccl, timeout_s=self._timeout_s, members=self._members
+                self.membership, self._prefix + name, gpu=gpu, timeout_s=self._timeout_s, members=self._members
             )
         return self._groups[name]
 

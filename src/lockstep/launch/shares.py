@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lockstep.cluster.local_place import OWN_GPUS
 from lockstep.errors import ConfigError
 
 
@@ -66,4 +67,4 @@ def _are(gpus: int) -> str:
 
 def _gpu_variables(share: Sequence[str]) -> dict[str, str]:
     shown = {"CUDA_VISIBLE_DEVICES": ",".join(share)}
-    return {**shown, "LOCAL_RANK": "0"} if share else shown
+    return {**shown, "LOCAL_RANK": "0", OWN_GPUS: "1"} if share else shown

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -21,7 +22,9 @@ from lockstep.errors import LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.buckets import BucketExchange
 from lockstep.mirroring.exchange import Copies, GradientExchange, LocalExchange
+from lockstep.mirroring.gradient_marks import GradientMarks
 from lockstep.mirroring.sharing import Sharing
+from lockstep.strategies.own_gpus import check_gpus, each_has_its_own
 
 
 class Job:
@@ -46,13 +49,35 @@ class Job:
         options: CommunicationOptions,
     ) -> None:
         self._options = options
+        self._devices = tuple(devices)
         self._optimizers = 0
         self._membership: Membership | None = None
+        self._gpus: tuple[int, ...] = ()
         self.workers: Workers = OneWorker(len(devices))
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
             info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device)}
             self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
-            self.workers = _remote(self._membership, options.timeout_s)
+            self._gpus = tuple(info["gpu"] for info in self._membership.infos)
+            self.workers = RemoteWorkers(
+                self._membership,
+                [info["replicas"] for info in self._membership.infos],
+                nccl=self._nccl,
+                timeout_s=options.timeout_s,
+            )
+
+    @property
+    def _nccl(self) -> bool:
+        """Whether tensors on GPUs go between workers by NCCL; else through host memory."""
+        return each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+
+    def check_gpus(self) -> None:
+        """For workers that divide a model: each has a GPU of its own, or none has one. Every worker must call it.
+
+        Raises:
+            ClusterError: it is not so; on every worker.
+        """
+        with self._ending():
+            check_gpus(self.workers.names, self._gpus)
 
     def agree(self, seed: int | None, settings: Sequence[str] = ()) -> int:
         """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike.
@@ -64,16 +89,12 @@ class Job:
         Raises:
             ClusterError: the workers were given different seeds or options.
         """
-        try:
+        with self._ending():
             agree(self.workers, "the seed", [f"seed={seed}"])
             agree(self.workers, "the settings of the strategy", [repr(self._options), *settings])
             chiefs = self.workers.exchange_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
             state = torch.default_generator.get_state()
             self.workers.broadcast("the chief's random numbers", [state])
-        except LockstepError as error:
-            self.fail(error)
-            self.workers.close()
-            raise
         if self.workers.size > 1:
             torch.default_generator.set_state(state)
         return int(chiefs) if seed is None else seed
@@ -90,6 +111,7 @@ class Job:
         return RemoteWorkers(
             self.workers.membership,
             [1] * len(members),
+            nccl=self._nccl,
             timeout_s=self._options.timeout_s,
             members=members,
             team=name,
@@ -127,6 +149,7 @@ class Job:
             bucket_bytes=self._options.bucket_bytes,
             stream=workers.stream(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
             travel_as=self._options.travel_as,
+            marks=GradientMarks(self._devices),
         )
 
     def make_sharing(self, parameters: Sequence[Copies], team: Workers, kinds: Sequence[Hashable]) -> Sharing | None:
@@ -149,12 +172,15 @@ class Job:
             kinds=kinds,
         )
 
-
-def _remote(membership: Membership, timeout_s: float) -> RemoteWorkers:
-    gpus = [info["gpu"] for info in membership.infos]
-    # NCCL refuses two workers on one GPU.
-    nccl = all(gpus) and len(set(gpus)) == len(gpus) and torch.distributed.is_nccl_available()
-    return RemoteWorkers(membership, [info["replicas"] for info in membership.infos], nccl=nccl, timeout_s=timeout_s)
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Leaves the job, and tells the others, where what all of them look at does not fit."""
+        try:
+            yield
+        except LockstepError as error:
+            self.fail(error)
+            self.workers.close()
+            raise
 
 
 def _gpu_id(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.job import Job
+from lockstep.strategies.own_gpus import own_devices
 from lockstep.strategies.threaded import ThreadedStrategy, observed
 
 START_TIMEOUT_S = 600.0
@@ -27,8 +28,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
     or the end of the process, this worker is in the job.
 
     Args:
-        devices: this worker's devices; None is every logical GPU, else every logical CPU device. Each worker's own
-            number of them may differ.
+        devices: this worker's devices; None is every logical GPU, or its part of them where its launcher shows all
+            workers of a host the same ones; else every logical CPU device. Each worker's own number of them may differ.
         cluster: who takes part; None is what the environment says: TF_CONFIG, torchrun's variables or SLURM's. Without
             any, this process is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
@@ -60,7 +61,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         check_waiting_time("timeout_s", timeout_s)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        chosen = observed(resolve_devices(devices))
+        chosen = observed(resolve_devices(own_devices(self.cluster) if devices is None else devices))
         job = Job(self.cluster, chosen, timeout_s=timeout_s, options=self.communication)
         runner = ReplicaRunner(
             chosen,
