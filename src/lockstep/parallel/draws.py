@@ -1,17 +1,20 @@
 """Dropout among tensor ranks: alike where all hold the same values, each its own where each holds a part.
 
 A replica's generator stands at the same number on all its tensor ranks, so whatever they compute alike they drop alike.
-Modules that work on this rank's part of a layer draw from a generator of the rank's own instead.
+Modules that work on this rank's part of a layer draw from a generator of the rank's own instead, and on a GPU from the
+replica's with another seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.parallel.device_draws import DeviceDraws
 from lockstep.replicas.random import ReplicaRandom, in_a_replica
 
 
@@ -20,10 +23,12 @@ class OwnDraws:
 
     Args:
         generator: this rank's own.
+        on_gpu: how numbers on this worker's GPU are drawn; None where it has none.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, on_gpu: DeviceDraws | None = None) -> None:
         self.generator = generator
+        self._on_gpu = on_gpu
         self._on = False
         self._random = ReplicaRandom(generator, applies=self._applies)
 
@@ -40,7 +45,7 @@ class OwnDraws:
     def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self._on = self._on, True
         try:
-            with self._random:
+            with self._random, self._gpu_apart(True):
                 return forward(*args, **kwargs)
         finally:
             self._on = before
@@ -48,9 +53,13 @@ class OwnDraws:
     def _together(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self._on = self._on, False
         try:
-            return forward(*args, **kwargs)
+            with self._gpu_apart(False):
+                return forward(*args, **kwargs)
         finally:
             self._on = before
+
+    def _gpu_apart(self, on: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._on_gpu is None else self._on_gpu.apart(on)
 
 
 def _wrap(part: nn.Module, within: Callable[..., Any]) -> None:

@@ -2,7 +2,8 @@
 
 torch's collectives cannot be interrupted: a worker that waits for a lost one waits in gloo for its time limit. So the
 groups' connections are kept in sight, and shut down when the membership says that the job is over; every wait in them
-then ends with an error at once, and its cause is the membership's.
+then ends with an error at once, and its cause is the membership's. Workers with GPUs have NCCL's groups beside these,
+whose kernels are aborted then.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.collectives import nccl
 from lockstep.collectives.connections import SHARE_UNANSWERED, NewConnections
 from lockstep.collectives.remote import RemoteWorkers
 from lockstep.collectives.workers import Workers
-from lockstep.errors import ClusterError, UsageError
+from lockstep.errors import ClusterError, ConfigError, UsageError
 from lockstep.membership.membership import Membership
 from lockstep.parallel.grid import AXES, Grid
 
@@ -37,16 +39,18 @@ class GridMesh:
         membership: the job.
         grid: the degrees.
         timeout_s: how many seconds an operation waits for a worker that is alive and does not come.
+        device: of this worker's part of the model; a GPU becomes the current one of this process.
 
     Attributes:
         mesh: with the axes "pipeline", "data" and "tensor".
 
     Raises:
         UsageError: the program has initialised torch's process groups already.
+        ConfigError: a GPU, and a torch without NCCL.
         ClusterError: a worker was lost meanwhile.
     """
 
-    def __init__(self, membership: Membership, grid: Grid, *, timeout_s: float) -> None:
+    def __init__(self, membership: Membership, grid: Grid, *, timeout_s: float, device: torch.device) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "torch's process group is initialised already, and ParallelStrategy makes it over the workers of its "
@@ -54,10 +58,17 @@ class GridMesh:
             )
         self._membership = membership
         self._timeout = timedelta(seconds=timeout_s)
+        self._device = device
         self._connections: list[NewConnections] = []
         self._backends: list[Any] = []
+        self._on_gpus: list[Any] = []
+        self._broken_off = False
+        # A name of its own: torch keeps what makes the groups of a backend for the life of the process.
+        self._name = f"lockstep_{next(_numbers)}"
+        config = backends_for(device.type, self._name, nccl=dist.is_nccl_available())
+        self._make_current()
         store = membership.store("mesh")
-        self.mesh: DeviceMesh = membership.watched(lambda: self._make(store, grid), "the making of the mesh")
+        self.mesh: DeviceMesh = membership.watched(lambda: self._make(store, grid, config), "the making of the mesh")
         membership.subscribe(lambda _: self.break_off())
         atexit.register(self.close)  # before the membership's own end; else gloo's threads may abort the interpreter's
 
@@ -69,34 +80,59 @@ class GridMesh:
 
     def break_off(self) -> None:
         """Ends every wait in the groups, now and from now on, with an error. From any thread."""
+        self._broken_off = True
         for connections in self._connections:
             connections.shut_down()
+        if self._on_gpus:
+            nccl.abort(self._on_gpus)
 
     def close(self) -> None:
         """Ends the groups. Idempotent."""
         atexit.unregister(self.close)
         backends, self._backends = self._backends, []
         if backends and dist.is_initialized():
-            dist.destroy_process_group()
+            self._destroy()
         for backend in backends:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
         for connections in self._connections:
             connections.forget()
 
-    def _make(self, store: Store, grid: Grid) -> DeviceMesh:
-        # A name of its own: torch keeps what makes the groups of a backend for the life of the process.
-        backend = f"lockstep_{next(_numbers)}"
-        dist.Backend.register_backend(backend, self._make_group, devices=["cpu"])
-        rank, size = self._membership.spec.index, self._membership.spec.num_workers
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=self._timeout)
-        return DeviceMesh("cpu", torch.arange(size).reshape(grid.shape), mesh_dim_names=AXES)
+    def _destroy(self) -> None:
+        if not self._on_gpus:
+            dist.destroy_process_group()
+        elif not self._broken_off:  # else the end of the process does it
+            nccl.ends_in_time(dist.destroy_process_group)
 
-    def _make_group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def _make(self, store: Store, grid: Grid, config: str) -> DeviceMesh:
+        self._make_current()
+        dist.Backend.register_backend(self._name, self._make_group, devices=["cpu"])
+        rank, size = self._membership.spec.index, self._membership.spec.num_workers
+        dist.init_process_group(config, store=store, rank=rank, world_size=size, timeout=self._timeout)
+        mesh = DeviceMesh(self._device.type, torch.arange(size).reshape(grid.shape), mesh_dim_names=AXES)
+        if self._device.type == "cuda":
+            self._connect(mesh)
+        return mesh
+
+    def _make_current(self) -> None:
+        """For the calling thread, whose tensors on "cuda" are else on the first GPU; DeviceMesh goes by LOCAL_RANK."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _connect(self, mesh: DeviceMesh) -> None:
+        """Brings the members of all groups together, axis after axis, before a model depends on it."""
+        for axis, size in zip(AXES, mesh.shape, strict=True):
+            if size > 1:
+                group: Any = mesh.get_group(axis)._get_backend(self._device)
+                group._set_default_timeout(self._timeout + nccl.IS_LATER)  # torch gives each axis ten minutes
+                group.eager_connect_single_device(self._device)
+                self._on_gpus.append(group)
+
+    def _make_group(self, store: Store, rank: int, size: int, _: timedelta) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # By default gloo listens on the address of the machine's host name, whatever that is.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._membership.address)]
         options._threads = _GLOO_THREADS
-        options._timeout = timeout
+        options._timeout = self._timeout  # torch gives each axis its own half an hour
         with NewConnections(self._membership.lost_after_s * SHARE_UNANSWERED) as connections:
             made: Any = dist.ProcessGroupGloo(store, rank, size, options)
         self._connections.append(connections)
@@ -106,11 +142,36 @@ class GridMesh:
         return made
 
 
-def make_mesh(workers: Workers, grid: Grid, *, timeout_s: float) -> GridMesh | None:
+def make_mesh(workers: Workers, grid: Grid, *, timeout_s: float, device: torch.device) -> GridMesh | None:
     """The mesh of a job's workers; None where there is one. Every worker must call it."""
     if not isinstance(workers, RemoteWorkers):
         return None
-    return GridMesh(workers.membership, grid, timeout_s=timeout_s)
+    return GridMesh(workers.membership, grid, timeout_s=timeout_s, device=device)
+
+
+def backends_for(kind: str, host: str, *, nccl: bool) -> str:
+    """What moves tensors, as torch writes it: gloo those of the host, NCCL those of GPUs. Pure.
+
+    Args:
+        kind: of this worker's device: "cpu" or "cuda".
+        host: the name of the backend that makes our groups of gloo.
+        nccl: whether this torch has NCCL.
+
+    Raises:
+        ConfigError: a GPU, and it has not.
+
+    Example:
+        >>> backends_for("cuda", "lockstep_0", nccl=True)
+        'cpu:lockstep_0,cuda:nccl'
+    """
+    if kind != "cuda":
+        return host
+    if not nccl:
+        raise ConfigError(
+            "ParallelStrategy divides models among GPUs over NCCL, which this torch was built without; install one "
+            'that has it, or choose device="cpu:0" on every worker'
+        )
+    return f"cpu:{host},cuda:nccl"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

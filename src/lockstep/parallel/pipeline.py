@@ -45,6 +45,7 @@ class Pipeline:
         group: the workers of all stages of this part of the model, in the order of the pipeline.
         hidden: the width of the hidden states.
         dtype: of the hidden states.
+        device: of this worker.
         borrowing: how the stages have the weights that replicas share; None where each has its own.
 
     Attributes:
@@ -60,12 +61,13 @@ class Pipeline:
         group: dist.ProcessGroup,
         hidden: int,
         dtype: torch.dtype,
+        device: torch.device,
         borrowing: Borrowing | None = None,
     ) -> None:
         self._stages, self._group = tuple(stages), group
         self.pipelining = pipelining
         self.settle: Callable[[], None] = _nothing
-        self._hidden, self._dtype = hidden, dtype
+        self._hidden, self._dtype, self._device = hidden, dtype, device
         self._borrowing = borrowing
         self._ready: dict[tuple[Any, ...], Schedule] = {}
         self._examine: Examine | None = None
@@ -146,6 +148,7 @@ class Pipeline:
                     takes=first if stage.first else hidden,
                     gives=hidden,
                     notes=self._notes,
+                    device=self._device,
                 )
                 for stage in self._stages
             ]

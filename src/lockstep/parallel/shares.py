@@ -31,16 +31,19 @@ def share_of(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor
     if not like.placements[0].is_shard(whole.ndim - 1):
         return whole[..., order]
     own = distribute_tensor(order, like.device_mesh, [Shard(0)], src_data_rank=None).to_local()
-    return whole[..., own]
+    return whole[..., own.to(whole.device)]
 
 
-def fill(module: nn.Module, weights: FirstWeights, orders: Mapping[str, Tensor]) -> None:
+def fill(
+    module: nn.Module, weights: FirstWeights, orders: Mapping[str, Tensor], device: torch.device | None = None
+) -> None:
     """Gives all tensors of a divided module that are on the meta device their first values, one after another.
 
     Args:
         module: a part of the model; its ties stay.
         weights: the whole model's.
         orders: as ``Division.orders`` has them.
+        device: where they go; None is the CPU.
     """
     blanks = list(_blanks(module))
     most = max((weights.bytes_of(name) for name, _, _ in blanks), default=0)
@@ -49,7 +52,7 @@ def fill(module: nn.Module, weights: FirstWeights, orders: Mapping[str, Tensor])
     for name, held, attribute in blanks:
         blank = held[attribute]
         if id(blank) not in filled:
-            filled[id(blank)] = blank, _filled(blank, weights.make(name, memory), orders.get(name))
+            filled[id(blank)] = blank, _filled(blank, weights.make(name, memory), orders.get(name), device)
         held[attribute] = filled[id(blank)][1]
 
 
@@ -64,8 +67,9 @@ def _blanks(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 @torch.no_grad()
-def _filled(blank: Tensor, whole: Tensor, order: Tensor | None) -> Tensor:
+def _filled(blank: Tensor, whole: Tensor, order: Tensor | None, device: torch.device | None) -> Tensor:
     own = share_of(whole, blank, order)
+    own = own if device is None else own.to(device)
     if own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
         own = own.clone()  # what is made next takes the whole's memory
     if isinstance(blank, DTensor):

@@ -49,15 +49,22 @@ class WorkerStage(PipelineStage):
         takes: the shape and dtype of what comes in, on the meta device.
         gives: the same of what goes out; of the last stage it is not used.
         notes: where it is noted what was done.
+        device: of the hidden states that come and go.
     """
 
     def __init__(
-        self, stage: Stage, stages: int, *, group: dist.ProcessGroup, takes: Tensor, gives: Tensor, notes: Notes
+        self,
+        stage: Stage,
+        stages: int,
+        *,
+        group: dist.ProcessGroup,
+        takes: Tensor,
+        gives: Tensor,
+        notes: Notes,
+        device: torch.device,
     ) -> None:
         # With the shapes known, torch need not run a microbatch to find them.
-        super().__init__(
-            stage, stage.number, stages, torch.device("cpu"), input_args=takes, output_args=gives, group=group
-        )
+        super().__init__(stage, stage.number, stages, device, input_args=takes, output_args=gives, group=group)
         self._module, self._notes = stage, notes
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.random import replica_generator
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.job import Job
+from lockstep.strategies.own_gpus import own_devices
 from lockstep.strategies.teams import make_teams
 from lockstep.strategies.threaded import ThreadedStrategy, observed
 
@@ -55,7 +56,8 @@ class ParallelStrategy(ThreadedStrategy):
         shard_parameters: whether each replica keeps a share of the weights and gradients too, and borrows the others'
             layer by layer (PyTorch's FSDP); in a pipeline for each microbatch.
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
-        device: this worker's; None is its first logical CPU device.
+        device: this worker's; None is the GPU of its place among the workers of its host, or else its first logical
+            CPU device. Workers with GPUs have one each: NCCL takes no two on one.
         cluster: who takes part; None is what the environment says.
         seed: of all random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
@@ -96,10 +98,9 @@ class ParallelStrategy(ThreadedStrategy):
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         self.grid: Grid = choose_grid(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
         pipelining = choose_pipelining(schedule, microbatches, self.grid.pipeline, stages_per_worker)
-        devices = observed(resolve_devices(["cpu:0" if device is None else device]))
-        if devices[0].kind != "CPU":
-            raise ConfigError(f"device={devices[0].name}: ParallelStrategy divides models among CPU devices so far")
+        devices = observed(resolve_devices([own_devices(self.cluster)[0] if device is None else device]))
         job = self._job = Job(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
+        job.check_gpus()
         _check_sequence_parallel(sequence_parallel, self.grid.tensor)
         sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
         seed = job.agree(seed, [str(self.grid), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
@@ -118,11 +119,12 @@ class ParallelStrategy(ThreadedStrategy):
         from lockstep.parallel.mesh import make_mesh
         from lockstep.strategies.parts import ModelParts
 
-        self._mesh = make_mesh(job.workers, self.grid, timeout_s=self.communication.timeout_s)
+        own_device = devices[0].torch_device
+        self._mesh = make_mesh(job.workers, self.grid, timeout_s=self.communication.timeout_s, device=own_device)
         self._own = replica_generator(own_seed, -1 - job.workers.index)
         self._parts = ModelParts(
             self._teams, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters, own=self._own,
-            seed=seed, sequence_parallel=sequence_parallel,
+            device=own_device, seed=seed, sequence_parallel=sequence_parallel,
         )  # fmt: skip
         view = self._teams.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
         super().__init__(devices, view, runner, self._exchange_of, holding=self._parts, guard=self._explaining)

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.mirroring.holding import Holding, Pipelined
 from lockstep.mirroring.mirror import signature
 from lockstep.mirroring.updaters import ELEMENTWISE
+from lockstep.parallel.device_draws import DeviceDraws
 from lockstep.parallel.draws import OwnDraws
 from lockstep.parallel.families import known_family
 from lockstep.parallel.family_names import Names
@@ -25,6 +26,7 @@ from lockstep.parallel.mesh import GridMesh
 from lockstep.parallel.microbatches import Pipelining
 from lockstep.parallel.part import PartModule
 from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.placing import place
 from lockstep.parallel.sequences import DividedSequences
 from lockstep.parallel.shares import fill
 from lockstep.parallel.stage import PipelineSplit, Stage, cut
@@ -44,6 +46,7 @@ class ModelParts(Holding):
         pipelining: how pipelines run.
         shard_parameters: whether each replica holds a share of the weights.
         own: the generator from which this worker draws for what it alone holds.
+        device: of this worker.
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
         seed: from which the first weights of models on the meta device are drawn; the same on every worker.
     """
@@ -56,13 +59,15 @@ class ModelParts(Holding):
         pipelining: Pipelining,
         shard_parameters: bool,
         own: torch.Generator,
+        device: torch.device,
         seed: int,
         sequence_parallel: bool = False,
     ) -> None:
         self._teams, self._grid, self._place, self._mesh = teams, teams.grid, teams.place, mesh
         self._pipelining = pipelining
         self._shard_parameters = shard_parameters and teams.grid.data > 1
-        self._draws = OwnDraws(own)
+        self._device = device
+        self._draws = OwnDraws(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
         self._sequence_parallel = sequence_parallel
         self._parts: WeakValueDictionary[int, PartModule] = WeakValueDictionary()
@@ -139,7 +144,8 @@ class ModelParts(Holding):
     def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> PartModule:
         first = self._first_weights(module)
         if self._mesh is None:
-            _fill(module, first, WHOLE)
+            _fill(module, first, WHOLE, self._device)
+            place(module, self._device)
             return PartModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
@@ -147,9 +153,10 @@ class ModelParts(Holding):
         division = divide_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
             sequences.bound([stage.parts for stage in stages] or [module.modules()])
-        _fill(module, first, division)
+        _fill(module, first, division, self._device)
         self._draws.give(module, division.apart, division.together)
         borrowing = self._shared(module, stages, self._mesh) if self._shard_parameters else None
+        place(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return PartModule(module, division, names=names, ties=ties)
         return PartModule(
@@ -207,6 +214,7 @@ class ModelParts(Holding):
             group=mesh.mesh.get_group("pipeline"),
             hidden=int(config.hidden_size),
             dtype=next(parameter.dtype for parameter in module.parameters()),
+            device=self._device,
             borrowing=borrowing,
         )
 
@@ -229,6 +237,13 @@ class ModelParts(Holding):
         return found
 
 
-def _fill(module: nn.Module, first: FirstWeights | None, division: Division) -> None:
+def _fill(module: nn.Module, first: FirstWeights | None, division: Division, device: torch.device) -> None:
     if first is not None:
-        fill(module, first, division.orders)
+        fill(module, first, division.orders, device)
+
+
+def _on_gpu(device: torch.device, own: int) -> DeviceDraws | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
+    return DeviceDraws(lambda: torch.cuda.default_generators[device.index], own)
