@@ -55,7 +55,8 @@ def make(mesh: DeviceMesh, schedule: str, *, tied: bool = False) -> tuple[list[S
     layers = [Sees(), Sees()]
     if tied:
         layers[1].weight = layers[0].weight
-    model, turn = nn.Sequential(nn.ModuleList(layers)), Turn()
+    model, turn = nn.Module(), Turn()
+    model.layers = nn.ModuleList(layers)
     watch = Watches(layers[1])
     turn.give(layers[1], 3, watch)
     stages = [
@@ -91,6 +92,8 @@ def test_all_parts_are_whole_during_a_pass_whose_backward_is_in_two(mesh: Device
         layers[1](layers[0](torch.ones(2, 4))).sum().backward()
         assert layers[0].weight.grad.tolist() == [[2.0] * 4] * 4
 
+    with borrowing.during(backward=False):
+        assert not any(isinstance(each, DTensor) for layer in layers for each in layer.parameters())
     assert layers[0].whole == watch.whole == [True]
     assert all(isinstance(layer.weight, DTensor) for layer in layers)
     assert layers[0].weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
