@@ -53,6 +53,9 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "curves",
     ]
     assert "3 replicas against one device" in done.stdout
+    asked = printed[printed.index(["would", "fill", "in", "hidden", "sentence"]) + 2 :][:5]
+    assert all("[MASK]" in row for row in asked)
+    assert all(float(row[1].rstrip(",")) > 0 for row in asked)
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
@@ -62,7 +65,8 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
 def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lockstep, tmp_path: Path):
     grid = ["--layers", "2", "--pipeline", "2", "--tensor", "2"]
 
-    done = run_lockstep("train", "mlm", *SMALL, *grid, "--epochs", "2", "--check-exact")
+    asked = ["--example", "the [MASK] of step 3", "--example", "line [MASK] says that [MASK] agree"]
+    done = run_lockstep("train", "mlm", *SMALL, *grid, "--epochs", "2", "--check-exact", *asked)
 
     assert (done.returncode, done.stderr) == (0, "")
     printed = [line.split() for line in done.stdout.splitlines()]
@@ -72,6 +76,9 @@ def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lo
     assert "data=1, pipeline=2, tensor=2 against one device in plain PyTorch, 3 steps, no dropout:" in done.stdout
     (off,) = re.findall(r"SGD +largest difference in loss (\S+), in weights (\S+) ", done.stdout)
     assert max(map(float, off)) < 1e-5
+    answers = done.stdout.splitlines()[printed.index(["would", "fill", "in", "sentence"]) + 2 :][:2]
+    assert all(line.endswith(f"  {sentence}") for line, sentence in zip(answers, asked[1::2], strict=True))
+    assert [line.count("|") for line in answers] == [0, 1]
     weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert len([name for name in weights if name.endswith("attention.self.query.weight")]) == 2
     assert {weights[name].shape for name in weights if name.endswith("query.weight")} == {(16, 16)}
@@ -101,6 +108,9 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--microbatches", "4"], "--microbatches says how workers divide a model"),
         (["--tensor", "2", "--batch-size", "auto"], "--tensor 2 divides it; give a number"),
         (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),
+        (["--example", "no word"], "the example 'no word' hides no word; write [MASK] for each word to fill in"),
+        (["--backup", "0"], "--backup 0 was given, expected epoch, none, or a number of global batches"),
+        (["--backup", "none", "--resume"], "--backup none keeps none; leave one of them out"),
         (["--output", "text/small.train.tokens/below"], "'text/small.train.tokens' is a file, expected a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -113,6 +123,32 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, sai
     assert done.stderr.startswith("lockstep: error: ")
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_terminated_is_gone_on_with_where_that_is_asked_for(run_lockstep, start_lockstep, tmp_path: Path):
+    words = ("train", "mlm", *SMALL, "--epochs", "30", "--patience", "0", "--backup", "50")
+    process = start_lockstep(*words)
+    for line in process.stdout:
+        if line.startswith("epoch 2/30"):
+            process.send_signal(signal.SIGTERM)
+            break
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (75, "")
+    (kept,) = (tmp_path / "out" / "backup").iterdir()
+    assert f"to out/backup/{kept.name}; start again to go on" in out
+
+    refused = run_lockstep(*words)
+    assert refused.returncode == 2
+    assert f"has the backup of an interrupted run, 'out/backup/{kept.name}'; add --resume" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+    done = run_lockstep(*words, "--resume")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"going on from out/backup/{kept.name}: epoch " in done.stdout
+    assert "epoch 1/30" not in done.stdout
+    printed = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in printed[printed.index(HEADER) + 2 :][:30]] == [str(epoch) for epoch in range(1, 31)]
+    assert not (tmp_path / "out" / "backup").exists()
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,10 @@ def _any_grid(grid: Grid, pipelining: Pipelining) -> None:
     """Refuses none."""
 
 
+def _any_output(output: Path) -> None:
+    """Refuses none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
     """One recipe's run.
@@ -99,6 +103,7 @@ class TrainingJob:
         check: called with the strategy; ``str()`` of what it returns is printed.
         fits: called with the grid and its pipelines, where workers divide the model; refuses what its sizes do not
             allow.
+        ready: called with the output folder before anything is begun; refuses what is in the way.
     """
 
     title: str
@@ -107,6 +112,7 @@ class TrainingJob:
     train: Callable[[Strategy, Path, Path, Verbose], Trained]
     check: Callable[[Strategy], object]
     fits: Callable[[Grid, Pipelining], None] = _any_grid
+    ready: Callable[[Path], None] = _any_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,7 @@ class TrainingCommand:
         if workers is not None or grid.fewest_workers == 1:
             return run_training(self.job, self.flags)
         check_output(self.flags.output.expanduser())
+        self.job.ready(self.flags.output.expanduser())
         return InWorkers(workers=grid.fewest_workers)
 
     def check(self, workers: int) -> None:
@@ -148,6 +155,7 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     folder = flags.output.expanduser()
     # Now rather than after the training:
     check_output(folder)
+    job.ready(folder)
     if speaks():  # two seconds of importing, which no other worker needs
         for package in ("matplotlib", "tensorboard"):
             require(package, "report")

@@ -8,6 +8,7 @@ Everything here is plain PyTorch: nothing knows how many replicas there will be.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ from lockstep.recipes.text.vocabulary import Vocabulary, wordpiece_vocabulary
 from lockstep.recipes.text.wikitext import read_wikitext
 from lockstep.recipes.text.wordpiece import cached_wordpiece
 
+_NO_MATTER = ("text", "pretrained", "attention", "patience", "gradient_checkpointing", "cache_dir")
+"""Settings that may change where a run goes on: places, and how the same numbers are computed."""
 FixedBatches = tuple[tuple[Inputs, Tensor], ...]
 
 
@@ -43,6 +46,7 @@ class MlmTask:
         train: batches in another order and with other masks every epoch.
         valid: batches that stay as they are.
         test: batches that stay as they are.
+        longest_line: tokens of a line, beyond which it is cut off.
         source: where the text came from.
     """
 
@@ -51,6 +55,7 @@ class MlmTask:
     train: MaskedBatches
     valid: FixedBatches
     test: FixedBatches
+    longest_line: int
     source: str
 
 
@@ -76,6 +81,7 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None) -> MlmTask:
         train=_batches(text.train, vocabulary, config, limit=limit, part=0),
         valid=tuple(_batches(text.valid, vocabulary, config, limit=limit, part=1)),
         test=tuple(_batches(text.test, vocabulary, config, limit=limit, part=2)),
+        longest_line=limit,
         source=text.source,
     )
 
@@ -104,6 +110,15 @@ def build_metrics() -> dict[str, Any]:
     from lockstep.recipes.mlm.metrics import MaskedTokenAccuracy
 
     return {"accuracy": MaskedTokenAccuracy()}
+
+
+def settings_of(config: MlmConfig, task: MlmTask, text: TextSplits) -> dict[str, Any]:
+    """Name -> value of all that the numbers of a run depend on but its devices; of the text and its tokens a hash."""
+    digest = hashlib.sha256(task.vocabulary.tokenizer.to_str().encode())
+    for line in (*text.train, *text.valid):
+        digest.update(b"\0" + line.encode())
+    chosen = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NO_MATTER}
+    return {**chosen, "text": digest.hexdigest()[:16]}
 
 
 def updates(config: MlmConfig, task: MlmTask) -> int:
