@@ -1,6 +1,6 @@
 """Iterations over one source, from its reader to the consumer.
 
-meeting.begin -> reader.begin -> transfer -> read ahead -> meeting.hand_out -> consumer
+meeting.begin -> reader.begin -> transfer -> read ahead -> meeting.hand_out -> transfer.received -> consumer
 consumer's thread ------------   reading thread ---------  consumer's thread
 """
 
@@ -53,7 +53,8 @@ class Passes:
         self._meeting.begin(self._reader)
         # Begun here and now, in the caller's thread: what it draws from torch's generator comes in program order.
         source = self._reader.begin(skip, transfer)
-        return self._meeting.hand_out(read_ahead(source, self._prefetch, begun=begun), transfer)
+        ahead = read_ahead(source, self._prefetch, begun=begun)
+        return transfer.received(self._meeting.hand_out(ahead, transfer))
 
     def random_state(self) -> RandomState:
         """The states of all generators that the source may draw from, now."""

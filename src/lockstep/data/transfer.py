@@ -1,52 +1,121 @@
 """Moving every replica's part of a batch to its device.
 
-On a CPU nothing is copied. To a GPU the copies go through a stream of their own, so that they overlap with the step
-that is running; a batch is handed on when they are complete, so it may be read from any stream.
+    reading thread:     pinned memory --copy, on a stream of its own--> device ; an event behind the copies
+    consumer's thread:  what is queued from now on runs behind that event
+
+On a CPU nothing is copied. On a GPU the copies of the next batches overlap with the step that is running, and nobody
+waits for them but the device.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice
+from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.structure import map_leaves
+from lockstep.replicas.device_driver import Mark, driver_of
+
+
+class _Sent(NamedTuple):
+    """A batch on its way: where its copies are complete, the copies, and what they are copied from."""
+
+    marks: list[Mark]
+    copies: list[torch.Tensor]
+    sources: list[torch.Tensor]
 
 
 class Transfer:
-    """Puts batches with PerReplica leaves on the replicas' devices. Made in the thread that will use the batches.
+    """Puts batches with PerReplica leaves on the replicas' devices.
+
+    A batch is for whoever gets it from ``received``: the copies may still be under way when a call returns.
 
     Args:
         devices: the replicas' devices, in replica order.
     """
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
-        self._devices = tuple(device.torch_device for device in devices)
-        gpus = {device for device in self._devices if device.type == "cuda"}
-        self._copying = {gpu: torch.cuda.Stream(gpu) for gpu in gpus}  # type: ignore[no-untyped-call]
-        self._using = {gpu: torch.cuda.current_stream(gpu) for gpu in gpus}
+        self._devices = tuple(devices)
+        gpus = {device.physical: (driver, device) for device in devices if (driver := driver_of(device)) is not None}
+        self._copying = {
+            physical: (driver, device.torch_device, driver.side_stream(device.torch_device, "copy"))
+            for physical, (driver, device) in gpus.items()
+        }
+        # By the batch, which is alive until it has been received.
+        self._sent: dict[int, _Sent] = {}
+        self._under_way: deque[_Sent] = deque()
 
     def __call__(self, batch: Any) -> Any:
         """The batch with every tensor on its replica's device; other values as they are."""
-        moved = map_leaves(self._move_leaf, batch)
-        for stream in self._copying.values():
-            stream.synchronize()
+        sent = _Sent([], [], [])
+        moved = map_leaves(partial(self._move_leaf, sent), batch)
+        if sent.copies:
+            for driver, device, stream in self._copying.values():
+                sent.marks.append(Mark(driver, device, driver.record(stream)))
+            self._sent[id(moved)] = sent
+            self._keep(sent)
         return moved
 
-    def _move_leaf(self, _: str, leaf: PerReplica[Any]) -> PerReplica[Any]:
-        return PerReplica([self._move(value, device) for value, device in zip(leaf, self._devices, strict=True)])
+    def received(self, batches: ClosableIterator[Any]) -> ClosableIterator[Any]:
+        """The batches for the calling thread, whose work on the devices is to run behind their copies."""
+        return _Received(batches, self) if self._copying else batches
 
-    def _move(self, value: Any, device: torch.device) -> Any:
+    def receive(self, batch: Any) -> None:
+        """Orders what the calling thread queues from now on behind the copies of ``batch``."""
+        sent = self._sent.pop(id(batch), None)
+        if sent is None:
+            return
+        for mark in sent.marks:
+            mark.precede()
+            here = mark.driver.current_stream(mark.device)
+            for copy in sent.copies:
+                if copy.device == mark.device:
+                    mark.driver.use_on(copy, here)
+
+    def _move_leaf(self, sent: _Sent, _: str, leaf: PerReplica[Any]) -> PerReplica[Any]:
+        return PerReplica([self._move(sent, value, device) for value, device in zip(leaf, self._devices, strict=True)])
+
+    def _move(self, sent: _Sent, value: Any, device: LogicalDevice) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if device.type != "cuda" or value.device.type != "cpu":
-            return value.to(device)
-        with torch.cuda.stream(self._copying[device]):
-            copied = value.to(device, non_blocking=True)
-        # The memory was allocated on the copying stream: without this it would be given to a later copy as soon as
-        # the batch is dropped, while kernels that read it may still be queued on the stream of its user.
-        copied.record_stream(self._using[device])
-        return copied
+        if device.physical not in self._copying or value.device.type != "cpu":
+            return value.to(device.torch_device)
+        driver, _, stream = self._copying[device.physical]
+        source = driver.pinned(value)
+        sent.sources.append(source)
+        sent.copies.append(driver.to_device(source, device, stream))
+        return sent.copies[-1]
+
+    def _keep(self, sent: _Sent) -> None:
+        """Keeps what is being copied until it has been: the memory may be somebody's who would write to it."""
+        self._under_way.append(_Sent(sent.marks, [], sent.sources))
+        while all(mark.driver.query(mark.event) for mark in self._under_way[0].marks):
+            self._under_way.popleft()
+            if not self._under_way:
+                return
+
+
+class _Received:
+    """An iterator of batches, each ready for the calling thread's use."""
+
+    def __init__(self, batches: ClosableIterator[Any], transfer: Transfer) -> None:
+        self._batches = batches
+        self._transfer = transfer
+
+    def __iter__(self) -> _Received:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._transfer.receive(batch)
+        return batch
+
+    def close(self) -> None:
+        """Ends the reading."""
+        self._batches.close()

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.replicas.context import get_replica_context
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_THIS = __file__
+# Torch, and this room: a replica's function mode stands between a program's line and the operator.
+_BETWEEN = tuple(str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parent))
 
 # Their result, or its shape, is known to the host only when the device has computed it.
 _READING = frozenset(
@@ -42,7 +42,7 @@ _watching: ContextVar[HostReads | None] = ContextVar("lockstep_host_reads", defa
 
 
 class Place(NamedTuple):
-    """One wait: the operator, and the nearest line outside torch, such as "train.py:30"."""
+    """One wait: the operator, and the nearest line of the program or a library, such as "train.py:30"."""
 
     operator: str
     line: str
@@ -152,10 +152,7 @@ def _name(func: Any) -> str:
 
 
 def _line() -> str:
-    """The nearest line outside torch and this file."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == _THIS or frame.f_code.co_filename.startswith(_TORCH)
-    ):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -157,8 +157,8 @@ class TrainLoop:
     def _after_update(self, update: StepResult | None) -> None:
         """Steps the schedule, but for an update that the host knows to be skipped.
 
-        Where a GPU decides it alone (an fp16 overflow, a batch that counts nothing) the schedule goes on: it follows the
-        batches then, and does not hang on when the host came to hear of it.
+        Where a GPU decides it alone (an fp16 overflow, a batch that counts nothing) the schedule goes on: it follows
+        the batches then, and does not hang on when the host came to hear of it.
         """
         if self._job.scheduler is not None and update is not None and update.skipped is not True:
             self._job.scheduler.step()

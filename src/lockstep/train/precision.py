@@ -50,8 +50,8 @@ class Precision:
             count: this replica's count of the step.
 
         Returns:
-            The scaler's own tensor of one element in float32, on replica 0's device. It is not read: an update may still
-            be changing it there.
+            The scaler's own tensor of one element in float32, on replica 0's device. It is not read: an update may
+            still be changing it there.
         """
         if not self._needs_scaler:
             return None
