@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,8 @@ ROOT = TESTS.parent
 # What a machine with a GPU need not have beside torch; setting a name to None in sys.modules makes its import fail.
 ABSENT = (
     "accelerate", "datasets", "lightning", "lightning_fabric", "matplotlib", "numpy", "peft", "pandas", "PIL",
-    "psutil", "pytest_timeout", "safetensors", "sklearn", "snownlp", "tensorboard", "tokenizers", "torchmetrics",
-    "tqdm", "transformers", "typer", "xdist", "yaml",
+    "psutil", "safetensors", "sklearn", "snownlp", "tensorboard", "tokenizers", "torchmetrics",
+    "tqdm", "transformers", "typer", "yaml",
 )  # fmt: skip
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))"
 
@@ -101,10 +102,15 @@ def test_the_tests_for_a_gpu_are_collected_with_torch_and_pytest_alone(tmp_path:
     files = files_with_gpu_tests(TESTS)
     assert TESTS / "strategies" / "test_mirrored_gpu.py" in files
     _, _, *words = command(TESTS, files, tmp_path / "report.xml")
-    plugins = ["-p", "no:timeout", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    code = f"{HIDE}; import pytest; sys.exit(pytest.main({[*words[1:], *plugins, '--collect-only']!r}))"
+    code = f"{HIDE}; import pytest; sys.exit(pytest.main({[*words[1:], '--collect-only']!r}))"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
