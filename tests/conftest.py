@@ -31,14 +31,19 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 BYTES = 2**16
 # Started by libraries, once a process, and ended by the interpreter: no test's to join.
-SHARED_THREADS = ("pytest_timeout", "tqdm_monitor", "pymp-", "ThreadPoolExecutor-", "asyncio_")
+SHARED_THREADS = ("pytest_timeout", "tqdm_monitor", "pymp-", "ThreadPoolExecutor-", "asyncio_", "InductorSubproc")
 IGNORED_FILES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".coverage"}
-# torch sets the cache directory itself, at the first optimizer that is made; scikit-learn the last two, when imported.
+# torch sets the cache directory itself, at the first optimizer that is made, and CUDA's when its first GPU is used, the
+# Triton ones at the first compilation; scikit-learn the last two, when imported.
 IGNORED_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "COLUMNS",
     "LINES",
     "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_MODULE_LOADING",
+    "TRITON_CACHE_DIR",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_PTXAS_PATH",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 }
@@ -85,12 +90,13 @@ def _children() -> set[int]:
 
 
 def _is_shared(pid: int) -> bool:
-    """Whether this is one of multiprocessing's own processes, which live as long as the interpreter."""
+    """Whether it is one of multiprocessing's or of torch.compile's own processes, which live as long as this one."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return True
-    return b"multiprocessing.resource_tracker" in command or b"multiprocessing.forkserver" in command
+    known = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"_inductor/compile_worker")
+    return any(name in command for name in known)
 
 
 def _still_there(fresh: set[int]) -> set[int]:
