@@ -1,0 +1,125 @@
+"""Buckets that fill up while replicas of one GPU are in their backward passes: whose gradients are read, and when.
+
+The stand-in follows on which stream each tensor is made and read: gradients that are read without an event are a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import torch
+import torch.nn.functional as F
+from tests.stand_in import StandInDriver, stand_in_gpus
+from torch import Tensor, nn
+
+import lockstep as ls
+from lockstep.collectives.workers import OneWorker
+from lockstep.mirroring.buckets import BucketExchange, _Bucket
+from lockstep.mirroring.exchange import Copies
+from lockstep.mirroring.gradient_marks import GradientMarks
+from lockstep.mirroring.holding import WholeModels
+from lockstep.mirroring.registry import MirroredObjects
+
+BUCKET_BYTES = 256
+
+
+class Loop:
+    """A stream to no other worker: the sum over all workers is this one's own."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def start_sum(self, flat: Tensor) -> str:
+        self.sent.append(flat.numel())
+        return "on its way"
+
+    def wait(self, work: str, waiting_in: str) -> None:
+        assert (work, waiting_in) == ("on its way", "the exchange of gradients")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 4, generator=random).double(), torch.arange(n) % 3) for n in (8, 7, 1)]
+
+
+def by_hand() -> list[Tensor]:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def train(driver: StandInDriver, devices: Sequence[ls.config.LogicalDevice]) -> tuple[list[Tensor], Loop]:
+    loop = Loop()
+
+    def make_exchange(parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> BucketExchange:
+        return BucketExchange(
+            parameters,
+            [group[0] for group in groups],
+            workers=OneWorker(len(devices)),
+            bucket_bytes=BUCKET_BYTES,
+            stream=loop,  # type: ignore[arg-type]
+            travel_as=None,
+            marks=GradientMarks(devices),
+        )
+
+    with closing(ls.MirroredStrategy(devices, seed=0)) as strategy:
+        strategy._mirrored = MirroredObjects(make_exchange, WholeModels())
+        module = net()
+        replicated = strategy.mirror(module)
+        optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+
+        def step(batch: tuple[Tensor, Tensor]) -> None:
+            x, y = batch
+            ls.compute_average_loss(F.cross_entropy(replicated(x), y, reduction="none")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for batch in strategy.distribute_dataset(batches()):
+            strategy.run(step, (batch,))
+        return [parameter.detach().clone() for parameter in module.parameters()], loop
+
+
+def test_buckets_of_two_shares_are_in_order_and_give_the_weights_of_one_device():
+    with stand_in_gpus((64, 64)) as (devices, driver):
+        found, loop = train(driver, devices)
+
+    assert len(set(loop.sent)) > 2  # several buckets a step
+    for ours, theirs in zip(found, by_hand(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_one_replica_leaves_no_marks():
+    with stand_in_gpus((64,)) as (devices, driver):
+        before = len(driver.calls("record"))
+        marks = GradientMarks(devices)
+        marks.note(0)
+        marks.precede()
+
+        assert len(driver.calls("record")) == before
+
+
+def test_flags_are_read_only_of_buckets_that_lack_a_gradient_here():
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    full = _Bucket((0, 1, 2), [(each,) for each in parameters], None)
+    assert full.flat.tolist() == [1.0] * 6 + [1.0] * 3
+    full.flat[6:] = 0.0  # what nobody reads
+    parameters[1].grad = None
+    lacking = _Bucket((0, 1, 2), [(each,) for each in parameters], None)
+    assert lacking.flat.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0] + [1.0, 0.0, 1.0]
+
+    assert all(total is not None for _, total in full.sums())
+    assert [total is None for _, total in lacking.sums()] == [False, True, False]
+    lacking.flat[7] = 1.0  # another worker has one
+    assert all(total is not None for _, total in lacking.sums())
