@@ -67,6 +67,17 @@ def test_state_is_that_of_the_zero_paper():
     assert state(divided) * 7.5 == pytest.approx(31.4, abs=0.05)
 
 
+def test_a_pipeline_borrows_a_layer_at_a_time_but_with_zero_bubble_a_stage():
+    shape, layout = replace(GPT3, vocabulary=1), Layout(data=2, pipeline=8, microbatches=16, shard_parameters=True)
+    by_layer = estimate_memory(shape, layout, MEGATRON)
+    by_stage = estimate_memory(shape, replace(layout, schedule="zero_bubble"), MEGATRON)
+    unshared = estimate_memory(shape, replace(layout, shard_parameters=False), MEGATRON)
+
+    assert by_layer.weights == by_stage.weights == pytest.approx(unshared.weights / 2)
+    assert by_layer.beside == pytest.approx(2 * 2 * shape.layer_parameters + by_layer.gradients)
+    assert by_stage.beside == pytest.approx(unshared.weights + unshared.gradients)
+
+
 def test_recomputation_keeps_inputs_and_one_layer_at_work():
     layout = Layout(pipeline=8, tensor=8, microbatches=64)
     full = estimate_memory(GPT3, replace(layout, recompute="full"), MEGATRON).activations

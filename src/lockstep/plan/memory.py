@@ -168,19 +168,30 @@ def _sharded(
     layout: Layout,
     software: Software,
 ) -> Memory:
-    """Where weights are shared: a layer's are borrowed while it computes, and those outside the layers all the time."""
+    """Where weights are shared: a layer's are borrowed while it computes, and those outside the layers all the time.
+
+    In a pipeline the latter are borrowed one after another too; but zero-bubble keeps a stage's weights, and its whole
+    gradients, from its first microbatch to its last.
+    """
     precision = software.precision
-    outside = stage_parameters(replace(shape, layers=1), layout)[0] - shape.layer_parameters / layout.tensor
-    # They come in one tensor, and are copied out of it.
-    borrowed = 2 * (outside + shape.layer_parameters / layout.tensor) * (precision.weight + precision.cast)
+    layer, of_weights = shape.layer_parameters / layout.tensor, precision.weight + precision.cast
+    outside = stage_parameters(replace(shape, layers=layout.pipeline), layout)[0] - layer
+    at_once, at_the_end = outside + layer, outside
+    if layout.pipeline > 1:
+        at_once = at_the_end = max(outside, layer)
+    # They come in one tensor, and are copied out of it; of their gradients there is one more, to be scattered.
+    borrowed = 2 * at_once * of_weights + (gradients if layout.microbatches > 1 else 0.0)
+    given_back = at_the_end * (of_weights + 2 * precision.gradient)
+    if layout.pipeline > 1 and layout.schedule == "zero_bubble":
+        borrowed = layout.data * (weights + gradients)
+        given_back = borrowed + at_once * precision.gradient
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        beside=borrowed + (gradients if layout.microbatches > 1 else 0.0),
-        # Their whole gradients, and those once more, to be scattered.
-        exchange=outside * (precision.weight + precision.cast + 2 * precision.gradient),
+        beside=borrowed,
+        exchange=given_back,
         update=_TEMPORARIES * precision.gradient * _largest(shape, layout) / layout.data,
     )
 

@@ -188,7 +188,8 @@ def _data_seconds(shape: ModelShape, layout: Layout, network: Network, software:
     """The exchange of gradients between copies, less what the last microbatch's backward pass hides.
 
     With a sharded optimizer the weights are gathered after the update, when nothing is left to hide behind; and where
-    gradients are then scattered only, that is as much as an all-reduce. Sharded weights every microbatch gathers twice.
+    gradients are then scattered only, that is as much as an all-reduce. Sharded weights every microbatch gathers twice,
+    but with zero-bubble a step gathers them once.
     """
     parameters = max(stage_parameters(shape, layout))
     precision, constants = software.precision, software.constants
@@ -200,7 +201,9 @@ def _data_seconds(shape: ModelShape, layout: Layout, network: Network, software:
     if layout.shard_optimizer:
         early, late = (2 if software.whole_sums else 1) * scatter, gather
     hidden = _BACKWARD * stage.compute
-    if layout.shard_parameters:
+    if layout.shard_parameters and layout.pipeline > 1 and layout.schedule == "zero_bubble":
+        early = scatter + gather
+    elif layout.shard_parameters:
         early = layout.microbatches * (scatter + 2 * gather)
         hidden = layout.microbatches * stage.compute
     if not software.overlap_data:

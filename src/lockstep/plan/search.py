@@ -40,7 +40,7 @@ class Choices:
         schedules: orders of microbatches to try.
         recomputes: recomputations of activations to try.
         shard_optimizer: whether to try a sharded optimizer, a whole one, or both.
-        shard_parameters: the same for sharded weights, gradients and state; only without a pipeline.
+        shard_parameters: the same for sharded weights, gradients and state.
         sequence_parallel: the same for sequence parallelism.
     """
 
@@ -220,7 +220,7 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
     software = setting.software
     # Where scores of attention never reach memory there are none to compute again.
     recomputes = [r for r in choices.recomputes if not (r == "selective" and software.fused_attention)]
-    shards = _shards(data, pipeline, choices)
+    shards = _shards(data, choices)
     sequences = [s for s in choices.sequence_parallel if tensor > 1 or not s] or [False]
     for rows, microbatches in _microbatches(setting.batch // data, pipeline, choices):
         for schedule, chunks in _schedules(setting.shape.layers, pipeline, microbatches, choices):
@@ -242,15 +242,13 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
                         )
 
 
-def _shards(data: int, pipeline: int, choices: Choices) -> list[tuple[bool, bool]]:
+def _shards(data: int, choices: Choices) -> list[tuple[bool, bool]]:
     """(the optimizer's state alone, weights and all): what copies divide among them, of which one is enough."""
     return [
         (optimizer, parameters)
         for optimizer in choices.shard_optimizer
         for parameters in choices.shard_parameters
-        if not (optimizer and parameters)
-        and not (parameters and pipeline > 1)
-        and (data > 1 or not (optimizer or parameters))
+        if not (optimizer and parameters) and (data > 1 or not (optimizer or parameters))
     ] or [(False, False)]
 
 

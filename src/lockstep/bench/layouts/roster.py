@@ -90,6 +90,7 @@ _LAYOUTS = (
     MeasuredLayout(asked={"data": 2, "tensor": 2, "shard_parameters": True}),
     MeasuredLayout(asked={"data": 2, "pipeline": 2}),
     MeasuredLayout(asked={"data": 2, "pipeline": 2, "shard_optimizer": True}),
+    MeasuredLayout(asked={"data": 2, "pipeline": 2, "shard_parameters": True}),
     MeasuredLayout(asked={"pipeline": 2, "tensor": 2}),
 )
 
