@@ -34,6 +34,13 @@ def make_batch(rows: int) -> Tensor:
     return torch.zeros(rows, 8)
 
 
+def taken() -> int:
+    """Bytes of tensors on the GPU. cuBLAS keeps a workspace for each stream that a product ran on: it is let go first."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 def two_megabytes_a_row(shard: Tensor) -> None:
     torch.empty(len(shard), 2 * MB, dtype=torch.uint8, device=shard.device)
 
@@ -64,11 +71,11 @@ def test_no_memory_stays_taken_and_everything_is_as_before(halves: ls.MirroredSt
 
     before = {name: value.clone() for name, value in network.state_dict().items()}
     drawn = [state.clone() for state in torch.cuda.get_rng_state_all()]
-    allocated = torch.cuda.memory_allocated()
+    before_it = taken()
     found = halves.find_batch_size(step, make_batch, 1024)
 
     assert 2048 < found < 2 * SHARE_MB * MB / 4096 / 4
-    assert torch.cuda.memory_allocated() - allocated < MB
+    assert taken() - before_it < MB
     assert optimizer.state_dict()["state"] == {}
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert all(map(torch.equal, torch.cuda.get_rng_state_all(), drawn))

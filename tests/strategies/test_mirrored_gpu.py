@@ -20,13 +20,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
+SHARE_MB = 1024  # four of them fit a small card too
 ROWS = (16, 16, 3)  # the last batch is smaller than the number of replicas
 
 
 @pytest.fixture
 def four(fresh_devices: DeviceRegistry) -> Iterator[ls.MirroredStrategy]:
     (gpu, *_) = ls.config.list_physical_devices("GPU")
-    shares = [ls.config.LogicalDeviceConfiguration(memory_limit=2048)] * 4
+    shares = [ls.config.LogicalDeviceConfiguration(memory_limit=SHARE_MB)] * 4
     ls.config.set_logical_device_configuration(gpu, shares)
     strategy = ls.MirroredStrategy(["gpu:0", "gpu:1", "gpu:2", "gpu:3"], seed=0)
     yield strategy
@@ -127,10 +128,12 @@ def test_a_collective_in_the_backward_pass_does_not_hang_on_one_gpu(four: ls.Mir
 
 def test_a_step_beyond_its_share_names_the_device_and_a_batch_that_fits(four: ls.MirroredStrategy):
     def step(x: Tensor) -> None:
-        torch.empty(3 * 2**30, dtype=torch.uint8, device=x.device)
+        torch.empty((SHARE_MB + 256) * 2**20, dtype=torch.uint8, device=x.device)
 
     shards = ls.PerReplica([torch.zeros(16, 8, device="cuda") for _ in range(4)])
-    with pytest.raises(ls.errors.DeviceMemoryError, match=r"gpu:\d has a memory_limit of 2048 MB.*per-replica batch"):
+    with pytest.raises(
+        ls.errors.DeviceMemoryError, match=rf"gpu:\d has a memory_limit of {SHARE_MB} MB.*per-replica batch"
+    ):
         four.run(step, (shards,))
 
     total = four.reduce("sum", four.run(lambda: torch.ones((), device="cuda")))
