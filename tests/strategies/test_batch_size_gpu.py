@@ -35,7 +35,7 @@ def make_batch(rows: int) -> Tensor:
 
 
 def taken() -> int:
-    """Bytes of tensors on the GPU. cuBLAS keeps a workspace for each stream that a product ran on: it is let go first."""
+    """Bytes of tensors on the GPU. The workspaces that cuBLAS keeps, one for each stream, are let go first."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
