@@ -117,7 +117,7 @@ def test_flags_are_read_only_of_buckets_that_lack_a_gradient_here():
     full.flat[6:] = 0.0  # what nobody reads
     parameters[1].grad = None
     lacking = _Bucket((0, 1, 2), [(each,) for each in parameters], None)
-    assert lacking.flat.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0] + [1.0, 0.0, 1.0]
+    assert lacking.flat.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 
     assert all(total is not None for _, total in full.sums())
     assert [total is None for _, total in lacking.sums()] == [False, True, False]

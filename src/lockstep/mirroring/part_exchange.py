@@ -63,7 +63,9 @@ class PartExchange(GradientExchange):
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The norm over all parts of the model; the same bits on all workers."""
-        own = sum(float(norms[index]) ** 2 for index in sorted(norms) if index in self._counted)
+        counted = [norms[index].double() for index in sorted(norms) if index in self._counted]
+        # Read at once: a GPU is waited for once, and not for each.
+        own = sum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
         squares = [square for (square,) in self._holders.exchange("gradient norm", [own])]
         return torch.tensor(sum(squares), dtype=torch.float64).sqrt()
 

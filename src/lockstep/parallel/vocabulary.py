@@ -188,6 +188,9 @@ def _lowest(scores: Tensor, dim: int) -> Tensor:
 
 
 def _check(targets: Tensor, counts: Tensor, words: int) -> None:
+    if targets.is_cuda:  # as F.cross_entropy there: the host does not wait for the answer
+        torch._assert_async((~counts | ((targets >= 0) & (targets < words))).all())
+        return
     wrong = targets[counts & ((targets < 0) | (targets >= words))]
     if len(wrong):
         raise IndexError(f"Target {int(wrong[0])} is out of bounds.")  # what F.cross_entropy says
