@@ -19,12 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.mirroring.every_storage import EveryStorage
 from lockstep.mirroring.exchange import Copies, GradientExchange, divide, gradients_of
-from lockstep.mirroring.fused import DenseGradients
 from lockstep.mirroring.skipping import Number, Skips, check_finite, divisor, on_device, summed
 from lockstep.mirroring.slices import balance
 from lockstep.mirroring.update_times import UpdateClock, UpdateTimes
@@ -94,7 +92,6 @@ class LockstepUpdate:
         self._on_gpus = on_gpus
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
-        self._gradients = DenseGradients(parameters)
         self._told = False
         sizes = [copies[0].numel() for copies in parameters]
         self._slices: dict[int, list[int]] = {}
@@ -227,9 +224,8 @@ class LockstepUpdate:
         """Whether updates can be skipped without the host knowing; says once why not."""
         if not self._on_gpus:
             return False
-        reason = self.updaters.not_fused
-        if reason is None and not self._gradients.all_dense:
-            reason = "fused kernels take no sparse gradients"
+        why = self.updaters.not_fused
+        reason = None if why is None else f"no fused kernels update the weights: {why}"
         if reason is None and not self._exchange.stays_on_device:
             reason = "the workers exchange losses and counts through the host"
         if reason is not None and not self._told:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.errors import UsageError
-from lockstep.mirroring.fused import count_on_device, fused_group, prepare_state, why_not_fused
+from lockstep.mirroring.fused import DenseGradients, count_on_device, fused_group, prepare_state, why_not_fused
 from lockstep.mirroring.plain_step import IN_LOCKSTEP, refuse_plain_step
 from lockstep.mirroring.shared_state import SharedState
 from lockstep.mirroring.sharing import Sharing
@@ -69,6 +69,7 @@ class Updaters:
     ) -> None:
         self.plain = optimizer
         self._on_gpus = on_gpus and all(torch.is_floating_point(copies[0]) for copies in parameters)
+        self._gradients = DenseGradients(parameters)
         self._fused = False
         self._parameters = parameters
         self._leaders = tuple(leaders)
@@ -96,7 +97,9 @@ class Updaters:
         """Why updates are not made by fused kernels, which a device can tell to skip one; None where they are."""
         if not self._on_gpus:
             return "the weights are no real floating-point numbers on GPUs"
-        return why_not_fused(self.plain) if self.divisible else "the optimizer's step has hooks, or is not torch's own"
+        if not self.divisible:
+            return f"{type(self.plain).__name__} has hooks on its step, or is not torch's own"
+        return why_not_fused(self.plain) or (None if self._gradients.all_dense else "they take no sparse gradients")
 
     def reset(self) -> None:
         """Makes the copies anew, with the state that the user's optimizer has now (after load_state_dict)."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from lockstep.errors import DataError
 from lockstep.replicas.arriving import Arriving
 
-
 Sums = tuple[Arriving, int]
 """Numbers that begin with so many pairs of a total and its count."""
 
