@@ -1,0 +1,81 @@
+"""A ParallelStrategy takes the GPU that is its worker's; on one that is only described it trains as a loop by hand."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+
+import pytest
+import torch
+from tests.stand_in import stand_in_gpus
+from torch import Tensor, nn
+
+import lockstep as ls
+from lockstep import config
+from lockstep.errors import ConfigError
+from lockstep.parallel.mesh import backends_for
+from lockstep.parallel.placing import place
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    x = [torch.randn(rows, 8, generator=random).double() for rows in (6, 6, 1)]
+    return [(each, each[:, :2]) for each in x]
+
+
+def by_hand(module: nn.Module) -> None:
+    optimizer = torch.optim.Adam(module.parameters(), 1e-2)
+    for x, y in batches():
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(x), y).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("named", [None, "gpu:0", "cpu:0"])
+def test_by_itself_it_takes_the_gpu_and_another_device_by_name(named: str | None):
+    alone = network()
+    trained = copy.deepcopy(alone)
+    by_hand(alone)
+    with stand_in_gpus(None) as (devices, driver), closing(ls.ParallelStrategy(device=named, seed=0)) as strategy:
+        with strategy.scope():
+            model = ls.Model(trained)
+            model.compile(
+                lambda parameters: torch.optim.Adam(parameters, 1e-2),
+                nn.MSELoss(reduction="none"),
+                clip_norm=0.5,
+            )
+        model.fit(batches(), verbose=0)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        on_gpu = named != "cpu:0"
+
+        assert strategy.devices == (devices if on_gpu else tuple(config.list_logical_devices("CPU")))
+        assert bool(driver.calls("lend")) is on_gpu
+
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nccl", "expected"), [("cpu", True, "own"), ("cpu", False, "own"), ("cuda", True, "cpu:own,cuda:nccl")]
+)
+def test_gloo_moves_tensors_of_the_host_and_nccl_those_of_gpus(kind: str, nccl: bool, expected: str):
+    assert backends_for(kind, "own", nccl=nccl) == expected
+
+
+def test_gpus_without_nccl_are_refused():
+    with pytest.raises(ConfigError, match=r'over NCCL, which this torch was built without.*choose device="cpu:0"'):
+        backends_for("cuda", "own", nccl=False)
+
+
+def test_what_is_on_the_device_already_is_left_alone():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = {name: value.data_ptr() for name, value in module.state_dict().items()}
+    place(module, torch.device("cpu"))
+
+    assert {name: value.data_ptr() for name, value in module.state_dict().items()} == before
