@@ -56,9 +56,7 @@ def test_the_account_keeps_the_peak_and_knows_when_to_look_again():
 
 
 def test_a_gpu_without_more_is_told_in_the_share_s_name():
-    said = out_of_memory(
-        account(), PoolUse(in_use=60 * MB, reserved=70 * MB), "gpu:0", free=5 * MB, total=8192 * MB, rows=16
-    )
+    said = out_of_memory(account(), PoolUse(in_use=60 * MB, reserved=70 * MB), free=5 * MB, total=8192 * MB, rows=16)
 
-    assert said.startswith("gpu:0 has no more memory for gpu:1: its tensors took 60 MB of a memory_limit of 100 MB")
-    assert "of the 8192 MB of gpu:0 5 MB are free; use a smaller batch than the 16 examples a replica" in said
+    assert said.startswith("gpu:1 got no more memory from its GPU: its tensors took 60 MB of a memory_limit of 100 MB")
+    assert "of the GPU's 8192 MB 5 MB are free; use a smaller per-replica batch than the 16 examples" in said

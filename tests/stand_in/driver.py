@@ -45,6 +45,7 @@ class StandInDriver:
         log: every call that orders, waits or exchanges something.
         waits: how often the host waited for the device.
         graphs: what was recorded, and replayed, in order.
+        pinned_memory: addresses of host memory that passes for pinned.
         lags: events are not passed until somebody waits for them, or ``catch_up``.
     """
 
@@ -53,6 +54,7 @@ class StandInDriver:
         self.waits = 0
         self.lags = False
         self.graphs: list[StandInGraph] = []
+        self.pinned_memory: set[int] = set()
         self.memory = Memory(memory_mb * MB)
         self._lent: torch.Generator | None = None
         self._streams: dict[str, Stream] = {}
@@ -155,6 +157,9 @@ class StandInDriver:
     def whole(self, device: torch.device) -> PoolUse:
         return PoolUse(in_use=self.memory.in_use.total(), reserved=self.memory.reserved.total())
 
+    def product(self, device: torch.device) -> str:
+        return "stand-in"
+
     def free_and_total(self, device: torch.device) -> tuple[int, int]:
         return self.memory.capacity - self.memory.reserved.total(), self.memory.capacity
 
@@ -195,10 +200,21 @@ class StandInDriver:
             host = tensor.detach().clone()
         return host, self.record(self._current())
 
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() in self.pinned_memory:
+            return tensor
+        self._note("pinned")
+        with _disable_current_modes():
+            copied = tensor.clone()
+        self.pinned_memory.add(copied.untyped_storage().data_ptr())
+        return copied
+
     def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: Stream) -> torch.Tensor:
         self._note("to_device", device.name)
-        with self.on_stream(stream):
-            copied = tensor.clone()
+        with _disable_current_modes():
+            copied = tensor.clone()  # what is the host's is not followed
+        stream.advance()
+        self.memory.allocate(copied, stream).use(stream, writes=True)
         self.use_on(copied, self.stream(device))
         return copied
 

@@ -37,6 +37,12 @@ class Block:
         self.used: Clock = Counter()
         self.kept_for: set[str] = set()
 
+    def use(self, stream: Stream, *, writes: bool) -> None:
+        """The last work of ``stream`` has read it, or written to it."""
+        self.used[stream.name] = stream.now
+        if writes:
+            self.written = (stream.name, stream.now)
+
 
 class Memory:
     """The memory of one device: pools by stream, as torch's allocator has them, and the blocks that are in use.
@@ -81,6 +87,11 @@ class Memory:
         if self.reserved != +self.in_use:
             self.reserved = Counter(self.in_use)
             self.resizes += 1
+
+    def keep(self, pool: str, size: int) -> None:
+        """A pool takes room that no tensor is in, as fragments of a real one are."""
+        self.reserved[pool] += size
+        self.resizes += 1
 
     def _reserve(self, pool: str) -> None:
         more = self.in_use[pool] - self.reserved[pool]
@@ -130,17 +141,15 @@ class Following(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not func.is_view:
             stream = self._stream()
-            number = stream.advance()
+            stream.advance()
             for tensor, writes in _accesses(func, args, kwargs):
-                self._access(tensor, writes, stream, number, func)
+                self._access(tensor, writes, stream, func)
         for tensor in _tensors(result):
             if self._memory.block(tensor) is None:
-                block = self._memory.allocate(tensor, self._stream())
-                block.written = (self._stream().name, self._stream().now)
-                block.used[self._stream().name] = self._stream().now
+                self._memory.allocate(tensor, self._stream()).use(self._stream(), writes=True)
         return result
 
-    def _access(self, tensor: torch.Tensor, writes: bool, stream: Stream, number: int, func: Any) -> None:
+    def _access(self, tensor: torch.Tensor, writes: bool, stream: Stream, func: Any) -> None:
         block = self._memory.block(tensor)
         if block is None:
             block = self._memory.allocate(tensor, None)
@@ -150,9 +159,7 @@ class Following(TorchDispatchMode):
                 what = "writes" if writes else "reads"
                 used = "used" if writes else "written"
                 self._memory.faults.append(f"{func} on {stream.name} {what} what {name} may not have {used} yet")
-        block.used[stream.name] = number
-        if writes:
-            block.written = (stream.name, number)
+        block.use(stream, writes=writes)
 
 
 def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
-import torch
 import typer
 
 from lockstep import config
+from lockstep.replicas.device_driver import gpu_driver
+from lockstep.replicas.device_memory import MB, DeviceMemory
+from lockstep.replicas.gpu import memory_of
 from lockstep.report.table import text_table
 
 DEVICES_HELP = (
@@ -44,21 +46,52 @@ def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
 
 
 def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
-    """One row for every physical device: its name, what it is, and what it has to share."""
-    return text_table(["physical", "is", "has"], [[p.name, _product(p), _whole(p)] for p in physical])
+    """One row for every physical device: its name, what it is, what it has to share, and of a GPU what is taken.
+
+    That counts the memory of every program on the GPU, and what CUDA takes for itself.
+    """
+    headings, rows = ["physical", "is", "has"], [[p.name, _product(p), _whole(p)] for p in physical]
+    if any(p.kind == "GPU" for p in physical):
+        headings, rows = [*headings, "taken"], [[*row, _taken(p)] for row, p in zip(rows, physical, strict=True)]
+    return text_table(headings, rows)
 
 
 def logical_table(logical: Sequence[config.LogicalDevice]) -> str:
-    """One row for every logical device: its name, what it is a share of, and how large the share is."""
-    return text_table(["logical", "of", "share"], [[d.name, d.physical.name, _share(d)] for d in logical])
+    """One row for every logical device: its name, what it is a share of, how large the share is.
+
+    Of GPUs and their shares besides what this process has there: the memory of its tensors, and the most it took.
+    """
+    headings, rows = ["logical", "of", "share"], [[d.name, d.physical.name, _share(d)] for d in logical]
+    memories = [memory_of(device) for device in logical]
+    if any(memories):
+        headings = [*headings, "in use", "peak"]
+        rows = [[*row, *_memory(memory)] for row, memory in zip(rows, memories, strict=True)]
+    return text_table(headings, rows)
 
 
 def _product(physical: config.PhysicalDevice) -> str:
-    return torch.cuda.get_device_name(physical.torch_device) if physical.kind == "GPU" else "CPU"
+    driver = gpu_driver(physical)
+    return "CPU" if driver is None else driver.product(physical.torch_device)
 
 
 def _whole(physical: config.PhysicalDevice) -> str:
     return _cores(len(os.sched_getaffinity(0))) if physical.memory is None else f"{physical.memory} MB"
+
+
+def _taken(physical: config.PhysicalDevice) -> str:
+    driver = gpu_driver(physical)
+    if driver is None:
+        return "-"
+    free, total = driver.free_and_total(physical.torch_device)
+    return _mb(total - free)
+
+
+def _memory(memory: DeviceMemory | None) -> list[str]:
+    return ["-", "-"] if memory is None else [_mb(memory.in_use), _mb(memory.peak)]
+
+
+def _mb(size: int) -> str:
+    return f"{size / MB:.0f} MB"
 
 
 def _share(device: config.LogicalDevice) -> str:

@@ -53,21 +53,54 @@ def has_nccl() -> bool:
 def sum_by_copies(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
     """Sums the leaders' gradients on the first one's device and gives every leader the total, on its own.
 
-    Called once, while all replicas wait.
+    Called once, while all replicas wait. Where it can be it is done in the gradients' own memory, so that a share of a
+    GPU is charged with its gradients and with nobody else's.
     """
-    first, *others = leaders
+    in_place: list[Copies] = []
+    others: list[Copies] = []
     for copies in parameters:
-        gradients = [copies[leader].grad for leader in leaders]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if not present:
-            continue
-        home = copies[first]
-        total = present[0].to(home.device, copy=gradients[0] is None)
-        for gradient in present[1:]:
-            total = total + gradient.to(home.device)
-        home.grad = total
-        for leader in others:
-            copies[leader].grad = total.to(copies[leader].device, copy=True)
+        (in_place if _are_own(copies, leaders) else others).append(copies)
+    if in_place:
+        own = [[_gradient(copies[leader]) for copies in in_place] for leader in leaders]
+        totals, *rest = own
+        for gradients in rest:
+            torch._foreach_add_(totals, [each.to(total.device) for each, total in zip(gradients, totals, strict=True)])
+        for gradients in rest:
+            torch._foreach_copy_(gradients, totals)
+    for copies in others:
+        _sum_into_new(copies, leaders)
+
+
+def _are_own(copies: Copies, leaders: Sequence[int]) -> bool:
+    """Whether every leader has a dense gradient in memory of its own, laid out as the weights are."""
+    gradients = [copies[leader].grad for leader in leaders]
+    at = {
+        gradient.data_ptr()
+        for gradient, leader in zip(gradients, leaders, strict=True)
+        if gradient is not None and not gradient.is_sparse and gradient.stride() == copies[leader].stride()
+    }
+    return len(at) == len(gradients) and 0 not in at
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient
+
+
+def _sum_into_new(copies: Copies, leaders: Sequence[int]) -> None:
+    first, *others = leaders
+    gradients = [copies[leader].grad for leader in leaders]
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return
+    home = copies[first]
+    total = present[0].to(home.device, copy=gradients[0] is None)
+    for gradient in present[1:]:
+        total = total + gradient.to(home.device)
+    home.grad = total
+    for leader in others:
+        copies[leader].grad = total.to(copies[leader].device, copy=True)
 
 
 class NcclSums:

@@ -96,7 +96,7 @@ def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format
     there = any(each.device == device.torch_device for each in tensors)
     module.to(device.torch_device)
     if device.memory_limit is not None and there and all(type(each) is nn.Parameter for each in module.parameters()):
-        module._apply(torch.clone)
+        module._apply(torch.clone)  # type: ignore[no-untyped-call]
     if layout is not None:
         module.to(memory_format=layout)  # type: ignore[call-overload]
 

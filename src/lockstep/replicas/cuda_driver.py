@@ -35,10 +35,10 @@ class CudaDriver:
         return torch.cuda.current_stream(device)
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        return torch.cuda.stream(stream)  # type: ignore[return-value]
+        return torch.cuda.stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event: torch.cuda.Event = stream.record_event()  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = stream.record_event()
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
@@ -86,6 +86,9 @@ class CudaDriver:
             reserved=_statistic(device, "reserved_bytes", "current"),
         )
 
+    def product(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
     def free_and_total(self, device: torch.device) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
         return free, total
@@ -120,6 +123,9 @@ class CudaDriver:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         return host, self.record(self.current_stream(tensor.device))
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: torch.cuda.Stream) -> torch.Tensor:
         with self.on_stream(stream):

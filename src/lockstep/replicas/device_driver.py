@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from lockstep.config import LogicalDevice
+from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.replicas.cuda_driver import CudaDriver
 from lockstep.replicas.device_graph import DeviceGraph
 from lockstep.replicas.device_memory import PoolUse
@@ -75,6 +75,9 @@ class DeviceDriver(Protocol):
     def whole(self, device: torch.device) -> PoolUse:
         """What all of this process has on the GPU."""
 
+    def product(self, device: torch.device) -> str:
+        """What the GPU is called by who makes it."""
+
     def free_and_total(self, device: torch.device) -> tuple[int, int]:
         """Bytes that no process has taken, and all bytes of the GPU."""
 
@@ -102,6 +105,9 @@ class DeviceDriver(Protocol):
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A copy in pinned host memory, and the event at which it is complete; the host does not wait."""
 
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in pinned host memory: the tensor itself, if it is there already."""
+
     def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: Any) -> torch.Tensor:
         """A copy on the device, queued on ``stream``, for the share's own stream to use behind an event of it."""
 
@@ -127,9 +133,12 @@ class Mark:
 
 def driver_of(device: LogicalDevice) -> DeviceDriver | None:
     """The driver of a logical device; None on a CPU."""
-    if device.kind == "CPU":
-        return None
-    return device.physical.driver or _cuda()
+    return gpu_driver(device.physical)
+
+
+def gpu_driver(physical: PhysicalDevice) -> DeviceDriver | None:
+    """The driver of a physical device; None for a CPU."""
+    return None if physical.kind == "CPU" else physical.driver or _cuda()
 
 
 @cache

@@ -45,6 +45,13 @@ class DeviceMemory:
     reserved: int
     peak: int
 
+    def sizes_mb(self) -> dict[str, float]:
+        """The sizes in MB (2**20 bytes), by name; without the limit where there is none."""
+        sizes = {"in_use": self.in_use, "reserved": self.reserved, "peak": self.peak}
+        return {name: size / MB for name, size in sizes.items()} | (
+            {} if self.limit is None else {"limit": self.limit / MB}
+        )
+
 
 class ShareAccount:
     """What one logical device's pool has had.
@@ -116,21 +123,20 @@ class ShareAccount:
         return f"not even one example fits beside the {static}; use a larger share"
 
 
-def out_of_memory(account: ShareAccount, pool: PoolUse, gpu: str, *, free: int, total: int, rows: int | None) -> str:
-    """What is said when the GPU itself has no more, inside a share.
+def out_of_memory(account: ShareAccount, pool: PoolUse, *, free: int, total: int, rows: int | None) -> str:
+    """What is said when the GPU itself has no more.
 
     Args:
-        account: the share's.
-        pool: what it has now.
-        gpu: the physical device's name.
+        account: the logical device's that asked for it.
+        pool: what its pool has now.
         free: bytes of the GPU that nobody has taken.
         total: its bytes.
         rows: examples in the replica's shard; None if unknown.
     """
     limit = "" if account.limit is None else f" of a memory_limit of {account.limit // MB} MB"
-    batch = "" if not rows else f" than the {rows} examples a replica of this one"
+    batch = f" than the {rows} examples of this one" if rows else ""
     return (
-        f"{gpu} has no more memory for {account.name}: its tensors took {pool.in_use / MB:.0f} MB{limit} when they "
-        f"needed more, and of the {total / MB:.0f} MB of {gpu} {free / MB:.0f} MB are free; use a smaller batch{batch}"
-        f", smaller shares, or end other programs on {gpu}"
+        f"{account.name} got no more memory from its GPU: its tensors took {pool.in_use / MB:.0f} MB{limit}, and of "
+        f"the GPU's {total / MB:.0f} MB {free / MB:.0f} MB are free; use a smaller per-replica batch{batch}, or end "
+        "other programs on the GPU"
     )

@@ -96,9 +96,8 @@ class GpuReplica:
 
     def out_of_memory(self, rows: int | None) -> DeviceMemoryError:
         """What to raise where the GPU itself has no more: the share's name and numbers."""
-        gpu = self.device.physical
-        free, total = self.driver.free_and_total(gpu.torch_device)
-        return DeviceMemoryError(out_of_memory(self.account, self.look(), gpu.name, free=free, total=total, rows=rows))
+        free, total = self.driver.free_and_total(self.device.torch_device)
+        return DeviceMemoryError(out_of_memory(self.account, self.look(), free=free, total=total, rows=rows))
 
 
 class GpuTurn:
@@ -235,6 +234,12 @@ class RunStreams:
     @staticmethod
     def _marks(streams: Sequence[tuple[DeviceDriver, torch.device, Any]]) -> list[Mark]:
         return [Mark(driver, gpu, driver.record(stream)) for driver, gpu, stream in streams]
+
+
+def memory_of(device: LogicalDevice) -> DeviceMemory | None:
+    """What this process has of a logical device's memory, whatever strategy took it; None for a CPU."""
+    driver = driver_of(device)
+    return None if driver is None else GpuReplica(device, driver, seed=0).memory()
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from lockstep.collectives.turns import Turns
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.device_driver import driver_of
+from lockstep.replicas.device_memory import DeviceMemory
 from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.scope import current_strategy
@@ -38,6 +40,17 @@ class DefaultStrategy(Strategy):
     def trial(self) -> AbstractContextManager[None]:
         """There is nothing of its own to keep: the random numbers are torch's."""
         return nullcontext()
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """What this process has of its GPU: a plain torch program keeps no accounts."""
+        device = self.devices[0]
+        driver = driver_of(device)
+        if driver is None:
+            return ()
+        has = driver.whole(device.torch_device)
+        return (
+            DeviceMemory(name=device.name, limit=None, in_use=has.in_use, reserved=has.reserved, peak=has.reserved),
+        )
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
+from lockstep.replicas.device_memory import DeviceMemory
 from lockstep.replicas.generators import ReplicaGenerators
 
 
@@ -41,7 +42,15 @@ class Executor(ABC):
 
     @abstractmethod
     def trial(self) -> AbstractContextManager[None]:
-        """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""
+        """Opens a block whose runs leave the replicas' random numbers, and the peaks of their memory, as they were."""
+
+    @abstractmethod
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """What the local replicas' GPUs, or shares of them, have of memory now, and the most they had, in bytes.
+
+        In replica order; those on a CPU have no memory of their own and are left out. It looks at every block of
+        torch's allocator, which takes a millisecond or more. Outside replicas only.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -13,6 +13,7 @@ from lockstep.config import LogicalDevice
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.optimizer import MakeExchange
+from lockstep.replicas.device_memory import DeviceMemory
 from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.observer import current_observer
 from lockstep.replicas.runner import ReplicaRunner
@@ -63,8 +64,13 @@ class ThreadedStrategy(Strategy):
         return self._runner.generators
 
     def trial(self) -> AbstractContextManager[None]:
-        """Opens a block whose runs leave the replicas' random numbers, and their accounts of memory, as they were."""
+        """Opens a block whose runs leave the replicas' random numbers, and the peaks of their memory, as they were."""
         return self._runner.trial()
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """What the local replicas' GPUs, or shares of them, have of memory now, and the most they had, in bytes."""
+        self._outside("device_memory")
+        return self._runner.device_memory()
 
     def close(self) -> None:
         """Ends the replica threads and, among several workers, leaves the job; the others may go on alone.

@@ -17,7 +17,9 @@ class TensorBoard(Callback):
     """Writes scalars for TensorBoard, in the folders and with the names that Keras uses.
 
     ``log_dir/train`` and ``log_dir/validation`` hold ``epoch_loss`` and one ``epoch_<metric>`` each; ``train`` also
-    ``epoch_learning_rate`` and ``epoch_examples_per_s``; with another ``update_freq``, ``batch_loss`` and so on.
+    ``epoch_learning_rate`` and ``epoch_examples_per_s``; with another ``update_freq``, ``batch_loss`` and so on. Of the
+    chief's GPUs and their shares, ``train`` has each epoch's ``memory_mb/gpu_0/in_use`` (of tensors), ``reserved``,
+    ``peak`` (of ``reserved``) and, where there is one, ``limit``.
 
     Args:
         log_dir: the folder; look at it with ``tensorboard --logdir``.
@@ -69,6 +71,10 @@ class TensorBoard(Callback):
         train = self._writer("train")
         train.add_scalar("epoch_learning_rate", self.model.learning_rate, epoch)
         train.add_scalar("epoch_examples_per_s", self.model.clock.examples_per_s, epoch)
+        for memory in self.model.strategy.device_memory():
+            of = f"memory_mb/{memory.name.replace(':', '_')}"  # TensorBoard takes no colon
+            for what, size in memory.sizes_mb().items():
+                train.add_scalar(f"{of}/{what}", size, epoch)
         for writer in self._writers.values():
             writer.flush()
 
