@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 
 from lockstep.bench.gpu.ahead import on_device, pinned
 from lockstep.bench.gpu.contenders.ours import share_mb, train_ours
@@ -19,7 +20,7 @@ from lockstep.bench.gpu.contenders.peers import PACKAGES, missing
 from lockstep.bench.gpu.contenders.plain import train_ddp, train_plain
 from lockstep.bench.gpu.roster import entrants
 from lockstep.bench.gpu.setting import Pace, Setting, begin_process
-from lockstep.bench.gpu.work import TINY, gpu_workloads
+from lockstep.bench.gpu.work import TINY, gpu_workloads, precision_of
 from lockstep.bench.harness import run_trial
 from lockstep.bench.laps import LapRecord, Laps
 from lockstep.bench.spawned import Seat, SpawnedBody
@@ -95,6 +96,23 @@ def test_the_undivided_device_trains_pictures_in_bf16(fresh_devices: object):
 
     assert record.trained == eager.trained == 2_226_434
     assert record.loss == pytest.approx(eager.loss, rel=0.2)  # the classifier drops other features
+
+
+@pytest.mark.parametrize(("name", "shares"), [("lockstep-1", None), ("lockstep-4", (2048,) * 4)])
+@pytest.mark.parametrize("workload", ["mlm-fp32", "mobilenetv2-bf16"])
+def test_on_a_gpu_s_stand_in_the_steps_are_recorded_whole_and_nothing_waits(
+    workload: str, name: str, shares: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+):
+    """So a wait, or a step that cannot be recorded, would be the engine's on a real GPU, and not this program's."""
+    with stand_in_gpus(shares) as (devices, driver):
+        monkeypatch.setattr("lockstep.bench.gpu.contenders.ours.logical_devices", lambda *_: devices)
+        record = trained(trial(name, workload), train_ours, precision_of(WORK[workload]))
+
+    assert driver.waits == 0
+    assert [graph.replays for graph in driver.graphs] == [PACE.steps - 3]
+    assert record.notes == ()
+    if workload == "mlm-fp32":
+        assert record.loss == pytest.approx(by_hand(), rel=1e-5)
 
 
 def test_what_the_package_logs_is_a_note(fresh_devices: object, monkeypatch: pytest.MonkeyPatch):

@@ -72,7 +72,7 @@ def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:
     began = time.monotonic()
     with TemporaryDirectory(prefix="lockstep-gpu-tests-") as scratch:
         report = Path(scratch) / "report.xml"
-        code = _run(command(folder, files, report), limit_s)
+        code = _run(command(folder, files, report), folder.parent, limit_s)
         seconds = time.monotonic() - began
         if code is None:
             return SuiteOutcome(trouble=f"ended after {limit_s:.0f} s, before they were done", seconds=seconds)
@@ -103,9 +103,9 @@ def outcome_of(report: str, seconds: float) -> SuiteOutcome:
     return SuiteOutcome(passed=passed, skipped=skipped, failed=tuple(dict.fromkeys(failed)), seconds=seconds)
 
 
-def _run(words: Sequence[str], limit_s: float) -> int | None:
+def _run(words: Sequence[str], beside: Path, limit_s: float) -> int | None:
     """The exit code; None where the time ran out and the process group was killed."""
-    process = subprocess.Popen(words, start_new_session=True)
+    process = subprocess.Popen(words, cwd=beside, start_new_session=True)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
