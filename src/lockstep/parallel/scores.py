@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.errors import UsageError
@@ -294,19 +295,29 @@ def _cross_entropy(
     )  # fmt: skip
 
 
+def _hooked(func: Any, scores: Scores, hook: Any) -> Any:
+    """Full sharding's own hook only hears that a backward pass has come to the scores: it hears that of the part too.
+
+    Gathered for it, the scores of 4 lines of 128 tokens and their loss took 128 MB in place of 48 (16,384 words).
+    """
+    return func(scores.part, hook) if isinstance(getattr(hook, "__self__", None), FSDPState) else NotImplemented
+
+
 _ABOUT_THE_SHAPE = frozenset(
     [
         *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
         *(Tensor.layout.__get__, Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__),  # type: ignore[attr-defined]
+        Tensor._base.__get__,  # type: ignore[attr-defined]
         *(Tensor.size, Tensor.dim, Tensor.numel, torch.numel, Tensor.__len__),
         *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     ]
 )
-_LEAVES_NO_TRACE = frozenset([Tensor.argmax, torch.argmax, Tensor.detach, torch.detach])
+_LEAVES_NO_TRACE = frozenset([Tensor.argmax, torch.argmax, Tensor.detach, torch.detach, Tensor.register_hook])
 """What autograd does not see."""
 _ON_PARTS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     Tensor.__getitem__: _indexed,
+    Tensor.register_hook: _hooked,
     **dict.fromkeys([Tensor.argmax, torch.argmax], _argmax),
     **dict.fromkeys([Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to], _cast),
     **dict.fromkeys([Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.contiguous], _cast),
