@@ -24,11 +24,10 @@ from lockstep.replicas.device_driver import Mark, driver_of
 
 
 class _Sent(NamedTuple):
-    """A batch on its way: where its copies are complete, the copies, and what they are copied from."""
+    """A batch on its way: the copies, and where all of them are complete."""
 
     marks: list[Mark]
     copies: list[torch.Tensor]
-    sources: list[torch.Tensor]
 
 
 class Transfer:
@@ -49,17 +48,18 @@ class Transfer:
         }
         # By the batch, which is alive until it has been received.
         self._sent: dict[int, _Sent] = {}
-        self._under_way: deque[_Sent] = deque()
+        self._read_from: deque[tuple[list[Mark], list[torch.Tensor]]] = deque()
 
     def __call__(self, batch: Any) -> Any:
         """The batch with every tensor on its replica's device; other values as they are."""
-        sent = _Sent([], [], [])
-        moved = map_leaves(partial(self._move_leaf, sent), batch)
-        if sent.copies:
+        sent = _Sent([], [])
+        sources: list[torch.Tensor] = []
+        moved = map_leaves(partial(self._move_leaf, sent.copies, sources), batch)
+        if sources:
             for driver, device, stream in self._copying.values():
                 sent.marks.append(Mark(driver, device, driver.record(stream)))
             self._sent[id(moved)] = sent
-            self._keep(sent)
+            self._keep(sources, sent.marks)
         return moved
 
     def received(self, batches: ClosableIterator[Any]) -> ClosableIterator[Any]:
@@ -78,27 +78,26 @@ class Transfer:
                 if copy.device == mark.device:
                     mark.driver.use_on(copy, here)
 
-    def _move_leaf(self, sent: _Sent, _: str, leaf: PerReplica[Any]) -> PerReplica[Any]:
-        return PerReplica([self._move(sent, value, device) for value, device in zip(leaf, self._devices, strict=True)])
+    def _move_leaf(
+        self, copies: list[torch.Tensor], sources: list[torch.Tensor], _: str, leaf: PerReplica[Any]
+    ) -> PerReplica[Any]:
+        moved = []
+        for value, device in zip(leaf, self._devices, strict=True):
+            goes = isinstance(value, torch.Tensor)
+            if goes and device.physical in self._copying and value.device.type == "cpu":
+                driver, _device, stream = self._copying[device.physical]
+                sources.append(driver.pinned(value))
+                copies.append(driver.to_device(sources[-1], device, stream))
+                moved.append(copies[-1])
+            else:
+                moved.append(value.to(device.torch_device) if goes else value)
+        return PerReplica(moved)
 
-    def _move(self, sent: _Sent, value: Any, device: LogicalDevice) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if device.physical not in self._copying or value.device.type != "cpu":
-            return value.to(device.torch_device)
-        driver, _, stream = self._copying[device.physical]
-        source = driver.pinned(value)
-        sent.sources.append(source)
-        sent.copies.append(driver.to_device(source, device, stream))
-        return sent.copies[-1]
-
-    def _keep(self, sent: _Sent) -> None:
-        """Keeps what is being copied until it has been: the memory may be somebody's who would write to it."""
-        self._under_way.append(_Sent(sent.marks, [], sent.sources))
-        while all(mark.driver.query(mark.event) for mark in self._under_way[0].marks):
-            self._under_way.popleft()
-            if not self._under_way:
-                return
+    def _keep(self, sources: list[torch.Tensor], marks: list[Mark]) -> None:
+        """Keeps what is being copied until it has been: else somebody might be given the memory, and write to it."""
+        self._read_from.append((marks, sources))
+        while self._read_from and all(mark.driver.query(mark.event) for mark in self._read_from[0][0]):
+            self._read_from.popleft()
 
 
 class _Received:
