@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lockstep.bench.gpu import floors
 from lockstep.bench.gpu.floors import DeviceFacts, look_at_device
+from lockstep.bench.gpu.setting import DeviceType
 from lockstep.bench.gpu.traffic import StepCost, count_flops, count_traffic
 from lockstep.bench.gpu.work import FULL, TINY, gpu_workloads
+from lockstep.bench.trial import Workload
 
 
 def test_bert_tiny_s_flops_are_those_of_the_formula():
@@ -67,13 +70,24 @@ def test_a_floor_is_work_over_rate():
     )
     floor = facts.floor("mlm-bf16", "bf16")
 
+    assert floor is not None
+    assert facts.floor("mlm-fp32", "fp32") is None  # whose cost is not known
     assert (floor.compute_ms, floor.traffic_ms, floor.ms) == (5.0, 8.0, 8.0)
 
 
-def test_the_device_is_looked_at():
+def test_a_step_that_does_not_fit_is_named_and_the_others_are_counted(monkeypatch: pytest.MonkeyPatch):
+    usual = floors._traffic
+
+    def full_for_pictures(workload: Workload, device: DeviceType) -> int:
+        if workload.name == "mobilenetv2-fp32":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return usual(workload, device)
+
+    monkeypatch.setattr(floors, "_traffic", full_for_pictures)
     facts = look_at_device("cpu", TINY)
 
-    assert set(facts.costs) == set(gpu_workloads(TINY))
+    assert facts.trouble == "the eager step does not fit the device: mobilenetv2-fp32"
+    assert set(facts.costs) == set(gpu_workloads(TINY)) - {"mobilenetv2-fp32"}
     assert min(*facts.matmul_flops.values(), facts.copy_bytes_s) > 0
     for cost in facts.costs.values():
         assert min(cost.flops, cost.traffic_bytes) > 0

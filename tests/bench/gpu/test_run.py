@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from lockstep.bench.__main__ import main
+from lockstep.bench.gpu.apart import apart
+from lockstep.bench.gpu.floors import DeviceFacts
 from lockstep.bench.gpu.presence import NOTHING_TO_RUN, reason_not_to_run
+from lockstep.bench.gpu.run import _facts
 from lockstep.bench.gpu.suite import MARK, SuiteOutcome, command, files_with_gpu_tests, outcome_of, run_suite
+from lockstep.errors import ReplicaError
 
 TESTS = Path(__file__).parents[2]
 ROOT = TESTS.parent
@@ -67,6 +71,19 @@ def test_bad_words_are_one_line(words: list[str], message: str, tmp_path: Path, 
     (line,) = caplog.messages
     assert line.startswith(f"error: {message}")
     assert list(tmp_path.iterdir()) == []
+
+
+def broken() -> DeviceFacts:
+    raise ValueError("the device fell off\nand more")
+
+
+@pytest.mark.workers
+def test_a_device_whose_rates_cannot_be_measured_has_a_name_and_a_reason():
+    facts = _facts("cpu", broken)
+
+    assert (facts.name != "", facts.trouble) == (True, "ValueError: the device fell off")
+    with pytest.raises(ReplicaError, match="no answer within 0 s"):
+        apart(broken, limit_s=0.0)
 
 
 @pytest.mark.slow

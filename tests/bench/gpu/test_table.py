@@ -134,7 +134,7 @@ def test_the_table_shows_everything(make: Any):
 
     assert text.startswith("# GPU benchmark, 2026-01-31: A made-up GPU, of a test\n")
     assert "compute capability 9.0; 500 MB were taken before the run" in text
-    assert "matrix products bf16 600.0 TFLOP/s, fp32 300.0 TFLOP/s; copies 3000 GB/s" in text
+    assert "its rates: matrix products bf16 600.0 TFLOP/s, fp32 300.0 TFLOP/s; copies 3000 GB/s" in text
     assert "tests that need a GPU: 20 passed, 1 failed, 1 skipped in 61 s" in text
     assert "**Tests that failed**:\n\n- tests.a::test_b" in text
     assert "600.0 GFLOP at 600.0 TFLOP/s are 1.00 ms; the eager step's 12.00 GB at 3000 GB/s are 4.00 ms." in text
@@ -147,6 +147,17 @@ def test_the_table_shows_everything(make: Any):
     assert "| accelerate | not run |" in text
     assert "- accelerate: not run: accelerate is not installed" in text
     assert "budget 600 s; spent 432" in text
+
+
+def test_rates_that_are_missing_are_said_and_the_rest_goes_on(make: Any):
+    facts = replace(FACTS, matmul_flops={}, costs={}, trouble="no answer within 90 s")
+    without = replace(result(make, MADE_UP), floor=facts.floor("mlm-bf16", "bf16"))
+    text = render_gpu(conditions(make, facts=facts), [without])
+
+    assert without.floor is None
+    assert "- its rates: not measured; no answer within 90 s" in text
+    assert "The floor of a step" not in text
+    assert "| lockstep-1 | 6.10 |" in text
 
 
 def test_a_table_of_a_cpu_says_that_it_has_no_figure_of_a_gpu(make: Any):

@@ -37,7 +37,8 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
     except EOFError:
         raise ReplicaError("the process that looks at the device ended without an answer") from None
     finally:
-        lifeline.cut()
+        lifeline.cut()  # with whatever it has started
+        process.kill()  # one that had not come to hang on it yet
         process.join()
         process.close()
         near.close()

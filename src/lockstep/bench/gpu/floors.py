@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,7 +38,8 @@ class DeviceFacts:
         capability: such as "9.0"; empty for a CPU.
         matmul_flops: FLOPs a second of large matrix products, by precision; fp32 with TF32 allowed.
         copy_bytes_s: bytes read and written a second by a large copy within the device.
-        costs: of a step, by workload.
+        costs: of a step, by workload; without those whose eager step does not fit the device.
+        trouble: why rates or costs are missing; empty where none is.
     """
 
     name: str
@@ -48,12 +49,15 @@ class DeviceFacts:
     matmul_flops: Mapping[GpuPrecision, float]
     copy_bytes_s: float
     costs: Mapping[str, StepCost]
+    trouble: str = ""
 
-    def floor(self, workload: str, precision: GpuPrecision) -> Floor:
-        """The floor of a workload's step."""
-        cost = self.costs[workload]
+    def floor(self, workload: str, precision: GpuPrecision) -> Floor | None:
+        """The floor of a workload's step; None where something that it needs is missing."""
+        cost, rate = self.costs.get(workload), self.matmul_flops.get(precision)
+        if cost is None or rate is None:
+            return None
         return Floor(
-            compute_ms=1000 * cost.flops / self.matmul_flops[precision],
+            compute_ms=1000 * cost.flops / rate,
             traffic_ms=1000 * cost.traffic_bytes / self.copy_bytes_s,
         )
 
@@ -80,28 +84,52 @@ def look_at_device(device: DeviceType, sizes: Sizes) -> DeviceFacts:
     """Measures the rates and counts each workload's step. Takes memory there: call it in a process of its own."""
     setting = Setting(device=device, precision="fp32", pace=Pace(warm_up=1, lap_steps=1, laps=1))
     where = begin_process(setting)
-    name, memory_mb, used_mb, capability = _identity(where)
-    return DeviceFacts(
-        name=name,
-        memory_mb=memory_mb,
-        used_mb=used_mb,
-        capability=capability,
+    found = named_device(device)
+    costs, trouble = _costs(device, sizes)
+    return replace(
+        found,
         matmul_flops={precision: _matmul_flops(where, device, precision) for precision in PRECISIONS},
         copy_bytes_s=_copy_bytes_s(where, device),
-        costs={name: _cost(workload, device) for name, workload in gpu_workloads(sizes).items()},
+        costs=costs,
+        trouble=trouble,
     )
 
 
-def _identity(where: torch.device) -> tuple[str, float, float, str]:
-    if where.type != "cuda":
-        return platform.machine() or "cpu", 0.0, 0.0, ""
-    free, total = torch.cuda.mem_get_info(where)
-    major, minor = torch.cuda.get_device_capability(where)
-    return torch.cuda.get_device_name(where), total / _MB, (total - free) / _MB, f"{major}.{minor}"
+def named_device(device: DeviceType, trouble: str = "") -> DeviceFacts:
+    """What the device is called and has, without any rate.
+
+    Args:
+        device: which kind.
+        trouble: why there are no rates.
+    """
+    if device == "cpu":
+        name, total, free, capability = platform.machine() or "cpu", 0, 0, ""
+    else:
+        where = torch.device("cuda", 0)
+        free, total = torch.cuda.mem_get_info(where)
+        name, capability = torch.cuda.get_device_name(where), "{}.{}".format(*torch.cuda.get_device_capability(where))
+    return DeviceFacts(
+        name=name,
+        memory_mb=total / _MB,
+        used_mb=(total - free) / _MB,
+        capability=capability,
+        matmul_flops={},
+        copy_bytes_s=0.0,
+        costs={},
+        trouble=trouble,
+    )
 
 
-def _cost(workload: Workload, device: DeviceType) -> StepCost:
-    return StepCost(flops=count_flops(workload), traffic_bytes=_traffic(workload, device))
+def _costs(device: DeviceType, sizes: Sizes) -> tuple[dict[str, StepCost], str]:
+    """The steps that fit the device, and a line about those that do not."""
+    costs: dict[str, StepCost] = {}
+    too_large = []
+    for name, workload in gpu_workloads(sizes).items():
+        try:
+            costs[name] = StepCost(flops=count_flops(workload), traffic_bytes=_traffic(workload, device))
+        except torch.OutOfMemoryError:
+            too_large.append(name)
+    return costs, f"the eager step does not fit the device: {', '.join(too_large)}" if too_large else ""
 
 
 def _traffic(workload: Workload, device: DeviceType) -> int:

@@ -35,6 +35,8 @@ _LEGEND = """\
 - tensors' peak: the most that tensors took at once, by torch's allocator, added up over the processes. on the GPU: what
   the driver says that all processes have inside the last step, contexts and libraries included, less what was taken
   before the run.
+- said: what the package logged, such as why whole steps were not recorded as a CUDA graph; a row of ours on a GPU that
+  said nothing of graphs has recorded them.
 - loss: the mean over all steps. Dropout masks, and batch statistics of each replica or process, differ.
 - FLOPs are counted by torch.utils.flop_counter on the meta device: matrix products and convolutions, forward and
   backward, attention as its plain products. The rates are those of products of 8192 x 8192 matrices and of copies of
@@ -88,10 +90,9 @@ def _head(conditions: GpuConditions) -> str:
     where = f"{machine.processor}, {machine.cores} cores, {machine.memory_gb:.0f} GB, {machine.system}"
     capability = f", compute capability {facts.capability}" if facts.capability else ""
     trial = f"{pace.warm_up} steps of warm-up, then {pace.laps} laps of {pace.lap_steps} steps"
-    rates = ", ".join(f"{precision} {rate / 1e12:.1f} TFLOP/s" for precision, rate in facts.matmul_flops.items())
     lines = (
         f"device: {facts.name}, {facts.memory_mb:.0f} MB{capability}; {facts.used_mb:.0f} MB were taken before the run",
-        f"its rates, measured: matrix products {rates}; copies {facts.copy_bytes_s / 1e9:.0f} GB/s read and written",
+        f"its rates: {_rates(facts)}",
         f"machine: {where}; load average before the run {machine.load:.2f}",
         f"versions: Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}",
         f"commit: {machine.commit}",
@@ -101,6 +102,12 @@ def _head(conditions: GpuConditions) -> str:
         f"the contenders in turn, each in fresh processes; in each trial {trial}",
     )
     return "\n".join([title, "", *(f"- {line}" for line in lines)])
+
+
+def _rates(facts: DeviceFacts) -> str:
+    rates = ", ".join(f"{precision} {rate / 1e12:.1f} TFLOP/s" for precision, rate in facts.matmul_flops.items())
+    measured = f"matrix products {rates}; copies {facts.copy_bytes_s / 1e9:.0f} GB/s read and written"
+    return "; ".join([*([measured] if rates else ["not measured"]), *([facts.trouble] if facts.trouble else [])])
 
 
 def _failures(suite: SuiteOutcome | None) -> str:

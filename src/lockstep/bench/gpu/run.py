@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from statistics import median
 from lockstep.bench.gpu.apart import apart
 from lockstep.bench.gpu.budget import FLOORS_LIMIT_S, Budget
 from lockstep.bench.gpu.figures import GpuResult, result_of
-from lockstep.bench.gpu.floors import DeviceFacts, look_at_device
+from lockstep.bench.gpu.floors import DeviceFacts, look_at_device, named_device
 from lockstep.bench.gpu.markdown import GpuConditions, render_gpu
 from lockstep.bench.gpu.presence import NOTHING_TO_RUN, reason_not_to_run
 from lockstep.bench.gpu.roster import Entrant, entrants
@@ -30,7 +30,7 @@ from lockstep.bench.harness import Absence, Sample
 from lockstep.bench.machine import Machine, this_machine
 from lockstep.bench.trial import Workload
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ReplicaError
 
 _log = logging.getLogger("lockstep.bench")
 
@@ -87,7 +87,7 @@ def run_gpu(settings: GpuSettings) -> int:
     machine = this_machine()
     suite = None if settings.tests is None else run_suite(settings.tests, limit_s=settings.budget.tests_s)
     sizes = FULL if settings.device == "cuda" else TINY
-    facts = apart(partial(look_at_device, settings.device, sizes), limit_s=FLOORS_LIMIT_S)
+    facts = _facts(settings.device, partial(look_at_device, settings.device, sizes))
     rounds = run_budgeted(
         planned,
         pace=settings.pace,
@@ -104,6 +104,14 @@ def run_gpu(settings: GpuSettings) -> int:
     path = write_gpu_report(settings.output, conditions, results, samples)
     _log.info("written to %s", path)
     return 0 if suite is None or suite.ok else 1
+
+
+def _facts(device: DeviceType, look: Callable[[], DeviceFacts]) -> DeviceFacts:
+    """The device's rates; where they cannot be measured its name alone, and why: the trials may run all the same."""
+    try:
+        return apart(look, limit_s=FLOORS_LIMIT_S)
+    except ReplicaError as error:
+        return named_device(device, trouble=str(error))
 
 
 def enter(settings: GpuSettings) -> Entered:
