@@ -92,7 +92,10 @@ class StandInGraph:
         if _waits(func, args, kwargs):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("dropout_p", 1.0) > 0
+        named = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
+        draws = torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p") != 0.0
+        if "dropout_p" in [each.name for each in func._schema.arguments] and "dropout_p" not in named:
+            draws = False
         drawn = given[0] if given else self._lent() if draws else None
         if (given or draws) and not any(drawn is generator for generator in self._generators):
             raise RuntimeError(f"{func} draws from a generator that is not registered with the graph")

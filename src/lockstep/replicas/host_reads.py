@@ -153,6 +153,8 @@ def _name(func: Any) -> str:
 
 def _line() -> str:
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_BETWEEN) or frame.f_code.co_name == "__torch_dispatch__"  # other modes
+    ):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

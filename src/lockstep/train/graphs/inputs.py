@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.train.graphs.unfit import Unfit
+from lockstep.replicas.device_driver import DeviceDriver
+from lockstep.train.graphs.unfit import UnfitError
 
 
 def signature(batch: Any) -> Hashable:
@@ -23,7 +24,7 @@ def signature(batch: Any) -> Hashable:
         batch: nested tuples, lists and mappings of ``PerReplica`` and plain values.
 
     Raises:
-        Unfit: it holds something that cannot be compared.
+        UnfitError: it holds something that cannot be compared.
     """
     if isinstance(batch, torch.Tensor):
         return (batch.shape, batch.stride(), batch.dtype, batch.device)
@@ -34,7 +35,7 @@ def signature(batch: Any) -> Hashable:
     try:
         hash(batch)
     except TypeError:
-        raise Unfit(
+        raise UnfitError(
             f"the batches hold a {type(batch).__name__}, which cannot be compared with the next one; give tensors, "
             "numbers or text"
         ) from None
@@ -46,16 +47,24 @@ class StaticInputs:
 
     Args:
         batch: the first of them.
+        driver: of the device that it is on.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, driver: DeviceDriver) -> None:
+        self._driver = driver
         self.batch = tree_map(_fixed, batch)
         self._tensors = tensors(self.batch)
 
     def take(self, batch: Any) -> None:
         """Copies ``batch``, of the same signature, to the fixed addresses, on the current stream."""
-        if self._tensors:
-            torch._foreach_copy_(self._tensors, tensors(batch), non_blocking=True)
+        given = tensors(batch)
+        if not given:
+            return
+        torch._foreach_copy_(self._tensors, given, non_blocking=True)
+        # The batch may be dropped before the copy is made, and its memory is another stream's to use again.
+        stream = self._driver.current_stream(given[0].device)
+        for tensor in given:
+            self._driver.use_on(tensor, stream)
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def own_copies(outputs: Any) -> Any:
-    """The same structure with a copy of each tensor, made on the current stream; what was one tensor stays one."""
+    """The same structure with a copy of each tensor, made on the current stream; what was one tensor stays one.
+
+    Args:
+        outputs: nested dataclasses and whatever else torch knows as structure, such as transformers' outputs.
+    """
     copies: dict[int, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -20,16 +26,13 @@ def own_copies(outputs: Any) -> Any:
             copies[id(tensor)] = tensor.detach().clone()
         return copies[id(tensor)]
 
-    return _mapped(copied, outputs)
+    return tree_map(partial(_of_leaf, copied), outputs)
 
 
-def _mapped(change: Change, node: Any) -> Any:
-    if isinstance(node, torch.Tensor):
-        return change(node)
-    if is_dataclass(node) and not isinstance(node, type):
-        return replace(node, **{each.name: _mapped(change, getattr(node, each.name)) for each in fields(node)})
-    if isinstance(node, Mapping):
-        return {key: _mapped(change, value) for key, value in node.items()}
-    if isinstance(node, (tuple, list)):
-        return type(node)(_mapped(change, value) for value in node)
-    return node
+def _of_leaf(change: Change, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(leaf)
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        values = {each.name: getattr(leaf, each.name) for each in fields(leaf)}
+        return replace(leaf, **tree_map(partial(_of_leaf, change), values))
+    return leaf

@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.replicas.device_driver import DeviceDriver, driver_of
 from lockstep.strategies.base import Strategy
-from lockstep.train.graphs.unfit import Unfit
+from lockstep.train.graphs.unfit import UnfitError
 from lockstep.train.job import Job
 
 
@@ -14,16 +14,16 @@ def driver_for(strategy: Strategy) -> DeviceDriver | None:
     """The driver of the one device that all replicas are on; None where there is no device that records.
 
     Raises:
-        Unfit: there is one, but not one for all.
+        UnfitError: there is one, but not one for all.
     """
     devices = strategy.devices
     driver = driver_of(devices[0])
     if driver is None:
         return None
     if not strategy.workers.alone:
-        raise Unfit("several workers exchange gradients, and a recorded step cannot wait for another process")
+        raise UnfitError("several workers exchange gradients, and a recorded step cannot wait for another process")
     if len({device.physical.name for device in devices}) > 1:
-        raise Unfit("the replicas are on several GPUs, and only those of one GPU are recorded together")
+        raise UnfitError("the replicas are on several GPUs, and only those of one GPU are recorded together")
     return driver
 
 
@@ -31,12 +31,14 @@ def refuse(job: Job) -> None:
     """Finds what cannot be recorded in a job.
 
     Raises:
-        Unfit: there is something.
+        UnfitError: there is something.
     """
     if job.config.precision == "fp16":
-        raise Unfit('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
+        raise UnfitError('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
     if job.module.pipeline is not None or job.module.shares_weights:
-        raise Unfit("the model is divided among workers")
+        raise UnfitError("the model is divided among workers")
     for part in job.module.module.modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            raise Unfit(f"a {type(part).__name__} with sparse=True has gradients of changing size; use sparse=False")
+            raise UnfitError(
+                f"a {type(part).__name__} with sparse=True has gradients of changing size; use sparse=False"
+            )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW
 
 from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.train.graphs.unfit import Unfit
+from lockstep.train.graphs.unfit import UnfitError
 
 FREE = ("lr",)
 """The hyperparameters that may change between replays."""
@@ -27,14 +28,14 @@ class DeviceRates:
         device: where its parameters are.
 
     Raises:
-        Unfit: an optimizer whose kernels take the rate as a number, or count steps on the host.
+        UnfitError: an optimizer whose kernels take the rate as a number, or count steps on the host.
     """
 
     def __init__(self, optimizer: MirroredOptimizer, device: torch.device) -> None:
         if optimizer.not_fused is not None:
-            raise Unfit(f"the update is not made by fused kernels: {optimizer.not_fused}")
+            raise UnfitError(f"the update is not made by fused kernels: {optimizer.not_fused}")
         if type(optimizer.plain) not in (SGD, Adam, AdamW):
-            raise Unfit(
+            raise UnfitError(
                 f"{type(optimizer.plain).__name__} takes its learning rate as a number; Adam, AdamW and SGD do not"
             )
         self._optimizer = optimizer
@@ -45,11 +46,13 @@ class DeviceRates:
         """Writes the present rates to the device, on the current stream, where they are others than before.
 
         Raises:
-            Unfit: the optimizer has got another group, or a rate that is a tensor.
+            UnfitError: the optimizer has got another group, or a rate that is a tensor.
         """
         groups = self._optimizer.param_groups
         if len(groups) != len(self._tensors) or any(isinstance(group["lr"], torch.Tensor) for group in groups):
-            raise Unfit("the optimizer's groups hold learning rates that are tensors, or there are more than before")
+            raise UnfitError(
+                "the optimizer's groups hold learning rates that are tensors, or there are more than before"
+            )
         for index, (group, tensor) in enumerate(zip(groups, self._tensors, strict=True)):
             if group["lr"] != self._taken[index]:
                 self._taken[index] = group["lr"]
@@ -59,7 +62,8 @@ class DeviceRates:
     def instead(self) -> Iterator[None]:
         """Inside the block the groups hold the tensors, and say that their kernels can be recorded."""
         groups = self._optimizer.param_groups
-        before = [{name: group[name] for name in ("lr", "capturable") if name in group} for group in groups]
+        names = ("lr", "capturable")
+        before: list[dict[str, Any]] = [{name: group[name] for name in names if name in group} for group in groups]
         try:
             for group, tensor in zip(groups, self._tensors, strict=True):
                 group["lr"] = tensor

@@ -1,8 +1,8 @@
 """One recorded step: all that belongs to it, and its replay.
 
-    batch -> fixed addresses --.
-    rates -> tensors -----------+-- replay --> outputs, gradients, sums --> copies for the caller
-    gradients, sums of a cycle -'
+batch -> fixed addresses --.
+rates -> tensors -----------+-- replay --> outputs, gradients, sums --> copies for the caller
+gradients, sums of a cycle -'
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lockstep.train.graphs.inputs import StaticInputs
 from lockstep.train.graphs.rates import FREE, DeviceRates
 from lockstep.train.graphs.recorded import RecordedStep, StepResults
 from lockstep.train.graphs.standing import Standing
-from lockstep.train.graphs.unfit import Unfit
+from lockstep.train.graphs.unfit import UnfitError
 from lockstep.train.job import Job
 from lockstep.train.step import ReplicaState, StepOutput, train_step
 
@@ -30,7 +30,7 @@ class Recorder:
         driver: of the device.
 
     Raises:
-        Unfit: the optimizer's step cannot be recorded.
+        UnfitError: the optimizer's step cannot be recorded.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Recorder:
         driver: DeviceDriver,
     ) -> None:
         if job.optimizer is None:
-            raise Unfit("there is no optimizer")
+            raise UnfitError("there is no optimizer")
         self._strategy, self._job, self._states, self._carried = strategy, job, states, carried
         self._driver = driver
         self._device = strategy.devices[0].torch_device
@@ -53,17 +53,17 @@ class Recorder:
         """A recording of the step on such a batch. The step has not been run; replay it.
 
         Raises:
-            Unfit: the device refused. All is as it was before.
+            UnfitError: the device refused. All is as it was before.
         """
         before = self._carried.now()
-        inputs = StaticInputs(batch)
+        inputs = StaticInputs(batch, self._driver)
         self._rates.refresh()
         graph = self._driver.graph(self._device, self._strategy.generators.on_gpu(), self._pool)
         try:
             results = self._run(graph, inputs.batch, due)
-        except Exception as error:  # noqa: BLE001  whatever is the program's own error comes again in the step that follows
+        except Exception as error:  # an error of the program's own comes again, in the step that is run as it is
             self._carried.put(before)
-            raise Unfit(f"the step could not be recorded: {type(error).__name__}: {_first_line(error)}") from error
+            raise UnfitError(f"the step could not be recorded: {type(error).__name__}: {_first_line(error)}") from error
         except BaseException:
             self._carried.put(before)
             raise

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.train.graphs.unfit import Unfit
+from lockstep.train.graphs.unfit import UnfitError
 from lockstep.train.job import Job
 
 _PLAIN = (bool, int, float, str)
@@ -30,12 +30,13 @@ class Standing:
     """
 
     def __init__(self, job: Job, free: Iterable[str]) -> None:
-        self._optimizers = job.optimizer.of_storages if job.optimizer is not None else ()
+        self._job = job
         self._free = frozenset(["params", *free])
         # Attributes of the user's module alone: what is set on it reaches the other copies at the next run, and what
         # is set on those is nobody's.
         self._parts = [_Part(part) for part in job.module.module.modules()]
         every = [[*copy.parameters(), *copy.buffers()] for copy in job.module.copies]
+        self._own = every[0]
         self._tensors = [tensor for copy in every for tensor in copy]
         self._addresses = self._addresses_now()
         self._settings = self._settings_now()
@@ -55,7 +56,7 @@ class Standing:
         every = [tensor.data_ptr() for tensor in self._tensors]
         every += [
             value.data_ptr()
-            for optimizer in self._optimizers
+            for optimizer in self._optimizers()
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
@@ -63,8 +64,8 @@ class Standing:
         return every
 
     def _settings_now(self) -> list[Any]:
-        every = [tensor.requires_grad for tensor in self._tensors]
-        for optimizer in self._optimizers[:1]:
+        every: list[Any] = [tensor.requires_grad for tensor in self._own]
+        for optimizer in self._optimizers()[:1]:
             every += [
                 value for group in optimizer.param_groups for name, value in group.items() if name not in self._free
             ]
@@ -77,6 +78,10 @@ class Standing:
             torch.backends.cudnn.allow_tf32,
         ]
         return every
+
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Asked for anew every time: those of other storages are made anew when state is loaded."""
+        return () if self._job.optimizer is None else self._job.optimizer.of_storages
 
 
 class _Part:
@@ -108,14 +113,16 @@ def refuse_hooks(module: nn.Module) -> None:
     """Finds Python code that would run once, when the step is recorded, and never again.
 
     Raises:
-        Unfit: there is some.
+        UnfitError: there is some.
     """
     everywhere = vars(torch.nn.modules.module)
     if any(everywhere.get(name) for name in _GLOBAL_HOOKS):
-        raise Unfit("hooks on all modules would run once, while the step is recorded, and never again")
+        raise UnfitError("hooks on all modules would run once, while the step is recorded, and never again")
     for part in module.modules():
         if any(part.__dict__.get(name) for name in _HOOKS):
-            raise Unfit(f"the hooks of a {type(part).__name__} would run once, while the step is recorded; remove them")
+            raise UnfitError(
+                f"the hooks of a {type(part).__name__} would run once, while the step is recorded; remove them"
+            )
     for parameter in module.parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise Unfit("the hooks of a parameter would run once, while the step is recorded; remove them")
+            raise UnfitError("the hooks of a parameter would run once, while the step is recorded; remove them")

@@ -3,10 +3,11 @@
     first of its kind        as it is: optimizer state, buffers and libraries' workspaces are made
     second, third            looked at; when two in a row were alike
     next                     recorded, and replayed
-    all others               replayed; the first of each epoch is looked at once more
+    all others               replayed
 
-A kind is what batches of one signature have in common, at one place of an accumulation cycle. What is chosen follows
-from the steps alone and never from time, so the same program makes the same choices.
+The first step of an epoch is looked at once more: callbacks may have changed what Python computes with. A kind is what
+batches of one signature have in common, at one place of an accumulation cycle. What is chosen follows from the steps
+alone and never from time, so the same program makes the same choices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lockstep.train.graphs.recorded import RecordedStep, StepResults
 from lockstep.train.graphs.recorder import Recorder
 from lockstep.train.graphs.standing import refuse_hooks
 from lockstep.train.graphs.trace import StepTrace
-from lockstep.train.graphs.unfit import Reasons, Unfit
+from lockstep.train.graphs.unfit import Reasons, UnfitError
 from lockstep.train.graphs.watch import Watch
 from lockstep.train.job import Job
 from lockstep.train.step import ReplicaState, StepOutput, train_step
@@ -36,18 +37,16 @@ MAX_KINDS = 32
 MAX_RECORDINGS = 16
 """More recordings than this in one fit: something changes that each of them takes for granted."""
 MAX_DIFFERENCES = 4
-"""So often may a step differ from the one before it until steps of its kind are given up."""
+"""So often may a step differ from the one before it, in one fit."""
 
 
 @dataclass
 class _Kind:
     """What is known of one kind of step."""
 
-    seen: int = 0
-    differences: int = 0
+    seen: bool = False
     trace: StepTrace | None = None
     alike: bool = False
-    looked_at: int = -1
     recorded: RecordedStep | None = None
 
     def forget(self) -> None:
@@ -75,6 +74,8 @@ class TrainSteps:
         self._states = states
         self._carried = Carried(job.module.copies, states.values)
         self._kinds: dict[Hashable, _Kind] = {}
+        self._differences = 0
+        self._looked_at = -1  # the last epoch in which a step was like an earlier one of its kind
         self.reasons = Reasons()
         self.replays = self.recordings = 0
         self._recorder = self._make_recorder()
@@ -95,17 +96,17 @@ class TrainSteps:
         entering = self._carried.now()
         try:
             kind = self._kind(batch, due, entering)
-            self._prepare(kind, self._recorder, batch, due)
-            results = self._replay(kind, batch, entering, epoch)
-        except Unfit as unfit:
+            ready = self._looked_at == epoch and self._prepare(kind, self._recorder, batch, due)
+            results = self._replay(kind, batch, entering) if ready else None
+        except UnfitError as unfit:
             self._give_up(unfit)
             return self._as_it_is(batch, due)
         if results is not None:
             return self._completed(results)
         if not kind.seen:
-            kind.seen = 1
+            kind.seen = True
             return self._as_it_is(batch, due)
-        return self._looked_at(kind, batch, due, epoch)
+        return self._look(kind, batch, due, epoch)
 
     def close(self) -> None:
         """Drops all recordings and the memory that they hold."""
@@ -121,58 +122,61 @@ class TrainSteps:
                 return None
             refuse(self._job)
             return Recorder(self._strategy, self._job, self._states, self._carried, driver)
-        except Unfit as unfit:
+        except UnfitError as unfit:
             self.reasons.tell(str(unfit))
             return None
 
     def _kind(self, batch: Any, due: bool, entering: Snapshot) -> _Kind:
         key = (signature(batch), due, entering.kind)
         if key not in self._kinds and len(self._kinds) == MAX_KINDS:
-            raise Unfit(f"batches came in more than {MAX_KINDS} shapes; pad them to one length, or to a few (buckets)")
+            raise UnfitError(
+                f"batches came in more than {MAX_KINDS} shapes; pad them to one length, or a few (buckets)"
+            )
         return self._kinds.setdefault(key, _Kind())
 
-    def _prepare(self, kind: _Kind, recorder: Recorder, batch: Any, due: bool) -> None:
-        """Records a step whose time has come; forgets a recording that is not true any more."""
+    def _prepare(self, kind: _Kind, recorder: Recorder, batch: Any, due: bool) -> bool:
+        """Whether the step can be replayed; records it if its time has come, forgets a recording that is outdated."""
         if not kind.alike:
-            return
+            return False
         refuse_hooks(self._job.module.module)
         if kind.recorded is not None:
             if kind.recorded.standing.change() is not None:
                 kind.forget()
-            return
+            return kind.alike
         if self.recordings == MAX_RECORDINGS:
-            raise Unfit(f"what a recording takes for granted changed {MAX_RECORDINGS} times")
+            raise UnfitError(f"what a recording takes for granted changed {MAX_RECORDINGS} times")
         self.recordings += 1
         kind.recorded = recorder.record(batch, due)
+        return True
 
-    def _replay(self, kind: _Kind, batch: Any, entering: Snapshot, epoch: int) -> StepResults | None:
-        if kind.recorded is None or kind.looked_at != epoch:
-            return None
+    def _replay(self, kind: _Kind, batch: Any, entering: Snapshot) -> StepResults | None:
         self.replays += 1
-        return kind.recorded.replay(batch, entering)
+        return None if kind.recorded is None else kind.recorded.replay(batch, entering)
 
-    def _looked_at(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
+    def _look(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
         watch = Watch(self._strategy, self._job, self._states.values, self._carried)
         watch.run(batch, due)
         try:
             watch.check()
-            self._compare(kind, watch.trace)
-            kind.looked_at = epoch
-        except Unfit as unfit:
+            self._compare(kind, watch.trace, epoch)
+        except UnfitError as unfit:
             self._give_up(unfit)
         return self._completed(watch.results)
 
-    def _compare(self, kind: _Kind, trace: StepTrace) -> None:
+    def _compare(self, kind: _Kind, trace: StepTrace, epoch: int) -> None:
         before, kind.trace = kind.trace, trace
         if before is None:
             return
         difference = before.difference(trace)
-        kind.alike = difference is None
-        if difference is not None:
-            kind.recorded = None
-            kind.differences += 1
-            if kind.differences == MAX_DIFFERENCES:
-                raise Unfit(f"steps differ from each other: {difference}")
+        if difference is None:
+            kind.alike, self._looked_at = True, epoch
+            return
+        for other in self._kinds.values():  # what is another now may be so in all of them
+            other.forget()
+        kind.trace = trace
+        self._differences += 1
+        if self._differences == MAX_DIFFERENCES:
+            raise UnfitError(f"steps differ from each other: {difference}")
 
     def _completed(self, results: StepResults) -> tuple[StepOutput, ...]:
         update_metrics(self._strategy, self._states.values, results.metrics)
@@ -182,6 +186,6 @@ class TrainSteps:
         results = self._strategy.run(train_step, (self._job, self._states, batch, due))
         return self._strategy.local_results(results)
 
-    def _give_up(self, unfit: Unfit) -> None:
+    def _give_up(self, unfit: UnfitError) -> None:
         self.reasons.tell(str(unfit))
         self.close()

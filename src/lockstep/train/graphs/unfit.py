@@ -7,7 +7,7 @@ import logging
 _LOG = logging.getLogger("lockstep")
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """Steps cannot be recorded; the message says why, and what to do where there is something. Never leaves fit."""
 
 

@@ -16,7 +16,7 @@ from lockstep.train.graphs.inputs import tensors
 from lockstep.train.graphs.recorded import StepResults
 from lockstep.train.graphs.standing import Standing
 from lockstep.train.graphs.trace import StepTrace
-from lockstep.train.graphs.unfit import Unfit
+from lockstep.train.graphs.unfit import UnfitError
 from lockstep.train.job import Job
 from lockstep.train.step import ReplicaState, StepOutput, train_step
 
@@ -42,6 +42,7 @@ class Watch:
         """Runs the step."""
         strategy = self._strategy
         self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *self._carried.now().tensors])
+        self._job.module.align()  # as the run would: what was set on the user's module is no change of the step's
         standing, drawn = Standing(self._job, ()), self._host_random()
         with metrics_apart(self._states) as kept, HostReads() as reads:
             found = strategy.run(_watched_step, (self.trace, self._job, PerReplica(self._states), batch, due))
@@ -54,16 +55,16 @@ class Watch:
         """Whether such a step can be recorded.
 
         Raises:
-            Unfit: it cannot.
+            UnfitError: it cannot.
         """
         if self._places:
             operator, line = self._places[0]
             more = f", and in {len(self._places) - 1} other places" if len(self._places) > 1 else ""
-            raise Unfit(f"the step reads from the device at {line} ({operator}){more}")
+            raise UnfitError(f"the step reads from the device at {line} ({operator}){more}")
         if self._drew:
-            raise Unfit("the step draws random numbers on the host, which a recording would repeat")
+            raise UnfitError("the step draws random numbers on the host, which a recording would repeat")
         if self._change is not None:
-            raise Unfit(f"the step changes what a recording takes for granted: {self._change}")
+            raise UnfitError(f"the step changes what a recording takes for granted: {self._change}")
 
     def _host_random(self) -> list[torch.Tensor]:
         """Where the replicas' generators of the host stand, for devices that draw from others."""
