@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lockstep.errors import NonFiniteLossError
 from lockstep.replicas.host_reads import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.train.callbacks import progress
 from lockstep.train.callbacks.backup_and_restore import BackupAndRestore
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.callbacks.lambda_callback import LambdaCallback
@@ -177,6 +179,21 @@ def test_who_looks_at_no_number_makes_nobody_wait_and_who_does_sees_plain_ones()
     assert {**looked[1]} == dict(looked[1].items()) == looked[1]
     assert looked[1]["loss"] == pytest.approx(looked[0]["loss"], rel=0.5)
     assert all(type(value) is float for logs in looked for value in logs.values())
+
+
+def test_the_live_line_shows_what_has_arrived(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
+    with on_gpus(metrics=accuracy(), lags=True) as (model, driver), redirect_stdout(Terminal()) as terminal:
+        between = Between(lambda: driver.waits)
+        model.fit(batches(6), callbacks=[between])
+
+    assert between.counts == [0, 0, 0, 1, 2, 3]  # as without a line
+    drawn = [line for line in terminal.getvalue().split("\r") if "/6 [" in line]
+    assert ["loss" in line and "accuracy" in line for line in drawn] == [False] * 4 + [True] * 3
 
 
 def test_an_evaluation_reads_at_its_end():

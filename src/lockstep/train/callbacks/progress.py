@@ -48,7 +48,8 @@ class ProgressBar(Callback):
         self.verbose = verbose
         self._bar: Any = None
         self._drawn = 0.0
-        self._late: Logs = {}
+        self._known: Logs = {}
+        self._late: LateLogs | None = None
         self._title = ""
         self._training = False
         self._epoch_line = ""
@@ -107,7 +108,7 @@ class ProgressBar(Callback):
 
     def _begin(self, title: str, steps: int | None) -> None:
         self._title = title
-        self._late = {}
+        self._known, self._late = {}, None
         self._drawn = time.monotonic()
         make_bar = _bar_maker() if self.verbose == 1 else None
         self._bar = (
@@ -125,11 +126,14 @@ class ProgressBar(Callback):
             self._bar.set_postfix_str(self._describe(self._in_time(logs)))
 
     def _in_time(self, logs: Logs) -> Logs:
-        """Numbers that nothing has to be waited for: those of the drawing before, where a GPU is still at these."""
+        """Numbers that nothing has to be waited for: those of a drawing before, where a GPU is still at these."""
         if not isinstance(logs, LateLogs) or logs.arrived:
             return logs
-        before, self._late = self._late, logs
-        return before
+        if self._late is None:
+            self._late = logs
+        elif self._late.arrived:
+            self._known, self._late = self._late, logs
+        return self._known
 
     def _close_bar(self) -> None:
         if self._bar is not None:
