@@ -7,14 +7,15 @@ replica's with another seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.parallel.device_draws import DeviceDraws
+from lockstep.replicas.default_generator import beside_own
 from lockstep.replicas.random import ReplicaRandom, in_a_replica
 
 
@@ -29,15 +30,25 @@ class OwnDraws:
     def __init__(self, generator: torch.Generator, on_gpu: DeviceDraws | None = None) -> None:
         self.generator = generator
         self._on_gpu = on_gpu
-        self._on = False
+        self._on = self._given = False
         self._random = ReplicaRandom(generator, applies=self._applies)
 
     def give(self, module: nn.Module, apart: Iterable[str], together: Iterable[str]) -> None:
         """Has the parts named in ``apart`` draw from it, but for those inside them that ``together`` names."""
         for name in apart:
+            self._given = True
             _wrap(module.get_submodule(name), self._apart)
         for name in together:
             _wrap(module.get_submodule(name), self._together)
+
+    @contextmanager
+    def going_along(self) -> Iterator[None]:
+        """Goes around what a replica does: what sets its generator back, as checkpointing does, sets this one too."""
+        token = beside_own.set((self.generator,) if self._given else ())
+        try:
+            yield
+        finally:
+            beside_own.reset(token)
 
     def _applies(self) -> bool:
         return self._on and in_a_replica()

@@ -19,6 +19,8 @@ GeneratorHere = Callable[[], torch.Generator | None]
 
 own_generator: ContextVar[GeneratorHere | None] = ContextVar("lockstep_own_generator", default=None)
 """Asked for the generator that stands for the default one in this context; None, or an answer of None, is torch's."""
+beside_own: ContextVar[tuple[torch.Generator, ...]] = ContextVar("lockstep_beside_own", default=())
+"""Others that the replica draws from by itself: their states are taken, and put back, with that of its own."""
 
 
 class _DefaultHere:
@@ -28,9 +30,30 @@ class _DefaultHere:
         self._process_wide = process_wide
 
     def __getattr__(self, name: str) -> Any:
+        return getattr(self._here() or self._process_wide, name)
+
+    def get_state(self) -> torch.Tensor:
+        """That of the default generator here, and behind it those of what it stands with."""
+        own, *beside = self._all()
+        return torch.cat([own.get_state(), *(each.get_state() for each in beside)]) if beside else own.get_state()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """What ``get_state`` gave, or a state of the default generator alone."""
+        own, *beside = self._all()
+        size = own.get_state().numel()
+        if not beside or state.numel() == size:
+            own.set_state(state)
+            return
+        for generator, part in zip((own, *beside), state.split(size), strict=True):  # type: ignore[no-untyped-call]
+            generator.set_state(part.clone())
+
+    def _here(self) -> torch.Generator | None:
         here = own_generator.get()
-        generator = here() if here is not None else None
-        return getattr(self._process_wide if generator is None else generator, name)
+        return here() if here is not None else None
+
+    def _all(self) -> tuple[torch.Generator, ...]:
+        own = self._here()
+        return (self._process_wide,) if own is None else (own, *beside_own.get())
 
 
 @functools.cache

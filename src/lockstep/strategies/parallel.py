@@ -178,9 +178,10 @@ class ParallelStrategy(ThreadedStrategy):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Raises, for a connection between workers that broke, what broke it."""
+        """Raises, for a connection between workers that broke, what broke it. Goes around what a replica does."""
         try:
-            yield
+            with self._parts.draws.going_along():
+                yield
         except RuntimeError as error:
             explained = None if self._mesh is None else self._mesh.explain(error, "a collective of the model's parts")
             if explained is None:

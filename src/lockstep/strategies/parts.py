@@ -103,6 +103,11 @@ class ModelParts(Holding):
                 f"parts; choose one of torch's {known}"
             )
 
+    @property
+    def draws(self) -> OwnDraws:
+        """What this worker draws by itself."""
+        return self._draws
+
     def divide(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> PartModule:
         """Divides a module, once. Every worker must call it.
 
