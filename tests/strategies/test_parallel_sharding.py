@@ -168,10 +168,3 @@ def test_whole_weights_that_are_loaded_are_the_weights(full: tuple[str, dict[str
     _, found = full
 
     assert all(torch.equal(found["doubled"][name], value * 2) for name, value in found["by hand"].items())
-
-
-def test_shared_weights_in_a_pipeline_are_refused():
-    with pytest.raises(
-        ls.errors.ConfigError, match=r"shard_parameters=True with pipeline=2: .* choose shard_optimizer"
-    ):
-        ls.ParallelStrategy(pipeline=2, shard_parameters=True, cluster=ls.ClusterSpec(workers=("a:1", "b:2"), index=0))

@@ -14,13 +14,14 @@ keep everything gathered from a stage's first microbatch on, whatever the schedu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.full_sharding import apart, check_shareable, share, units_of
@@ -72,8 +73,7 @@ class _ByLayer(Borrowing):
                     "two parts of a worker's stages have a weight in common, which shard_parameters=True lends to one "
                     'at a time; choose shard_optimizer=True, or schedule="zero_bubble"'
                 )
-            for part in parts:
-                _lend(part, stage, mesh)
+            _lend_together(stage, [_lend(part, stage, mesh) for part in parts], mesh)
 
     @contextmanager
     def during(self, *, backward: bool) -> Iterator[None]:
@@ -131,24 +131,41 @@ class _Held(nn.Module):
 
 
 class _Lent(nn.Module):
-    """A part of a model as torch's FSDP sees it, called in its place."""
+    """What computes with some modules, as torch's FSDP sees it."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, compute: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.part = part
-        self._compute = part.forward
+        self.parts = nn.ModuleList(modules)
+        self._compute = compute
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the part computes."""
-        return self._compute(*args, **kwargs)
+        """What is computed."""
+        return tree_map(_no_view, self._compute(*args, **kwargs))
 
 
-def _lend(part: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
+def _no_view(value: Any) -> Any:
+    """The same numbers in a tensor that torch does not know for a view: FSDP warns of each, as of linear layers'."""
+    if type(value) is not Tensor or not value._is_view():
+        return value
+    return torch.ops.aten._unsafe_view(value, value.shape)
+
+
+def _lend(part: nn.Module, stage: Stage, mesh: DeviceMesh) -> nn.Module:
     """Has a part gather its weights where it works, and not where it lets other stages' hidden states through."""
-    through, lent = part.forward, _Lent(part)
-    share(lent, mesh, reshard_after_forward=True)
+    through, lent = part.forward, _Lent(part.forward, [part])
+    sharer = share(lent, mesh, reshard_after_forward=True)
+    # The gradient of a table of words, often the largest tensor, does not depend on what is in it.
+    sharer.set_unshard_in_backward(not isinstance(part, nn.Embedding))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (lent if stage.has_turn else through)(*args, **kwargs)
 
     part.forward = forward
+    return lent
+
+
+def _lend_together(stage: Stage, parts: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Has all that is lent in a stage known to each other, so that what was sent is freed as the next is sent."""
+    together = _Lent(stage.forward, parts)
+    share(together, mesh, reshard_after_forward=True)
+    stage.forward = together.__call__
