@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from tests.stand_in import stand_in_gpus
 
 from lockstep.cli import main
 
@@ -18,6 +21,20 @@ def test_splits_the_cpu_and_lists_its_shares(capsys: pytest.CaptureFixture[str])
     assert [line.split() for line in logical.splitlines()[2:]] == [
         [f"cpu:{number}", "cpu:0", "1", "of", "4"] for number in range(4)
     ]
+
+
+def test_a_gpu_s_shares_are_shown_with_their_memory(capsys: pytest.CaptureFixture[str]):
+    with stand_in_gpus(None, memory_mb=8192) as (_, driver):
+        driver.memory.keep("gpu:0", 300 * 2**20)
+        assert main(["devices", "--devices", "gpu:2x2048"]) == 0
+
+    physical, logical = capsys.readouterr().out.split("\n\n")
+    cells = [[cell.strip() for cell in re.split("  +", line)] for line in (physical + "\n" + logical).splitlines()]
+    assert cells[0] == ["physical", "is", "has", "taken"]
+    assert [cells[2][0], cells[2][-1]] == ["cpu:0", "-"]
+    assert cells[3] == ["gpu:0", "stand-in", "8192 MB", "300 MB"]
+    assert cells[4] == ["logical", "of", "share", "in use", "peak"]
+    assert cells[6:] == [["gpu:0", "gpu:0", "2048 MB", "0 MB", "300 MB"], ["gpu:1", "gpu:0", "2048 MB", "0 MB", "0 MB"]]
 
 
 def test_takes_what_is_picked_by_name(capsys: pytest.CaptureFixture[str]):

@@ -204,6 +204,7 @@ def test_find_batch_size_keeps_to_the_limit_of_the_share(four: Shares):
     found = strategy.find_batch_size(two_megabytes_a_row, lambda rows: torch.zeros(rows, 8), 16)
 
     assert found == 4 * LIMIT_MB // 2
+    assert driver.memory.reserved["gpu:0"] == 0  # no memory stays taken
     assert strategy.find_batch_size(two_megabytes_a_row, lambda rows: torch.zeros(rows, 8), 4096) == found
     assert [memory.peak for memory in strategy.device_memory()] == peak
     assert driver.waits == 0

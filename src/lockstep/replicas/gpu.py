@@ -88,7 +88,8 @@ class GpuReplica:
         pool = self.look()
         if not self.account.overdrawn:
             return
-        # In this turn nobody else computed on the GPU: how far its peak was above the present, this share's was.
+        # In this turn nobody else computed on the GPU, so how far its peak was above the present, this share's was: but
+        # for a batch that came, or one that was dropped, meanwhile.
         top = pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu)
         self.account.check(top, rows)
         self.driver.give_back(gpu)  # it was room kept for later that went beyond the limit

@@ -22,6 +22,7 @@ from lockstep.data.shards import batch_rows
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
+from lockstep.replicas.device_driver import gpu_driver
 from lockstep.replicas.host_memory import give_back_freed_memory
 from lockstep.replicas.resident_memory import ResidentPeak, available_mb, resident_mb
 from lockstep.strategies.batch_bracket import Bracket, PeakLine
@@ -74,7 +75,7 @@ def search_batch_size(trials: Trials, bracket: Bracket, *, memory_mb: float | No
         bracket, reason = _searched(_Search(trials, _budget(trials.strategy.devices, memory_mb)), bracket)
     finally:
         gc.collect()
-        _give_back()
+        _give_back(trials.strategy.devices)
     if not bracket.result:
         raise DeviceMemoryError(
             f"a global batch of {bracket.multiple_of}, the smallest to try, does not fit {trials.strategy!r}: "
@@ -113,7 +114,7 @@ class _Search:
             # A replica's thread may still hold what it was given last; it lets go before it takes the next.
             self._trials.strategy.run(_of_its_own(lambda _: None), (None,))
             gc.collect(1)  # what is young: a graph and an error's frames may hold each other
-            _give_back()
+            _give_back(self._trials.strategy.devices)
             resting_mb = resident_mb()
         if failure is not None:
             self.reason = failure
@@ -162,7 +163,7 @@ def _run(trials: Trials, size: int) -> None:
     for shards in DistributedDataset([batch], strategy.devices, prefetch=0):
         for _ in range(RUNS_A_TRIAL):
             strategy.run(step, (shards,))
-            _give_back()  # or gaps in the heap would decide what the next step seems to take
+            _give_back(strategy.devices)  # or gaps in the heap would decide what the next step seems to take
 
 
 class _Step:
@@ -184,10 +185,12 @@ def _of_its_own(step: Callable[[Any], Any]) -> Callable[[Any], None]:
     return own
 
 
-def _give_back() -> None:
-    """Returns to the system what has been freed and is kept for the next step."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+def _give_back(devices: Sequence[LogicalDevice]) -> None:
+    """Returns to the system, and to GPUs, what has been freed and is kept for the next step."""
+    for physical in {device.physical for device in devices}:
+        driver = gpu_driver(physical)
+        if driver is not None:
+            driver.give_back(physical.torch_device)
     give_back_freed_memory()
 
 
