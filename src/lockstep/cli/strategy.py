@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lockstep.cli.devices import take_devices
 from lockstep.cluster.resolve import cluster_from_environment
-from lockstep.config import LogicalDevice
+from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
+from lockstep.strategies.own_gpus import own_devices
+
+
+def take_own_devices(spec: str | None) -> tuple[LogicalDevice, ...]:
+    """What a ``--devices`` flag means in this process; None is what is its own as a worker among others on its host.
+
+    Raises:
+        ConfigError: a form that is not there, or a device or a share that this machine cannot give.
+        ClusterError: a malformed cluster.
+    """
+    return take_devices(spec) if spec is not None else resolve_devices(own_devices(cluster_from_environment()))
 
 
 def make_strategy(devices: Sequence[LogicalDevice], seed: int) -> Strategy:

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.devices import logical_table, take_devices
+from lockstep.cli.devices import logical_table
 from lockstep.cli.grid import NOT_DIVIDED, GridFlags, grid_table
 from lockstep.cli.in_workers import InWorkers
 from lockstep.cli.output import check_file, check_folder
-from lockstep.cli.strategy import declared_workers, make_strategy, speaks
+from lockstep.cli.strategy import declared_workers, make_strategy, speaks, take_own_devices
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
@@ -177,7 +177,7 @@ def _begin(job: TrainingJob, flags: TrainingFlags, say: Callable[..., None]) -> 
         grid = flags.grid.choose(1 if cluster is None else cluster.num_workers)
         say(f"{job.title} on {counted(grid.workers, 'worker')}: {job.work}\n\n{grid_table(grid)}\n", flush=True)
         return flags.grid.make_strategy(cluster, seed=job.seed)
-    chosen = take_devices(flags.devices)
+    chosen = take_own_devices(flags.devices)
     say(f"{job.title} on {counted(len(chosen), 'logical device')}: {job.work}\n\n{logical_table(chosen)}\n", flush=True)
     strategy = make_strategy(chosen, job.seed)
     workers = strategy.workers
