@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 SHARE_MB = 1024  # four of them fit a small card too
+MB = 2**20
 ROWS = (16, 16, 3)  # the last batch is smaller than the number of replicas
 
 
@@ -32,6 +33,16 @@ def four(fresh_devices: DeviceRegistry) -> Iterator[ls.MirroredStrategy]:
     strategy = ls.MirroredStrategy(["gpu:0", "gpu:1", "gpu:2", "gpu:3"], seed=0)
     yield strategy
     strategy.close()
+
+
+def here() -> ls.ReplicaContext:
+    context = ls.get_replica_context()
+    assert context is not None
+    return context
+
+
+def in_use(strategy: ls.MirroredStrategy) -> list[int]:
+    return [memory.in_use for memory in strategy.device_memory()]
 
 
 def network(dropout: float = 0.0) -> nn.Sequential:
@@ -126,6 +137,75 @@ def test_a_collective_in_the_backward_pass_does_not_hang_on_one_gpu(four: ls.Mir
     assert [gradient.tolist() for gradient in gradients] == [[48.0, 48.0]] * 4
 
 
+def test_every_share_issues_on_its_own_stream_and_has_its_own_memory(four: ls.MirroredStrategy):
+    held: list[Tensor | None] = [None] * 4
+
+    def step() -> int:
+        number = here().replica_id_in_sync_group
+        held[number] = torch.empty(10 * MB * (number + 1), dtype=torch.uint8, device="cuda")
+        return torch.cuda.current_stream().cuda_stream
+
+    before = in_use(four)  # a stream's pool keeps cuBLAS's workspace of earlier strategies
+    streams = four.local_results(four.run(step))
+
+    assert len({*streams, torch.cuda.current_stream().cuda_stream}) == 5
+    memories = four.device_memory()
+    assert [now - then for now, then in zip(in_use(four), before, strict=True)] == [n * 10 * MB for n in (1, 2, 3, 4)]
+    assert all(memory.in_use <= memory.reserved <= memory.peak for memory in memories)
+
+
+def test_weights_that_are_on_the_gpu_already_are_counted_too(four: ls.MirroredStrategy):
+    module = nn.Linear(1024, 1024).to("cuda")
+    before = in_use(four)
+    four.mirror(module)
+
+    size = 4 * (1024 * 1024 + 1024)
+    assert all(size <= now - then <= size + MB for now, then in zip(in_use(four), before, strict=True))
+
+
+def test_the_order_of_streams_is_that_of_the_program(four: ls.MirroredStrategy):
+    """Replicas with very different loads, many meetings, results dropped at once: any missing event shows."""
+    torch.manual_seed(0)
+    weights = [torch.randn(512, 512, device="cuda") / 23 for _ in range(4)]
+    start = torch.randn(512, 512, device="cuda")
+
+    def work(value: Tensor, number: int) -> Tensor:
+        for _ in range(1 + 4 * number):
+            value = torch.tanh(value @ weights[number])
+        return value
+
+    def step() -> Tensor:
+        value = start.clone()
+        for _ in range(20):
+            value = here().all_reduce("sum", work(value, here().replica_id_in_sync_group)) / 4
+        return value
+
+    found = [four.local_results(four.run(step)) for _ in range(3)]
+    expected = start.clone()
+    for _ in range(20):
+        first, *others = [work(expected, number) for number in range(4)]
+        for other in others:
+            first = first + other
+        expected = first / 4
+
+    assert all(torch.equal(value, expected) for values in found for value in values)
+
+
+def test_the_caller_s_random_numbers_are_not_touched_by_replicas(four: ls.MirroredStrategy):
+    torch.cuda.manual_seed(5)
+    expected = torch.rand(8, device="cuda")
+    torch.cuda.manual_seed(5)
+    first = four.run(lambda: torch.rand(4, device="cuda"))
+    drawn = torch.rand(4, device="cuda")
+    second = four.run(lambda: here().merge_call(lambda: torch.rand(4, device="cuda")))
+
+    # torch.rand(8) and two of 4 need not draw alike; what matters is that the first 4 are the caller's own.
+    torch.cuda.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(4, device="cuda"))
+    assert torch.equal(second, torch.rand(4, device="cuda"))
+    assert not any(torch.equal(own, expected[:4]) for own in first)
+
+
 def test_a_step_beyond_its_share_names_the_device_and_a_batch_that_fits(four: ls.MirroredStrategy):
     def step(x: Tensor) -> None:
         torch.empty((SHARE_MB + 256) * 2**20, dtype=torch.uint8, device=x.device)
@@ -138,3 +218,39 @@ def test_a_step_beyond_its_share_names_the_device_and_a_batch_that_fits(four: ls
 
     total = four.reduce("sum", four.run(lambda: torch.ones((), device="cuda")))
     assert float(total) == 4.0  # usable afterwards
+    assert all(memory.reserved <= 2048 * MB for memory in four.device_memory())
+
+
+def test_one_share_beyond_its_limit_releases_the_others_and_a_smaller_batch_trains_on(four: ls.MirroredStrategy):
+    module = network()
+    mirrored = four.mirror(module)
+    optimizer = four.mirror(torch.optim.SGD(module.parameters(), 0.1))
+    before = copy.deepcopy(module.state_dict())
+
+    def step(x: Tensor) -> None:
+        size = 256 * MB if here().replica_id_in_sync_group == 2 else MB
+        torch.empty(len(x) * size, dtype=torch.uint8, device=x.device)
+        mirrored(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(rows: int) -> None:
+        for shards in four.distribute_dataset([torch.ones(rows, 8)]):
+            four.run(step, (shards,))
+
+    with pytest.raises(ls.errors.DeviceMemoryError, match=r"gpu:2 has a memory_limit of 2048 MB.* to fit is [5-8] "):
+        run(4 * 16)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+    run(4 * 4)
+    assert not torch.equal(module[0].weight, before["0.weight"])
+
+
+def test_a_gpu_without_more_memory_is_told_in_the_name_of_the_share(four: ls.MirroredStrategy):
+    def step() -> None:
+        if here().replica_id_in_sync_group == 1:
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        here().all_reduce("sum", torch.ones((), device="cuda"))
+
+    with pytest.raises(ls.errors.DeviceMemoryError, match="gpu:1 got no more memory from its GPU"):
+        four.run(step)
