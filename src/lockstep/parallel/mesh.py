@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _random
 
 from lockstep.collectives import nccl
 from lockstep.collectives.connections import SHARE_UNANSWERED, NewConnections
@@ -120,6 +121,9 @@ class GridMesh:
 
     def _connect(self, mesh: DeviceMesh) -> None:
         """Brings the members of all groups together, axis after axis, before a model depends on it."""
+        # By itself torch gives all workers the chief's numbers when the first DTensor is drawn for, wherever that is:
+        # stages and replicas would draw alike, and those that draw for none would be waited for.
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
         for axis, size in zip(AXES, mesh.shape, strict=True):
             if size > 1:
                 group: Any = mesh.get_group(axis)._get_backend(self._device)
