@@ -27,13 +27,12 @@ class Arriving:
     """
 
     def __init__(self, values: Sequence[Any], device: LogicalDevice | None) -> None:
-        self._values = tuple(values)
         self._known: tuple[float, ...] | None = None
         driver = None if device is None else driver_of(device)
-        tensors = [] if driver is None else [value for value in values if isinstance(value, Tensor)]
-        if driver is None or device is None or not tensors:
-            self._known = tuple(float(value) for value in values)
+        if driver is None or device is None or not any(isinstance(value, Tensor) for value in values):
+            self._known = tuple(map(float, values))
             return
+        tensors = [value for value in values if isinstance(value, Tensor)]
         self._driver: DeviceDriver = driver
         with torch.no_grad():
             self._host, self._event = driver.to_host(torch.stack([_double(each, device) for each in tensors]))
@@ -51,8 +50,12 @@ class Arriving:
                 self._driver.synchronize(self._event)
             came = iter(self._host.tolist())
             self._known = tuple(next(came) if value is None else value for value in self._values)
-            del self._host, self._event
+            del self._host, self._event, self._values
         return self._known
+
+
+NO_NUMBERS = Arriving((), None)
+"""Where there is nothing to be read."""
 
 
 def _double(value: Tensor, device: LogicalDevice) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.arriving import Arriving
+from lockstep.replicas.arriving import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import Logs
 from lockstep.train.callbacks.callback_list import CallbackList
@@ -37,7 +37,7 @@ def run_evaluation(
         loss.add(numbers, pairs=len(outputs))
         under_way.add(numbers, epoch=0, step=clock.steps + 1)
         now = loss.now()
-        logs = {} if now.arrived and not now.counted else batch_logs(now, (), Arriving((), None))
+        logs = {} if now.arrived and not now.counted else batch_logs(now, (), NO_NUMBERS)
         return sum(output.rows for output in outputs), logs
 
     with module_mode(job.module, training=False):

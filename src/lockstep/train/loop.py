@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.workers import Wish
 from lockstep.mirroring.update import StepResult
-from lockstep.replicas.arriving import Arriving
+from lockstep.replicas.arriving import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.agreed_stop import AgreedStop
 from lockstep.train.callbacks.callback_list import CallbackList
@@ -114,7 +114,7 @@ class TrainLoop:
         if self._workers.alone or self.pending:  # an update of several workers has told their wishes already
             self._workers.exchange("end of a batch")
         wishes = self._workers.granted
-        names, metrics = self.metrics.begin_compute() if Wish.LOGS in wishes else ([], Arriving((), None))
+        names, metrics = self.metrics.begin_compute() if Wish.LOGS in wishes else ([], NO_NUMBERS)
         self._callbacks.call("on_train_batch_end", self.batch - 1, logs=batch_logs(self.loss.now(), names, metrics))
         self._workers.settle(wishes & ~Wish.STOP)
 

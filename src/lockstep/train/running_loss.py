@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.errors import DataError
 from lockstep.replicas.arriving import Arriving
@@ -13,8 +13,7 @@ Sums = tuple[Arriving, int]
 """Numbers that begin with so many pairs of a total and its count."""
 
 
-@dataclass(frozen=True)
-class LossNow:
+class LossNow(NamedTuple):
     """The loss at one moment of a pass.
 
     Args:
