@@ -163,9 +163,10 @@ def test_rates_that_are_missing_are_said_and_the_rest_goes_on(make: Any):
 def test_a_table_of_a_cpu_says_that_it_has_no_figure_of_a_gpu(make: Any):
     tried = conditions(make, device="cpu", suite=None)
 
-    assert render_gpu(tried, []).startswith(
-        "# The GPU benchmark's programs tried on a CPU, 2026-01-31: no figure of a GPU\n"
-    )
-    assert "tests that need a GPU: not asked for" in render_gpu(tried, [])
+    text = render_gpu(tried, [result(make, MADE_UP)])
+
+    assert text.startswith("# The GPU benchmark's programs tried on a CPU, 2026-01-31: no figure of a GPU\n")
+    assert "tests that need a GPU: not asked for" in text
+    assert "## Targets" not in text
     assert slug(tried) == "programs-tried-on-a-cpu"
     assert slug(conditions(make)) == "a-made-up-gpu-of-a-test"

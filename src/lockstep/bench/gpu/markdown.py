@@ -30,8 +30,9 @@ _LEGEND = """\
 - / floor: to the larger of the two floors above the table. That of the FLOPs is one for every program on this device.
   That of the bytes is the eager step's: each operator's inputs and outputs, as if no cache helped; fused operators move
   fewer, so compiled programs and graphs of them may go below it.
-- ready: from the start of the processes to the end of the warm-up: imports, model, torch.compile, graph capture and the
-  choice of kernels. It is no part of the step. Compiled code that an earlier run has left in torch's cache shortens it.
+- ready: from the start of the processes to the end of the warm-up: CUDA, model, torch.compile, graph capture and the
+  choice of kernels. torch and this package are imported already: each trial is forked, fresh, from a process that has
+  done nothing else. It is no part of the step. Compiled code that an earlier run has left in torch's cache shortens it.
 - tensors' peak: the most that tensors took at once, by torch's allocator, added up over the processes. on the GPU: what
   the driver says that all processes have inside the last step, contexts and libraries included, less what was taken
   before the run.
@@ -75,7 +76,7 @@ def render_gpu(conditions: GpuConditions, results: Sequence[GpuResult]) -> str:
     parts = [
         _head(conditions),
         _failures(conditions.suite),
-        _targets(results),
+        _targets(results) if conditions.device == "cuda" else "",
         *(_section(result, conditions.facts) for result in results),
         _LEGEND,
     ]

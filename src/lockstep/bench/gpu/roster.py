@@ -19,6 +19,7 @@ from lockstep.bench.trial import Contender, Layout, Role, Workload
 ONE, FOUR, DDP = "lockstep-1", "lockstep-4", "ddp-4"
 EAGER, COMPILED = "eager", "compiled"
 SHARES = 4
+_PRELOADED = "lockstep.bench.gpu.roster"
 
 _PEER_BODIES: dict[str, tuple[str, Callable[..., None]]] = {
     "accelerate": ("Hugging Face Accelerate", peers.train_accelerate),
@@ -60,7 +61,7 @@ def entrants(workload: Workload, device: DeviceType, pace: Pace) -> tuple[Entran
 def _ours(setting: Setting, shares: int) -> Entrant:
     device = "the undivided GPU"
     if shares > 1:
-        device = f"{shares} logical devices with a {shares}th of {MEMORY_SHARE:.0%} of the GPU's memory each"
+        device = f"{shares} logical devices, each with 1/{shares} of {MEMORY_SHARE:.0%} of the GPU's memory"
     return Entrant(
         contender=_contender(
             FOUR if shares > 1 else ONE,
@@ -70,7 +71,7 @@ def _ours(setting: Setting, shares: int) -> Entrant:
             shares=shares,
             layout="auto",
         ),
-        expected_s=25.0,
+        expected_s=10.0,
     )
 
 
@@ -85,7 +86,7 @@ def _plain(setting: Setting, layout: Layout, *, compiled: bool, told: bool) -> E
             partial(train_plain, setting=setting, compiled=compiled),
             layout=layout,
         ),
-        expected_s=60.0 if compiled else 15.0,
+        expected_s=40.0 if compiled else 8.0,
     )
 
 
@@ -100,7 +101,7 @@ def _ddp(setting: Setting, layout: Layout) -> Entrant:
             processes=SHARES,
             layout=layout,
         ),
-        expected_s=30.0,
+        expected_s=15.0,
     )
 
 
@@ -114,7 +115,7 @@ def _peer(setting: Setting, name: str, layout: Layout) -> Entrant:
             role="peer",
             layout=layout,
         ),
-        expected_s=20.0,
+        expected_s=10.0,
         absent=peers.missing(name),
     )
 
@@ -123,7 +124,7 @@ def _contender(name: str, settings: str, body: Body, *, role: Role = "rival", **
     return Contender(
         name=name,
         settings=settings,
-        launcher=SpawnedBody(body=body),
+        launcher=SpawnedBody(body=body, preloaded=_PRELOADED),
         role=role,
         peer=name if role == "peer" else "",
         **{"shares": 1, **parts},
