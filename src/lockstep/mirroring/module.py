@@ -7,15 +7,17 @@ weights are in the user's hands. How copies are made and who shares storage is `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from lockstep.collectives.workers import Workers
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.averages import averages, weights_digest
 from lockstep.mirroring.batch_norm import has_sync_batch_norm
+from lockstep.mirroring.compiled import Compilation, CompiledCopies
 from lockstep.mirroring.copies import align
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.single_row import guard_single_row
@@ -62,6 +64,7 @@ class MirroredModule(nn.Module):
         self.is_part = is_part
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
+        self._compiled: CompiledCopies | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -75,11 +78,35 @@ class MirroredModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside a replica, replica 0's."""
-        here = self._here()
-        if get_replica_context() is None or self._workers.num_replicas == 1:  # a batch of one row is the user's own
+        here, context = self._here(), get_replica_context()
+        if context is None:
             return here(*args, **kwargs)
-        with guard_single_row(here, args, kwargs):
+        alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
+        guard = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        if self._compiled is not None and isinstance(guard, nullcontext):
+            return self._compiled(context.local_replica, here.training, args, kwargs)
+        with guard:
             return here(*args, **kwargs)
+
+    def compile_as(self, compilation: Compilation | None) -> None:
+        """Has ``torch.compile`` make one code for the copies, at their first call in replicas; None is without again.
+
+        The user's module itself stays as it is, and so does a call outside replicas.
+
+        Raises:
+            ConfigError: a module whose forward is a collective, or a part of a model.
+        """
+        if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shares_weights):
+            raise ConfigError(
+                "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
+                "torch.compile cannot follow; leave compile_module out"
+            )
+        self._compiled = None if compilation is None else CompiledCopies(self._copies, compilation)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether replicas run compiled code."""
+        return self._compiled is not None
 
     def compare_weights(self) -> None:
         """Checks that all workers that hold the same weights still have the same ones. Every one of them must call it.

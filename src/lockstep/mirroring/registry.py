@@ -119,7 +119,8 @@ class MirroredObjects:
     def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
         """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""
         key = code_of(fn)
-        if key in self._checked:
+        # The check is a hook on all modules, which torch.compile would take for a part of the compiled one.
+        if key in self._checked or any(module.is_compiled for module in self.modules):
             return nullcontext()
         self._checked.add(key)
         return refusing_plain_calls(self.modules)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.data.iterated import Distributed
 from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.compiled import Compilation
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
@@ -111,6 +112,7 @@ class Model:
         accumulate: int = 1,
         clip_norm: float | None = None,
         graphs: bool = True,
+        compile_module: bool | Mapping[str, Any] = False,
     ) -> None:
         """Says how to train.
 
@@ -126,6 +128,8 @@ class Model:
             clip_norm: clips the gradients of each update to this global norm.
             graphs: on a GPU, whole steps are recorded as CUDA graphs and replayed, where that can be done; False does
                 not. The log "lockstep" says why where it cannot.
+            compile_module: run the module through ``torch.compile``, one code for all replicas; or how, a dict of
+                "mode", "dynamic" and "backend".
 
         Raises:
             ConfigError: a value that cannot be used.
@@ -140,7 +144,9 @@ class Model:
             clip_norm=clip_norm,
             graphs=graphs,
         )
+        compilation = Compilation.of(compile_module)
         self._job = make_job(self.strategy, self._module, config, optimizer, scheduler)
+        self._module.compile_as(compilation)
 
     def fit(
         self,

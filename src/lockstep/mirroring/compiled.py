@@ -1,0 +1,209 @@
+"""torch.compile for a mirrored module: one code for the copies of all replicas, compiled under a lock.
+
+    replica 0 --.                          .-- its copy's parameters --.
+                +-- one compiled forward --+                           +-- outputs
+    replica 1 --'   (per shape and mode)   '-- its copy's parameters --'
+
+The parameters are inputs of the code, so copies of one class share it. The whole forward becomes one graph or is
+refused: a part that stayed in Python would run without the replica's random numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import nn
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.errors import ConfigError, LockstepError, ReplicaError
+from lockstep.replicas.random import ReplicaRandom
+
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+COMPILE_LIMIT_S = 1800.0
+"""How many seconds a replica waits for another that compiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How a module is compiled.
+
+    Args:
+        mode: of torch.compile. Those that make CUDA graphs of their own are not among them: whole steps are recorded.
+        dynamic: one code for all lengths, instead of one for each.
+        backend: "inductor", or another that torch knows.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    mode: CompileMode = "default"
+    dynamic: bool = False
+    backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(CompileMode):
+            raise ConfigError(
+                f"mode={self.mode!r} is no mode that a mirrored module is compiled in; choose 'default' or "
+                "'max-autotune-no-cudagraphs': CUDA graphs of whole steps are made by fit"
+            )
+        if type(self.dynamic) is not bool:
+            raise ConfigError(f"dynamic={self.dynamic!r}; give True for one code for all shapes, False for one each")
+        backends = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "cudagraphs"]
+        if self.backend not in backends:
+            known = ", ".join(map(repr, backends))
+            raise ConfigError(
+                f"backend={self.backend!r} is no backend of torch's for mirrored modules; choose one of {known}"
+            )
+
+    @classmethod
+    def of(cls, given: Any) -> Self | None:
+        """What ``compile_module=`` means: True, False or a dict of these settings.
+
+        Raises:
+            ConfigError: something else, or an unknown setting.
+        """
+        if isinstance(given, bool):
+            return cls() if given else None
+        known = [each.name for each in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(known):
+            raise ConfigError(
+                f"compile_module={given!r}; give True, False or a dict of {', '.join(known)}, such as "
+                "{'mode': 'max-autotune-no-cudagraphs'}"
+            )
+        return cls(**given)
+
+
+class CompiledCopies:
+    """The compiled forward of every replica's copy.
+
+    Args:
+        copies: of one module, in replica order.
+        compilation: how.
+    """
+
+    def __init__(self, copies: Sequence[nn.Module], compilation: Compilation) -> None:
+        parameter = next(copies[0].parameters(), None)
+        backend = _Backend(compilation, parameter is None or parameter.device.type == "cpu")
+        self._name = type(copies[0]).__name__
+        self._calls: list[Callable[..., Any]] = [
+            torch.compile(copy, backend=backend, fullgraph=True, dynamic=compilation.dynamic) for copy in copies
+        ]
+        self._seen: list[set[Hashable]] = [set() for _ in copies]
+        self._lock = threading.Lock()
+
+    def __call__(self, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the replica's copy; the first time with such arguments while no other replica does.
+
+        Raises:
+            ConfigError: the forward cannot be compiled as a whole, or draws random numbers on a CPU.
+            ReplicaError: another replica has been compiling for too long.
+        """
+        kind = (training, torch.is_grad_enabled(), *map(_form, tree_leaves((args, kwargs))))
+        if kind in self._seen[replica]:
+            with _without_replica_random():
+                return self._calls[replica](*args, **kwargs)
+        if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
+            raise ReplicaError(
+                f"another replica has been compiling {self._name}, or waiting in it, for {COMPILE_LIMIT_S:g} s; a "
+                "compiled module must not call collectives"
+            )
+        try:
+            with _without_replica_random(), self._explained():
+                outputs = self._calls[replica](*args, **kwargs)
+        finally:
+            self._lock.release()
+        self._seen[replica].add(kind)
+        return outputs
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, LockstepError):
+                raise error.inner_exception from None
+            raise
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            raise ConfigError(
+                f"torch.compile cannot take the whole forward of {self._name}: {reason}; change it, or leave "
+                "compile_module out"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """Compiles a graph, if its numbers come out as they do without. Modules of equal backends share code.
+
+    Args:
+        compilation: how.
+        on_cpu: whether the module is on a CPU.
+    """
+
+    compilation: Compilation
+    on_cpu: bool
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if self.on_cpu:
+            _refuse_random(graph, inputs)
+        if self.compilation.backend != "inductor":
+            return torch._dynamo.lookup_backend(self.compilation.backend)(graph, inputs)
+        options = torch._inductor.list_mode_options(self.compilation.mode)
+        return torch._inductor.compile(graph, inputs, options=options)
+
+
+def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
+    """On a CPU compiled code draws from the process's default generator, which all replicas share.
+
+    Raises:
+        ConfigError: the graph draws.
+    """
+    fake = torch._guards.detect_fake_mode(inputs)
+    if fake is None:
+        return
+    with fake, torch.no_grad(), _Draws() as draws:
+        graph(*[fake.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs])
+    if draws.names:
+        raise ConfigError(
+            f"the compiled module draws random numbers on a CPU ({draws.names[0]}), where compiled code has not the "
+            "replica's own; set dropout to 0, or leave compile_module out"
+        )
+
+
+class _Draws(TorchDispatchMode):
+    """The operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        # Attention is marked as random for its dropout, whatever that is.
+        if torch.Tag.nondeterministic_seeded in func.tags and ("dropout_p" not in names or given.get("dropout_p")):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_replica_random() -> Iterator[None]:
+    """Inside the block the replica's function mode is off: dynamo would follow it into every call of torch."""
+    if not torch._C._len_torch_function_stack() or not isinstance(
+        torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1), ReplicaRandom
+    ):
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield
+
+
+def _form(leaf: Any) -> tuple[Hashable, ...]:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf),)

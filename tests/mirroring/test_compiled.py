@@ -1,0 +1,114 @@
+"""torch.compile for mirrored modules: one code for all replicas, the numbers of the module as it is, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import lockstep as ls
+from lockstep.config import LogicalDevice
+from lockstep.errors import ConfigError
+from lockstep.mirroring.compiled import Compilation
+from lockstep.strategies.mirrored import MirroredStrategy
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(dropout)
+        self.outer = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outer(self.drop(torch.tanh(self.norm(self.inner(x)))))
+        return out
+
+
+class Breaking(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.fixture
+def strategy(split_cpu: Callable[[int], tuple[LogicalDevice, ...]]) -> Iterator[MirroredStrategy]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._inductor.config.patch(compile_threads=1), closing(MirroredStrategy(split_cpu(2), seed=0)) as made:
+        yield made
+    torch._dynamo.reset()
+
+
+def steps(strategy: MirroredStrategy, module: nn.Module, compilation: Compilation | None) -> dict[str, Tensor]:
+    """Trains a copy of ``module`` for three steps, of 8, 8 and 5 rows, and evaluates it; weights and outputs."""
+    mirrored = strategy.mirror(copy.deepcopy(module))
+    mirrored.compile_as(compilation)
+    optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+
+    def train(x: Tensor) -> None:
+        ls.compute_average_loss(mirrored(x).square().sum(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    x = torch.randn(21, 8, generator=torch.Generator().manual_seed(0))
+    for batch in strategy.distribute_dataset([x[:8], x[8:16], x[16:]]):
+        strategy.run(train, (batch,))
+    with torch.no_grad():
+        outputs = strategy.run(lambda: mirrored.eval()(x[:4]))
+    return mirrored.module.state_dict() | {"outputs": strategy.local_results(outputs)[1]}
+
+
+def test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is(strategy: MirroredStrategy) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    plain = steps(strategy, net, None)
+    assert counters["stats"]["unique_graphs"] == 0
+
+    compiled = steps(strategy, net, Compilation())
+    # Training on shards of 4 rows, of 3 and of 2, and evaluation on 4: not one more for the second replica.
+    assert counters["stats"]["unique_graphs"] == 4
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value)
+
+    again = steps(strategy, net, Compilation())
+    assert counters["stats"]["unique_graphs"] == 4
+    assert all(torch.equal(again[name], compiled[name]) for name in compiled)
+
+
+def test_dropout_on_a_cpu_is_refused(strategy: MirroredStrategy) -> None:
+    with pytest.raises(ConfigError, match=r"draws random numbers on a CPU \(aten.*set dropout to 0"):
+        steps(strategy, Net(dropout=0.5), Compilation(backend="aot_eager"))
+    net = Net(dropout=0.5).eval()
+    mirrored = strategy.mirror(net)
+    mirrored.compile_as(Compilation(backend="aot_eager"))
+    outputs = strategy.run(mirrored, (torch.ones(2, 8),))
+    torch.testing.assert_close(strategy.local_results(outputs)[1], net(torch.ones(2, 8)))
+
+
+def test_a_forward_that_cannot_be_one_graph_is_refused(strategy: MirroredStrategy) -> None:
+    with pytest.raises(ConfigError, match=r"torch\.compile cannot take the whole forward of Breaking: "):
+        steps(strategy, Breaking(), Compilation(backend="aot_eager"))
+
+
+def test_settings_that_cannot_be_used(strategy: MirroredStrategy) -> None:
+    assert Compilation.of(False) is None
+    assert Compilation.of({"dynamic": True}) == Compilation(dynamic=True)
+    with pytest.raises(ConfigError, match="give True, False or a dict of mode, dynamic, backend"):
+        Compilation.of({"fullgraph": False})
+    with pytest.raises(ConfigError, match="no mode that a mirrored module is compiled in"):
+        Compilation.of({"mode": "reduce-overhead"})
+    with pytest.raises(
+        ConfigError,
+        match=r"backend='inducktor' does not compile mirrored modules; choose one of .*'inductor'"):
+    ):
+        Compilation(backend="inducktor")
+    synced = strategy.mirror(Net(), sync_batchnorm=True)
+    with pytest.raises(ConfigError, match="meets other replicas in its forward"):
+        synced.compile_as(Compilation())
