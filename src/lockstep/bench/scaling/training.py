@@ -59,11 +59,17 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Lap:
-    """One step: its times, the examples of all replicas, and the loss over them."""
+    """One step: its times, the examples of all replicas, and what its update gave."""
 
     times: StepTimes
     examples: int
-    loss: float
+    result: StepResult
+
+    @property
+    def loss(self) -> float:
+        """Over the examples of all replicas. Waits for a GPU that has not come so far."""
+        total, count = float(self.result.total), float(self.result.count)
+        return total / count if count else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +156,7 @@ class Training:
             replicas=[step.marks for step in returned],
             updates=self._optimizer.times,
         )
-        result = returned[0].result
-        return Lap(
-            times=times,
-            examples=sum(step.rows for step in returned),
-            loss=result.total / result.count if result.count else float("nan"),
-        )
+        return Lap(times=times, examples=sum(step.rows for step in returned), result=returned[0].result)
 
 
 def train_shard(
