@@ -92,6 +92,27 @@ def test_four_shares_train_evaluate_and_predict_as_one_device(four: Shares):
     assert scores["loss"] == history["val_loss"][-1]
 
 
+def test_a_replica_that_is_alone_needs_one_wait_at_each_end_of_a_run():
+    with (
+        stand_in_gpus(None) as (devices, driver),
+        closing(ls.MirroredStrategy(devices, seed=0)) as strategy,
+    ):
+        module = network()
+        alone = copy.deepcopy(module)
+        losses = compiled(strategy, module).fit(batches(), epochs=2, verbose=0).history["loss"]
+        driver.log.clear()
+        total = strategy.run(lambda: ls.get_replica_context().all_reduce("sum", torch.ones(2)))
+
+    assert losses == pytest.approx(plain_loop(alone, 2), rel=1e-6)
+    assert total.tolist() == [1.0, 1.0]
+    assert [(entry.call, entry.on.split("@")[0]) for entry in driver.log if entry.call in ("record", "wait")] == [
+        ("record", "caller"),
+        ("wait", "gpu:0 for caller"),
+        ("record", "gpu:0"),
+        ("wait", "caller for gpu:0"),
+    ]
+
+
 def test_dropout_differs_between_shares_and_is_bit_equal_again():
     runs = []
     for _ in range(2):

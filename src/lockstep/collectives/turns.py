@@ -37,7 +37,7 @@ class Turn(Protocol):
         """
 
     def mark(self) -> Mark | None:
-        """Where the replica has come to on its device; None where nothing is queued: all is done when it returns."""
+        """Where the replica has come to on its device; None where nobody has to wait for that."""
 
     def follow(self, marks: Sequence[Mark]) -> None:
         """What the replica queues from now on runs behind ``marks``."""

@@ -8,6 +8,7 @@ nor gives cached memory back before it reports that there is none, and a graph w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
 
     def stream(self, device: LogicalDevice) -> torch.cuda.Stream:
         return self._stream(device.torch_device, device.name)
@@ -136,10 +138,11 @@ class CudaDriver:
 
     def _stream(self, device: torch.device, name: str) -> torch.cuda.Stream:
         key = (device, name)
-        if key not in self._streams:
-            # torch hands out 32 streams a device in turn, and then the first one again.
-            self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[key]
+        with self._lock:
+            if key not in self._streams:
+                # torch hands out 32 streams a device in turn, and then the first one again.
+                self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            return self._streams[key]
 
 
 def _statistic(device: torch.device, name: str, which: str) -> int:

@@ -108,12 +108,14 @@ class GpuTurn:
         turns: the gate of the physical device, of width 1.
         replica: whose turn it is.
         rows: the length of the replica's shard, for messages; None if unknown.
+        alone: whether there is no other replica in this process, for whose sake marks would be.
     """
 
-    def __init__(self, turns: Turns, replica: GpuReplica, rows: int | None) -> None:
+    def __init__(self, turns: Turns, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
         self._turns = turns
         self._replica = replica
         self._rows = rows
+        self._alone = alone
         self._held: ExitStack | None = None
         self._others: Any = None
 
@@ -139,8 +141,10 @@ class GpuTurn:
         """Raises DeviceMemoryError where the turn took more memory than the share has."""
         self._replica.check(self._rows)
 
-    def mark(self) -> AnyMark:
+    def mark(self) -> AnyMark | None:
         """Behind what the replica has queued so far."""
+        if self._alone:
+            return None
         driver = self._replica.driver
         return Mark(driver, self._replica.device.torch_device, driver.record(self._replica.stream))
 
@@ -189,7 +193,7 @@ class RunStreams:
     A context manager for a run: replicas see what the caller queued before, and the caller then sees all they did.
 
     Args:
-        devices: the replicas'. Those on a CPU have no stream.
+        devices: the replicas'. Those on a CPU have no stream; one that is alone does on its own what is done for all.
     """
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
@@ -197,15 +201,15 @@ class RunStreams:
         self._gpus = {device.physical: driver for device, driver in drivers}
         self._meeting = [
             (driver, gpu.torch_device, driver.side_stream(gpu.torch_device, "meeting"))
-            for gpu, driver in self._gpus.items()
+            for gpu, driver in (self._gpus.items() if len(devices) > 1 else ())
         ]
         shares = [(driver, device.torch_device, driver.stream(device)) for device, driver in drivers]
         self._all = [*shares, *self._meeting]
 
     @property
-    def has_gpu(self) -> bool:
-        """Whether there is a GPU among the devices."""
-        return bool(self._gpus)
+    def any_meeting(self) -> bool:
+        """Whether there are streams for what is done once for all."""
+        return bool(self._meeting)
 
     def __enter__(self) -> RunStreams:
         events = [driver.record(driver.current_stream(gpu.torch_device)) for gpu, driver in self._gpus.items()]

@@ -181,7 +181,7 @@ class ReplicaRunner:
         return ReplicaGenerators(self._devices, [random.generator for random in self._random], self._gpu)
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
-        """The memory of each replica's GPU, or share of one, in replica order; those on a CPU have none of their own."""
+        """The memory of each replica's GPU, or share of one, in replica order; those on a CPU are left out."""
         return tuple(gpu.memory() for gpu in self._on_gpus)
 
     @contextmanager
@@ -209,7 +209,7 @@ class ReplicaRunner:
         turns: list[Turn] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
-            turns.append(gate if gpu is None else GpuTurn(gate, gpu, length))
+            turns.append(gate if gpu is None else GpuTurn(gate, gpu, length, alone=len(self._devices) == 1))
         return turns
 
     @property
@@ -238,7 +238,7 @@ class _Run:
 
     def __init__(self, strategy: Strategy, names: Sequence[str], timeout_s: float, streams: RunStreams) -> None:
         self.strategy = strategy
-        self.rendezvous = Rendezvous(names, timeout_s, streams if streams.has_gpu else None)
+        self.rendezvous = Rendezvous(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
         self.submitted = 0
         self._names = names
