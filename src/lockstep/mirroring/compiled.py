@@ -55,11 +55,9 @@ class Compilation:
             )
         if type(self.dynamic) is not bool:
             raise ConfigError(f"dynamic={self.dynamic!r}; give True for one code for all shapes, False for one each")
-        backends = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "cudagraphs"]
-        if self.backend not in backends:
-            known = ", ".join(map(repr, backends))
+        if self.backend not in torch.compiler.list_backends(exclude_tags=()) or self.backend == "cudagraphs":
             raise ConfigError(
-                f"backend={self.backend!r} is no backend of torch's for mirrored modules; choose one of {known}"
+                f"backend={self.backend!r} is unknown to torch, or makes CUDA graphs of its own; choose 'inductor'"
             )
 
     @classmethod
