@@ -68,7 +68,7 @@ class Updaters:
         on_gpus: bool = False,
     ) -> None:
         self.plain = optimizer
-        self._on_gpus = on_gpus and all(torch.is_floating_point(copies[0]) for copies in parameters)
+        self._on_gpus = on_gpus and all(_is_plain(copies[0]) for copies in parameters)
         self._gradients = DenseGradients(parameters)
         self._fused = False
         self._parameters = parameters
@@ -96,7 +96,7 @@ class Updaters:
     def not_fused(self) -> str | None:
         """Why updates are not made by fused kernels, which a device can tell to skip one; None where they are."""
         if not self._on_gpus:
-            return "the weights are no real floating-point numbers on GPUs"
+            return "the weights are no plain floating-point tensors on GPUs"
         if not self.divisible:
             return f"{type(self.plain).__name__} has hooks on its step, or is not torch's own"
         return why_not_fused(self.plain) or (None if self._gradients.all_dense else "they take no sparse gradients")
@@ -227,8 +227,9 @@ class Updaters:
         if self._fused:
             part.param_groups = [fused_group(group) for group in part.param_groups]
         with nullcontext() if self._shared is None else self._shared.ready(chosen):
-            if skip is not None:
+            if self._fused:
                 prepare_state(part)
+            if skip is not None:
                 part.__dict__["found_inf"] = skip
             type(optimizer).step(part)
 
@@ -237,3 +238,8 @@ class Updaters:
         if self._shared is None:
             return list(parameters)
         return [piece for parameter in parameters for piece in self._shared.own(parameter)]
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Whether it is neither divided among workers (a DTensor), nor quantised, nor complex."""
+    return issubclass(type(parameter), nn.Parameter) and torch.is_floating_point(parameter)
