@@ -164,7 +164,7 @@ def _lend(part: nn.Module, stage: Stage, mesh: DeviceMesh) -> nn.Module:
     return lent
 
 
-def _lend_together(stage: Stage, parts: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def _lend_together(stage: nn.Module, parts: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Has all that is lent in a stage known to each other, so that what was sent is freed as the next is sent."""
     together = _Lent(stage.forward, parts)
     share(together, mesh, reshard_after_forward=True)
