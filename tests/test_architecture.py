@@ -65,10 +65,21 @@ PRINTS = (
     "launch/console.py",  # passes on what the workers say
     "launch/function_worker.py",  # its own streams become pipes to the launcher
 )
+DRIVES_GPUS = (
+    "replicas/cuda_driver.py",
+    "replicas/device_graph.py",
+    "bench/",
+    "plan/measure.py",  # measures a GPU's rates
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 ENVIRONMENT_CALLS = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+DRIVING_CALLS = {
+    *("Stream", "Event", "stream", "current_stream", "set_stream", "synchronize", "graph", "CUDAGraph"),
+    *("MemPool", "use_mem_pool", "empty_cache", "mem_get_info", "memory_snapshot", "memory_stats", "memory_allocated"),
+    *("memory_reserved", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"),
+}
 WRITING_CALLS = {
     "torch.save",
     "os.replace",
@@ -191,6 +202,14 @@ def prints(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: {dotted(node)}"
 
 
+def drives_gpus(source: Source) -> Iterator[str]:
+    """What is asked of CUDA goes through the driver, so that it can be tested without a GPU."""
+    for node in ast.walk(source.tree):
+        name = dotted(node)
+        if name.startswith("torch.cuda.") and name.removeprefix("torch.cuda.") in DRIVING_CALLS:
+            yield f"{node.lineno}: {name}"  # type: ignore[attr-defined]
+
+
 def is_too_long(source: Source) -> Iterator[str]:
     if source.lines > MAX_FILE_LINES:
         yield f"1: {source.lines} lines; expected at most {MAX_FILE_LINES}"
@@ -238,6 +257,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
     "save": (writes_files, WRITES_FILES, ("train/a.py", "torch.save(state, path)\n"), "1: torch.save"),
     "print": (prints, PRINTS, ("train/a.py", "print(1)\n"), "1: print"),
     "stderr": (prints, PRINTS, ("train/a.py", "sys.stderr.write('')\n"), "1: sys.stderr"),
+    "driver": (drives_gpus, DRIVES_GPUS, ("data/a.py", "torch.cuda.Stream()\n"), "1: torch.cuda.Stream"),
     "length": (
         is_too_long,
         (),

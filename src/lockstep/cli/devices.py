@@ -18,6 +18,7 @@ DEVICES_HELP = (
     "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 picks by name; "
     "cpu or gpu takes all of that kind. Without it: every GPU, or else the CPU."
 )
+LOGICAL = ("logical", "of", "share")
 DevicesFlag = Annotated[str | None, typer.Option("--devices", metavar="SPEC", help=DEVICES_HELP, show_default=False)]
 
 
@@ -28,7 +29,7 @@ def devices(*, devices: DevicesFlag = None) -> Callable[[], int]:
         chosen = take_devices(devices)
         print(physical_table(config.list_physical_devices()))
         print()
-        print(logical_table(chosen))
+        print(memory_table(chosen))
         return 0
 
     return job
@@ -57,16 +58,21 @@ def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
 
 
 def logical_table(logical: Sequence[config.LogicalDevice]) -> str:
-    """One row for every logical device: its name, what it is a share of, how large the share is.
+    """One row for every logical device: its name, what it is a share of, and how large the share is."""
+    return text_table(LOGICAL, [_logical_row(device) for device in logical])
 
-    Of GPUs and their shares besides what this process has there: the memory of its tensors, and the most it took.
-    """
-    headings, rows = ["logical", "of", "share"], [[d.name, d.physical.name, _share(d)] for d in logical]
+
+def memory_table(logical: Sequence[config.LogicalDevice]) -> str:
+    """``logical_table``, and of GPUs and their shares what this process has there: of tensors now, and at the most."""
     memories = [memory_of(device) for device in logical]
-    if any(memories):
-        headings = [*headings, "in use", "peak"]
-        rows = [[*row, *_memory(memory)] for row, memory in zip(rows, memories, strict=True)]
-    return text_table(headings, rows)
+    if not any(memories):
+        return logical_table(logical)
+    rows = [[*_logical_row(device), *_memory(memory)] for device, memory in zip(logical, memories, strict=True)]
+    return text_table([*LOGICAL, "in use", "peak"], rows)
+
+
+def _logical_row(device: config.LogicalDevice) -> list[str]:
+    return [device.name, device.physical.name, _share(device)]
 
 
 def _product(physical: config.PhysicalDevice) -> str:
