@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,8 @@ from lockstep.bench.gpu.ahead import on_device, pinned
 from lockstep.bench.gpu.contenders.ours import share_mb, train_ours
 from lockstep.bench.gpu.contenders.peers import PACKAGES, missing
 from lockstep.bench.gpu.contenders.plain import train_ddp, train_plain
+from lockstep.bench.gpu.device_laps import DeviceLaps
+from lockstep.bench.gpu.floors import look_at_device
 from lockstep.bench.gpu.roster import entrants
 from lockstep.bench.gpu.setting import Pace, Setting, begin_process
 from lockstep.bench.gpu.work import TINY, gpu_workloads, precision_of
@@ -33,6 +36,11 @@ PACE = Pace(warm_up=2, lap_steps=2, laps=2)
 SIZES = replace(TINY, shape=BertShape(**{**vars(TINY.shape), "dropout": 0.0}))
 WORK = gpu_workloads(SIZES)
 LIMIT_S = 170
+ROOT = Path(__file__).parents[3]
+
+
+def needs_gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +62,13 @@ def trial(name: str, workload: str = "mlm-fp32") -> Trial:
     return Trial(workload=WORK[workload], contender=contender, warm_up=1, steps=PACE.laps, cores=2)
 
 
-def trained(trial: Trial, body: Callable[..., None], precision: str = "fp32", **how: Any) -> LapRecord:
+def trained(
+    trial: Trial, body: Callable[..., None], precision: str = "fp32", device: str = "cpu", **how: Any
+) -> LapRecord:
     records: list[LapRecord] = []
     laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
     seat = Seat(rank=0, started_s=0.0, store="", lifeline="")
-    body(trial, seat, laps, setting=Setting(device="cpu", precision=precision, pace=PACE), **how)
+    body(trial, seat, laps, setting=Setting(device=device, precision=precision, pace=PACE), **how)
     (record,) = records
     assert len(record.step_s) == PACE.laps
     assert record.trained > 0
@@ -181,7 +191,7 @@ print("SAID", json.dumps(said))
 def test_the_peers_that_are_here_do_the_same_work(python: Callable[..., Any], tmp_path: Path):
     here = [name for name in PACKAGES if not missing(name)]
     (tmp_path / "tests_of_the_gpu_benchmark.py").symlink_to(__file__)
-    process = python("-c", PEERS, *here, PYTHONPATH=str(tmp_path), TQDM_DISABLE="1")
+    process = python("-c", PEERS, *here, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", TQDM_DISABLE="1")
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     said = json.loads(next(line for line in out.splitlines() if line.startswith("SAID")).removeprefix("SAID"))
@@ -213,6 +223,54 @@ def test_batches_come_in_order_and_as_they_are_on_a_cpu():
     assert [id(batch) for batch in on_device(pinned(batches, torch.device("cpu")), torch.device("cpu"))] == [
         id(batch) for batch in batches
     ]
+
+
+@needs_gpu
+def test_batches_come_to_a_gpu_in_order_while_the_step_before_runs():
+    device = torch.device("cuda", 0)
+    batches = [(torch.full((1 << 20,), float(number)), torch.tensor(number)) for number in range(20)]
+    sums = []
+    for x, y in on_device(pinned(batches, device), device):
+        torch.cuda._sleep(1_000_000)
+        sums.append(x.sum() + y)
+        del x, y
+    assert [total.item() for total in sums] == [(number << 20) + number for number in range(20)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["lockstep-1", "lockstep-4"])
+def test_on_a_gpu_ours_and_the_hand_written_loop_do_the_same_work(name: str, fresh_devices: object):
+    eager = trained(trial("eager"), train_plain, device="cuda", compiled=False)
+    ours = trained(trial(name), train_ours, device="cuda")
+
+    assert ours.loss == pytest.approx(eager.loss, rel=1e-3)  # TF32
+    assert ours.notes == ()
+    for record in (eager, ours):
+        assert 0 < record.device_peak_mb < record.device_used_mb
+
+
+@needs_gpu
+def test_a_gpu_s_rates_and_costs_are_measured():
+    facts = look_at_device("cuda", TINY)
+
+    assert facts.name == torch.cuda.get_device_name(0)
+    assert set(facts.costs) == set(WORK)
+    assert facts.matmul_flops["bf16"] > 0 < facts.matmul_flops["fp32"]
+    assert facts.copy_bytes_s > 1e9
+
+
+def test_the_device_is_waited_for_between_laps_only(monkeypatch: pytest.MonkeyPatch):
+    waits: list[int] = []
+    read: list[int] = []
+    begun: list[int] = []
+    monkeypatch.setattr("lockstep.bench.gpu.device_laps.wait_for", lambda device: waits.append(begun[-1]))
+    laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=lambda record: None)
+    clock = DeviceLaps(laps, PACE, torch.device("cpu"))
+    for step in range(1, PACE.steps + 1):
+        begun.append(step)
+        clock.step(lambda: read.append(begun[-1]) or 0.0)
+
+    assert (waits, read) == ([2, 4, 6], [6])
 
 
 def test_a_logical_device_gets_its_part_of_four_fifths():
