@@ -13,7 +13,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.device_driver import DeviceDriver
 from lockstep.train.graphs.unfit import UnfitError
 
 
@@ -47,24 +46,16 @@ class StaticInputs:
 
     Args:
         batch: the first of them.
-        driver: of the device that it is on.
     """
 
-    def __init__(self, batch: Any, driver: DeviceDriver) -> None:
-        self._driver = driver
+    def __init__(self, batch: Any) -> None:
         self.batch = tree_map(_fixed, batch)
         self._tensors = tensors(self.batch)
 
     def take(self, batch: Any) -> None:
         """Copies ``batch``, of the same signature, to the fixed addresses, on the current stream."""
-        given = tensors(batch)
-        if not given:
-            return
-        torch._foreach_copy_(self._tensors, given, non_blocking=True)
-        # The batch may be dropped before the copy is made, and its memory is another stream's to use again.
-        stream = self._driver.current_stream(given[0].device)
-        for tensor in given:
-            self._driver.use_on(tensor, stream)
+        if self._tensors:
+            torch._foreach_copy_(self._tensors, tensors(batch), non_blocking=True)
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ class Recorder:
             UnfitError: the device refused. All is as it was before.
         """
         before = self._carried.now()
-        inputs = StaticInputs(batch, self._driver)
+        inputs = StaticInputs(batch)
         self._rates.refresh()
         graph = self._driver.graph(self._device, self._strategy.generators.on_gpu(), self._pool)
         try:
