@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import os
 
+import pytest
+import torch
+
+import lockstep as ls
 from lockstep.cluster.local_place import local_place
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
@@ -78,3 +83,22 @@ def test_too_few_gpus_are_refused(workers: int, each: int | None, said: str):
 )
 def test_the_gpus_that_may_be_used(environment: dict[str, str], present: int, expected: tuple[str, ...]):
     assert visible_gpus(environment, present) == expected
+
+
+def told() -> list[list[str | None]]:
+    """What each worker was shown of the host."""
+    strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(lost_after_s=60))
+    names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCKSTEP_OWN_GPUS")
+    own = json.dumps([os.environ.get(name) for name in names])
+    every = strategy.workers.exchange_bytes("what was shown", own.encode())
+    strategy.close()
+    return [json.loads(each) for each in every]
+
+
+@pytest.mark.workers
+def test_workers_are_started_with_their_own_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # what the launcher finds; the workers have none
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    assert ls.launch(told, workers=2, timeout_s=100) == [["0,1", "0", "2", "1"], ["2,3", "0", "2", "1"]]
+    assert ls.launch(told, workers=2, gpus_per_worker=0, timeout_s=100) == [["", "0", "2", None], ["", "1", "2", None]]
