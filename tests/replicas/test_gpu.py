@@ -110,6 +110,8 @@ def test_the_limit_holds_for_what_tensors_took_and_not_for_room_that_is_kept():
     with stand_in_gpus((64,)) as (devices, driver):
         (turn,) = turns_on(devices, driver, rows=8)
         turn.acquire()
+        with turn.aside(), driver.on_stream(driver.side_stream(torch.device("cpu"), "meeting")):
+            torch.empty(100 * MB, dtype=torch.uint8)  # made for all, which is not this share's
         torch.empty(50 * MB, dtype=torch.uint8)
         driver.memory.keep("gpu:0", 30 * MB)
         turn.check()

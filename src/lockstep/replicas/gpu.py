@@ -76,6 +76,11 @@ class GpuReplica:
         if self.account.outdated(self.driver.resizes(gpu)):
             self.account.static = self.look().in_use
 
+    def begin_peak(self) -> None:
+        """From now on it is this replica that computes on the GPU."""
+        if self.device.memory_limit is not None:
+            self.driver.reset_peak(self.device.torch_device)
+
     def check(self, rows: int | None) -> None:
         """Holds the turn that ends against the share's limit.
 
@@ -89,8 +94,8 @@ class GpuReplica:
         if not self.account.overdrawn:
             return
         # In this turn nobody else computed on the GPU, so how far its peak was above the present, this share's was: but
-        # for a batch that came, or one that was dropped, meanwhile.
-        top = pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu)
+        # for batches that came or went. And its tensors cannot have taken more than its pool has.
+        top = min(pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu), pool.reserved)
         self.account.check(top, rows)
         self.driver.give_back(gpu)  # it was room kept for later that went beyond the limit
         self.look()
@@ -122,13 +127,12 @@ class GpuTurn:
     def acquire(self) -> None:
         """Waits for the GPU, then makes its current stream and its generator this replica's."""
         self._turns.acquire()
-        replica, gpu = self._replica, self._replica.device.torch_device
+        replica = self._replica
         with ExitStack() as held:
             held.callback(self._turns.release)
             held.enter_context(replica.driver.on_stream(replica.stream))
             held.enter_context(self._drawing())
-            if replica.device.memory_limit is not None:
-                replica.driver.reset_peak(gpu)
+            replica.begin_peak()
             self._held = held.pop_all()
 
     def release(self) -> None:
@@ -162,6 +166,7 @@ class GpuTurn:
             yield
         finally:
             self._others = replica.driver.lend(gpu, replica.generator)
+            replica.begin_peak()  # what was made for all, and dropped, is not charged to the share
 
     @contextmanager
     def naming_device(self) -> Iterator[None]:
