@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -93,7 +95,10 @@ def model_on(shares: int, precision: str) -> Iterator[ls.Model]:
 
 
 def _accuracy() -> dict[str, Any]:
-    classification = pytest.importorskip("torchmetrics.classification")
+    """A metric where torchmetrics is installed, which a machine with a GPU need not have; without it there is none."""
+    if find_spec("torchmetrics") is None:
+        return {}
+    classification = import_module("torchmetrics.classification")
     return {"accuracy": classification.MulticlassAccuracy(3, average="micro")}
 
 

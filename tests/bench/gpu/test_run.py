@@ -17,7 +17,15 @@ from lockstep.bench.gpu.apart import apart
 from lockstep.bench.gpu.floors import DeviceFacts
 from lockstep.bench.gpu.presence import NOTHING_TO_RUN, reason_not_to_run
 from lockstep.bench.gpu.run import _facts
-from lockstep.bench.gpu.suite import MARK, SuiteOutcome, command, files_with_gpu_tests, outcome_of, run_suite
+from lockstep.bench.gpu.suite import (
+    MARK,
+    SuiteOutcome,
+    command,
+    files_with_gpu_tests,
+    last_begun,
+    outcome_of,
+    run_suite,
+)
 from lockstep.errors import ReplicaError
 
 TESTS = Path(__file__).parents[2]
@@ -145,10 +153,10 @@ def test_the_suite_counts_what_was_skipped_as_no_success(capfd: pytest.CaptureFi
     assert "needs a GPU" in capfd.readouterr().out
 
 
-REPORT = """<testsuites><testsuite>
+REPORT = """<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">
 <testcase classname="tests.a" name="test_one"/><testcase classname="tests.a" name="test_two"><skipped/></testcase>
 <testcase classname="tests.b" name="test_three"><failure message="x">x</failure></testcase>
-<testcase classname="tests.b" name="test_three"><error message="left behind">x</error></testcase>
+<testcase classname="tests.c" name="test_interrupted"/>
 </testsuite></testsuites>"""
 
 
@@ -157,6 +165,7 @@ def test_an_outcome_is_read_from_the_report():
 
     assert outcome == SuiteOutcome(passed=1, skipped=1, failed=("tests.b::test_three",), seconds=12.3)
     assert (outcome.ok, outcome.text) == (False, "1 passed, 1 failed, 1 skipped in 12 s")
+    assert last_begun(REPORT) == "tests.c::test_interrupted"
     assert SuiteOutcome(passed=1).ok
     assert not SuiteOutcome().ok
 
@@ -170,9 +179,11 @@ def test_a_python_without_pytest_runs_no_tests(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.workers
 def test_tests_that_take_too_long_are_ended(tmp_path: Path):
-    (tmp_path / "test_stuck.py").write_text(f"import pytest, signal\n@pytest.{MARK}\ndef test(): signal.pause()\n")
+    stuck = f"import pytest, signal\npytestmark = pytest.{MARK}\ndef test_good(): pass\ndef test(): signal.pause()\n"
+    (tmp_path / "test_stuck.py").write_text(stuck)
     (tmp_path / "gpu.ini").write_text((TESTS / "gpu.ini").read_text())
-    outcome = run_suite(tmp_path, limit_s=3.0)
+    outcome = run_suite(tmp_path, limit_s=5.0)
 
-    assert outcome.trouble == "ended after 3 s, before they were done"
+    assert outcome.trouble == "ended after 5 s in test_stuck::test"
+    assert outcome.text.startswith("ended after 5 s in test_stuck::test; 1 passed, 0 failed, 0 skipped in ")
     assert not outcome.ok

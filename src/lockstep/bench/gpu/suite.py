@@ -9,7 +9,8 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from tempfile import TemporaryDirectory
 MARK = "mark.gpu"
 SETTINGS = "gpu.ini"
 """Beside the tests: what pytest is told in the place of pyproject.toml, whose options need plugins and pytest 9."""
-_END_S = 5.0
+_END_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:
 
     Args:
         folder: of the tests.
-        limit_s: after so long they are ended, and what they have said by then is lost.
+        limit_s: after so long they are interrupted; what has come of them by then counts.
     """
     if find_spec("pytest") is None:
         return SuiteOutcome(trouble="not run: this Python has no pytest")
@@ -72,45 +73,61 @@ def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:
     began = time.monotonic()
     with TemporaryDirectory(prefix="lockstep-gpu-tests-") as scratch:
         report = Path(scratch) / "report.xml"
-        code = _run(command(folder, files, report), folder.parent, limit_s)
+        code, in_time = _run(command(folder, files, report), folder.parent, limit_s)
         seconds = time.monotonic() - began
-        if code is None:
-            return SuiteOutcome(trouble=f"ended after {limit_s:.0f} s, before they were done", seconds=seconds)
         if not report.exists():
-            return SuiteOutcome(trouble=f"pytest ended with {code} and no report", seconds=seconds)
-        return outcome_of(report.read_text(encoding="utf-8"), seconds)
+            ended = f"pytest ended with {code}" if in_time else f"ended after {limit_s:.0f} s"
+            return SuiteOutcome(trouble=f"{ended} and no report", seconds=seconds)
+        said = report.read_text(encoding="utf-8")
+        trouble = "" if in_time else f"ended after {limit_s:.0f} s, in the test after {last_done(said)}"
+        return replace(outcome_of(said, seconds), trouble=trouble)
 
 
 def command(folder: Path, files: Sequence[Path], report: Path) -> list[str]:
     """How pytest is called."""
     return [
         *(sys.executable, "-m", "pytest", "-c", str(folder / SETTINGS), "--rootdir", str(folder.parent)),
-        *("-m", "gpu", "-q", f"--junitxml={report}"),
+        *("-m", "gpu", "-v", f"--junitxml={report}"),
         *map(str, files),
     ]
 
 
 def outcome_of(report: str, seconds: float) -> SuiteOutcome:
-    """The outcome that a JUnit report tells. Pure."""
-    passed, skipped, failed = 0, 0, []
-    for case in ElementTree.fromstring(report).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            failed.append(f"{case.get('classname')}::{case.get('name')}")
-        elif case.find("skipped") is not None:
-            skipped += 1
-        else:
-            passed += 1
-    return SuiteOutcome(passed=passed, skipped=skipped, failed=tuple(dict.fromkeys(failed)), seconds=seconds)
+    """The outcome that a JUnit report tells. Pure.
+
+    A test that was interrupted has a case there like one that passed, so those that passed are counted by its totals.
+    """
+    suite = next(ElementTree.fromstring(report).iter("testsuite"))
+    total, *others = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
+    failed = [_name(case) for case in suite.iter("testcase") if {"failure", "error"} & {part.tag for part in case}]
+    return SuiteOutcome(
+        passed=max(0, total - sum(others)),
+        skipped=others[-1],
+        failed=tuple(dict.fromkeys(failed)),
+        seconds=seconds,
+    )
 
 
-def _run(words: Sequence[str], beside: Path, limit_s: float) -> int | None:
-    """The exit code; None where the time ran out and the process group was killed."""
+def last_done(report: str) -> str:
+    """The last test that a JUnit report names; one that was interrupted has no name there. Pure."""
+    named = [_name(case) for case in ElementTree.fromstring(report).iter("testcase") if case.get("name")]
+    return named[-1] if named else "none"
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def _run(words: Sequence[str], beside: Path, limit_s: float) -> tuple[int, bool]:
+    """The exit code, and whether it ended in time: else it was interrupted, to write its report, and then killed."""
     process = subprocess.Popen(words, cwd=beside, start_new_session=True)
     try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(limit_s), True
+        os.kill(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(_END_S)
+    return process.wait(), False
