@@ -203,5 +203,8 @@ def _without_replica_random() -> Iterator[None]:
         yield
 
 
-def _form(leaf: Any) -> tuple[Hashable, ...]:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf),)
+def _form(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    kind: Hashable = type(leaf)
+    return kind

@@ -6,8 +6,8 @@ training mode. So all of it is looked at before every replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import is_
+from collections.abc import Iterable
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 class Standing:
     """A snapshot of all that a recorded step of a job has in it as it is now.
 
+    Of the modules it is the user's own that is looked at: what is set there reaches the other copies at the next run,
+    and what is set on those is nobody's.
+
     Args:
         job: whose step.
         free: the names of hyperparameters that may change, because the recorded step reads them from tensors.
@@ -32,12 +35,12 @@ class Standing:
     def __init__(self, job: Job, free: Iterable[str]) -> None:
         self._job = job
         self._free = frozenset(["params", *free])
-        # Attributes of the user's module alone: what is set on it reaches the other copies at the next run, and what
-        # is set on those is nobody's.
-        self._parts = [_Part(part) for part in job.module.module.modules()]
-        every = [[*copy.parameters(), *copy.buffers()] for copy in job.module.copies]
-        self._own = every[0]
-        self._tensors = [tensor for copy in every for tensor in copy]
+        own = job.module.module
+        self._parts = [_Part(part) for part in own.modules()]
+        self._tensors = [*own.parameters(), *own.buffers()]
+        self._hooks = [*_global_hooks(), *(hooks for part in own.modules() for hooks in _hooks_of(part))]
+        self._hooked = any(self._hooks)
+        self._states = self._states_now()
         self._addresses = self._addresses_now()
         self._settings = self._settings_now()
 
@@ -46,29 +49,36 @@ class Standing:
         for part in self._parts:
             if not part.stands:
                 return f"a {part.name} has other attributes, parameters or children than before"
+        states = self._states_now()
+        if len(states) != len(self._states) or not all(map(is_, states, self._states)):
+            return "the optimizer's state was loaded"
         if self._addresses_now() != self._addresses:
             return "weights, buffers or the state of the optimizer are in other memory than before"
-        if self._settings_now() != self._settings:
-            return "settings of the optimizer, of precision or of autograd are others than before"
+        if self._settings_now() != self._settings or any(self._hooks) != self._hooked:
+            return "settings of the optimizer, of precision, of autograd, or hooks are others than before"
         return None
+
+    def _states_now(self) -> list[Any]:
+        """Those of copies for other storages too: they are made anew, all together, when state is loaded."""
+        optimizer = self._job.optimizer
+        return [] if optimizer is None else [each.state for each in optimizer.of_storages]
 
     def _addresses_now(self) -> list[int]:
         every = [tensor.data_ptr() for tensor in self._tensors]
-        every += [
-            value.data_ptr()
-            for optimizer in self._optimizers()
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
+        for state in self._states[:1]:
+            every += [
+                value.data_ptr()
+                for each in state.values()
+                for value in each.values()
+                if isinstance(value, torch.Tensor)
+            ]
         return every
 
     def _settings_now(self) -> list[Any]:
-        every: list[Any] = [tensor.requires_grad for tensor in self._own]
-        for optimizer in self._optimizers()[:1]:
-            every += [
-                value for group in optimizer.param_groups for name, value in group.items() if name not in self._free
-            ]
+        every: list[Any] = [tensor.requires_grad for tensor in self._tensors]
+        if self._job.optimizer is not None:
+            groups = self._job.optimizer.param_groups
+            every += [value for group in groups for name, value in group.items() if name not in self._free]
         every += [
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
@@ -79,18 +89,21 @@ class Standing:
         ]
         return every
 
-    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Asked for anew every time: those of other storages are made anew when state is loaded."""
-        return () if self._job.optimizer is None else self._job.optimizer.of_storages
-
 
 class _Part:
-    """One module of the user's: its plain attributes, and which tensors and children it has."""
+    """One module of the user's: its plain attributes, and which tensors and children it has.
+
+    Looked at before every replay, so in few steps of Python: some 2 microseconds.
+    """
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
-        self._plain = {name: value for name, value in part.__dict__.items() if isinstance(value, _PLAIN)}
-        self._held = self._held_now()
+        plain = [name for name, value in part.__dict__.items() if isinstance(value, _PLAIN)]
+        self._read = itemgetter(*plain)  # of at least two: every module has its mode, and more of torch's own
+        self._plain = self._read(part.__dict__)
+        self._named = len(part.__dict__)
+        held = (part._parameters, part._buffers, part._modules)
+        self._held = [(those, tuple(those.values())) for those in held]
 
     @property
     def name(self) -> str:
@@ -100,13 +113,18 @@ class _Part:
     @property
     def stands(self) -> bool:
         """Whether all is as it was."""
-        attributes, held = self._part.__dict__, self._held_now()
-        same = len(held) == len(self._held) and all(map(is_, held, self._held))
-        return same and all(attributes.get(name) == value for name, value in self._plain.items())
+        attributes = self._part.__dict__
+        if len(attributes) != self._named or self._read(attributes) != self._plain:
+            return False
+        return all(len(now) == len(before) and all(map(is_, now.values(), before)) for now, before in self._held)
 
-    def _held_now(self) -> Sequence[object]:
-        part = self._part
-        return [*part._parameters.values(), *part._buffers.values(), *part._modules.values()]
+
+def _hooks_of(part: nn.Module) -> list[Any]:
+    return [part.__dict__[name] for name in _HOOKS]
+
+
+def _global_hooks() -> list[Any]:
+    return [vars(torch.nn.modules.module)[name] for name in _GLOBAL_HOOKS]
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -115,14 +133,13 @@ def refuse_hooks(module: nn.Module) -> None:
     Raises:
         UnfitError: there is some.
     """
-    everywhere = vars(torch.nn.modules.module)
-    if any(everywhere.get(name) for name in _GLOBAL_HOOKS):
+    if any(_global_hooks()):
         raise UnfitError("hooks on all modules would run once, while the step is recorded, and never again")
     for part in module.modules():
-        if any(part.__dict__.get(name) for name in _HOOKS):
+        if any(_hooks_of(part)):
             raise UnfitError(
-                f"the hooks of a {type(part).__name__} would run once, while the step is recorded; remove them"
+                f"the hooks of a {type(part).__name__} would run once, when the step is recorded; remove them"
             )
     for parameter in module.parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise UnfitError("the hooks of a parameter would run once, while the step is recorded; remove them")
+            raise UnfitError("the hooks of a parameter would run once, when the step is recorded; remove them")

@@ -138,13 +138,13 @@ class TrainSteps:
         """Whether the step can be replayed; records it if its time has come, forgets a recording that is outdated."""
         if not kind.alike:
             return False
-        refuse_hooks(self._job.module.module)
         if kind.recorded is not None:
             if kind.recorded.standing.change() is not None:
                 kind.forget()
             return kind.alike
         if self.recordings == MAX_RECORDINGS:
             raise UnfitError(f"what a recording takes for granted changed {MAX_RECORDINGS} times")
+        refuse_hooks(self._job.module.module)
         self.recordings += 1
         kind.recorded = recorder.record(batch, due)
         return True
