@@ -163,6 +163,8 @@ class ParallelStrategy(ThreadedStrategy):
         # Of shared weights the gradients have been summed by the backward pass.
         peers = OneWorker(1) if shared else self._teams.peers
         between_replicas = self._job.make_exchange(parameters, groups, peers)
+        if self._mesh is None and self.devices[0].kind == "GPU":
+            return between_replicas  # nobody to exchange with: nothing need pass through the host
         sharing = None
         if self._shard_optimizer:
             sharing = self._job.make_sharing(parameters, peers, self._parts.kinds(firsts))
