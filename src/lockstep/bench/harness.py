@@ -34,7 +34,7 @@ class Sample:
         trained: parameters that the optimizer changes.
         memory: of all processes together, during the last step.
         sent_mb: MB (10**6 bytes) that left a host in a timed step, on average; 0 where it is not counted.
-        device_peak_mb: the most that tensors took of a GPU at once, added up over the processes; 0 without one.
+        device_reserved_mb: what torch has taken of a GPU by the last step, in all processes; 0 without one.
         device_used_mb: what all processes have of that GPU inside the last step; 0 without one.
         notes: what the contender's processes have to say of themselves, each line once.
     """
@@ -50,7 +50,7 @@ class Sample:
     trained: int
     memory: Memory
     sent_mb: float = 0.0
-    device_peak_mb: float = 0.0
+    device_reserved_mb: float = 0.0
     device_used_mb: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -165,7 +165,7 @@ def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memo
         trained=records[0].trained,
         memory=memory,
         sent_mb=fmean(record.sent_bytes for record in records) / trial.steps / 1e6,  # each counts its whole host's
-        device_peak_mb=sum(record.device_peak_mb for record in records),
+        device_reserved_mb=sum(record.device_reserved_mb for record in records),
         device_used_mb=max(record.device_used_mb for record in records),
         notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
     )

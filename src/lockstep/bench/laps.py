@@ -26,7 +26,7 @@ class LapRecord:
         loss: of the last step.
         trained: parameters that the optimizer changes; 0 where nobody has said.
         sent_bytes: what left this process's host in all timed steps; 0 where it is not counted.
-        device_peak_mb: the most that its tensors took of a GPU at once; 0 where there is none.
+        device_reserved_mb: what torch's allocator has taken of a GPU by the last step; 0 where there is none.
         device_used_mb: what all processes together have of that GPU inside the last step; 0 where there is none.
         notes: what the contender has to say of itself, a line each.
     """
@@ -38,7 +38,7 @@ class LapRecord:
     loss: float
     trained: int = 0
     sent_bytes: int = 0
-    device_peak_mb: float = 0.0
+    device_reserved_mb: float = 0.0
     device_used_mb: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -56,7 +56,7 @@ class Laps:
     Attributes:
         total: steps in all.
         trained: parameters that the optimizer changes; the contender sets it.
-        device_peak_mb: as in the record; set before the last lap where there is a GPU.
+        device_reserved_mb: as in the record; set before the last lap where there is a GPU.
         device_used_mb: likewise.
         notes: likewise; read in the last lap.
     """
@@ -73,7 +73,7 @@ class Laps:
         self._warm_up = warm_up
         self.total = warm_up + steps
         self.trained = 0
-        self.device_peak_mb = self.device_used_mb = 0.0
+        self.device_reserved_mb = self.device_used_mb = 0.0
         self.notes: Iterable[str] = ()
         self._started_s = started_s
         self._report = report
@@ -112,7 +112,7 @@ class Laps:
             loss=loss,
             trained=self.trained,
             sent_bytes=_sent_bytes(self._interface) - self._sent_before,
-            device_peak_mb=self.device_peak_mb,
+            device_reserved_mb=self.device_reserved_mb,
             device_used_mb=self.device_used_mb,
             notes=tuple(self.notes),
         )

@@ -42,7 +42,7 @@ class DeviceLaps:
         wait_for(self._device)
         last = self._steps == self._pace.steps
         if last:
-            self._laps.device_peak_mb, self._laps.device_used_mb = device_memory(self._device)
+            self._laps.device_reserved_mb, self._laps.device_used_mb = device_memory(self._device)
         self._laps.lap(loss() if last else float("nan"))
 
 
@@ -53,11 +53,13 @@ def wait_for(device: torch.device) -> None:
 
 
 def device_memory(device: torch.device) -> tuple[float, float]:
-    """MB: the most that this process's tensors took at once, and what all processes have of the device now.
+    """MB: what this process's allocator has taken of the device, and what all processes have of it now.
 
-    The second is the driver's own number: contexts, libraries and cached blocks are part of it. Zeros for a CPU.
+    The allocator keeps what it has once taken, and so the first is a peak; torch's own peak will not do, since replicas
+    on shares of a GPU reset it at every turn. The second is the driver's number: contexts and libraries are part of it.
+    Zeros for a CPU.
     """
     if device.type != "cuda":
         return 0.0, 0.0
     free, total = torch.cuda.mem_get_info(device)
-    return torch.cuda.max_memory_allocated(device) / _MB, (total - free) / _MB
+    return torch.cuda.memory_reserved(device) / _MB, (total - free) / _MB

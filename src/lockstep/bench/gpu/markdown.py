@@ -14,7 +14,7 @@ from lockstep.bench.machine import Machine
 from lockstep.bench.markdown import markdown_table
 
 _HEADINGS = (
-    "contender", "step ms", "lowest", "highest", "/ best loop", "/ floor", "ready s", "tensors' peak MB",
+    "contender", "step ms", "lowest", "highest", "/ best loop", "/ floor", "ready s", "torch's MB",
     "on the GPU MB", "loss", "parameters", "rounds",
 )  # fmt: skip
 _LEGEND = """\
@@ -33,9 +33,9 @@ _LEGEND = """\
 - ready: from the start of the processes to the end of the warm-up: CUDA, model, torch.compile, graph capture and the
   choice of kernels. torch and this package are imported already: each trial is forked, fresh, from a process that has
   done nothing else. It is no part of the step. Compiled code that an earlier run has left in torch's cache shortens it.
-- tensors' peak: the most that tensors took at once, by torch's allocator, added up over the processes. on the GPU: what
-  the driver says that all processes have inside the last step, contexts and libraries included, less what was taken
-  before the run.
+- torch's: what torch's allocator has taken by the last step, of all processes; it keeps what it has once taken. on the
+  GPU: what the driver says that all processes have inside the last step, contexts and libraries included, less what
+  was taken before the run.
 - said: what the package logged, such as why whole steps were not recorded as a CUDA graph; a row of ours on a GPU that
   said nothing of graphs has recorded them.
 - loss: the mean over all steps. Dropout masks, and batch statistics of each replica or process, differ.
@@ -169,7 +169,7 @@ def _row(row: Row) -> list[str]:
         *(f"{value:.2f}" for value in (row.median_ms, row.low_ms, row.high_ms)),
         *("" if value is None else f"{value:.3f}" for value in (row.over_best, row.over_floor)),
         f"{row.ready_s:.1f}",
-        *(f"{value:.0f}" for value in (row.peak_mb, row.used_mb)),
+        *(f"{value:.0f}" for value in (row.reserved_mb, row.used_mb)),
         f"{row.loss:.4f}",
         f"{row.trained:,}",
         str(row.rounds),

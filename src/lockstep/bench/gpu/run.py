@@ -204,10 +204,10 @@ def _say(pace: Pace, outcome: Sample | Absence, done: int, planned: int) -> None
         _log.warning("%s not run: %s", who, outcome.reason)
         return
     _log.info(
-        "%s %9.2f ms a step, ready after %5.1f s, tensors' peak %6.0f MB, loss %.4f",
+        "%s %9.2f ms a step, ready after %5.1f s, torch has taken %6.0f MB, loss %.4f",
         who,
         median(outcome.step_ms) / pace.lap_steps,
         outcome.first_step_s,
-        outcome.device_peak_mb,
+        outcome.device_reserved_mb,
         outcome.loss,
     )

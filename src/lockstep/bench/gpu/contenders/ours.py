@@ -54,8 +54,16 @@ class _Notes(logging.Handler):
         self.lines[" ".join(record.getMessage().split())] = None
 
 
-def train_ours(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
-    """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas."""
+def train_ours(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting, compiled: bool = False) -> None:
+    """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas.
+
+    Args:
+        trial: the work.
+        seat: of the only process.
+        laps: the stopwatch.
+        setting: device, precision and pace.
+        compiled: whether the module goes through torch.compile.
+    """
     device = begin_process(setting)
     notes = _Notes()
     log = logging.getLogger("lockstep")
@@ -70,6 +78,7 @@ def train_ours(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> Non
             optimizer=torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True),
             loss=workload.loss,
             precision=setting.precision,
+            compile_module=compiled,
         )
     laps.trained = trained_parameters(module)
     laps.notes = notes.lines.keys()
