@@ -55,6 +55,16 @@ def test_the_account_keeps_the_peak_and_knows_when_to_look_again():
     assert (share.reserved, share.peak) == (90 * MB, 120 * MB)
 
 
+def test_what_a_share_holds_before_a_run_is_noted_when_its_pool_has_moved():
+    share = account()
+    assert share.moved
+    share.begin(PoolUse(in_use=30 * MB, reserved=40 * MB))
+    assert (share.moved, share.static) == (False, 30 * MB)
+
+    share.enter(PoolUse(in_use=80 * MB, reserved=90 * MB), resizes=1)
+    assert (share.moved, share.static) == (True, 30 * MB)
+
+
 def test_a_gpu_without_more_is_told_in_the_share_s_name():
     said = out_of_memory(account(), PoolUse(in_use=60 * MB, reserved=70 * MB), free=5 * MB, total=8192 * MB, rows=16)
 

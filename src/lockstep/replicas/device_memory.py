@@ -65,6 +65,8 @@ class ShareAccount:
         self._name = name
         self._limit = None if limit_mb is None else limit_mb * MB
         self._seen: int | None = None
+        self.moved = True
+        """Whether the pool has had another size since ``begin``, or it has never been called."""
         self.reserved = 0
         self.peak = 0
         self.static = 0
@@ -92,8 +94,14 @@ class ShareAccount:
     def enter(self, pool: PoolUse, resizes: int) -> None:
         """Notes what the pool has, and after how many resizes."""
         self._seen = resizes
+        self.moved = True
         self.reserved = pool.reserved
         self.peak = max(self.peak, pool.reserved)
+
+    def begin(self, pool: PoolUse) -> None:
+        """Notes what the pool has before a run."""
+        self.static = pool.in_use
+        self.moved = False
 
     def check(self, top: int, rows: int | None) -> None:
         """Holds what the step's tensors took against the limit.

@@ -68,13 +68,11 @@ class GpuReplica:
 
     def begin_run(self) -> None:
         """Notes what the share holds before a run; gives back what an earlier one took beyond the limit."""
-        if self.device.memory_limit is None:
+        if self.device.memory_limit is None or not self.account.moved:
             return
-        gpu = self.device.torch_device
         if self.account.overdrawn:
-            self.driver.give_back(gpu)
-        if self.account.outdated(self.driver.resizes(gpu)):
-            self.account.static = self.look().in_use
+            self.driver.give_back(self.device.torch_device)
+        self.account.begin(self.look())
 
     def begin_peak(self) -> None:
         """From now on it is this replica that computes on the GPU."""
