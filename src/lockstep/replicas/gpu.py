@@ -6,9 +6,11 @@
     meeting                             '--sum--'
 
 Replicas of one GPU issue one after another and hand over at collectives, so what is drawn from the GPU's generator
-in a turn is that replica's; but the GPU works on all their streams at once. Memory needs no more than these events:
-what is allocated on a share's stream is used again there alone, and by what comes behind the next meeting or the end
-of the run, to which all who have used it have come by then. What is made for all is of the meeting stream's memory.
+in a turn is that replica's; but the GPU works on all their streams at once.
+
+Memory needs no more than these events. torch uses freed memory again on the stream that it was allocated on. What a
+share has allocated is used by others in meetings alone, and its stream goes on behind each of them; what a meeting has
+allocated is used by replicas, and the next meeting begins behind all of them; and so it is at both ends of a run.
 """
 
 from __future__ import annotations
