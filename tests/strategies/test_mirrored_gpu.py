@@ -145,6 +145,7 @@ def test_every_share_issues_on_its_own_stream_and_has_its_own_memory(four: ls.Mi
         held[number] = torch.empty(10 * MB * (number + 1), dtype=torch.uint8, device="cuda")
         return torch.cuda.current_stream().cuda_stream
 
+    torch.cuda.empty_cache()  # a larger block that is kept could be given whole
     before = in_use(four)  # a stream's pool keeps cuBLAS's workspace of earlier strategies
     streams = four.local_results(four.run(step))
 
