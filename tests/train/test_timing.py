@@ -46,3 +46,12 @@ def test_the_summary_is_what_was_measured(clock: StepClock):
 
 def test_a_clock_that_has_not_run_is_at_zero():
     assert (StepClock().median_step_s, StepClock().examples_per_s) == (0.0, 0.0)
+
+
+def test_what_a_device_was_still_at_is_the_last_steps(clock: StepClock):
+    clock.start()
+    clock.stop(rows=1)
+    clock.start()
+    clock.extend()
+
+    assert (clock.steps, clock.seconds) == (1, 1.0 + 2.0)
