@@ -43,13 +43,14 @@ def stuck(trial, seat, laps):
 
 if __name__ == "__main__":
     program = Program(python=Path(sys.executable), script=Path("program.py"))
-    launcher = program if sys.argv[1] == "program" else SpawnedBody(body=stuck)
+    spawned = SpawnedBody(body=stuck, preloaded="lockstep.bench.trial" if sys.argv[1] == "forked" else "")
+    launcher = program if sys.argv[1] == "program" else spawned
     contender = Contender(name="stuck-1", settings="", launcher=launcher, shares=1)
     run_trial(Trial(workload=WORKLOADS["linear"], contender=contender, warm_up=1, steps=1, cores=1))
 """
 
 
-@pytest.mark.parametrize("launcher", ["spawned", "program"])
+@pytest.mark.parametrize("launcher", ["spawned", "forked", "program"])
 def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path: Path):
     (tmp_path / "bench.py").write_text(BENCH)
     (tmp_path / "program.py").write_text(PROGRAM)
