@@ -2,8 +2,9 @@
 
 torch's allocator keeps the blocks of each stream apart: a block that is freed is used again on the stream that it was
 allocated on, and on no other. So a share's stream is its memory pool as well, in every thread and in a graph too.
-``torch.cuda.MemPool`` is not used: while one is open, torch 2.11 neither reuses blocks that ``record_stream`` has seen
-nor gives cached memory back before it reports that there is none, and a graph would be captured into it.
+``torch.cuda.MemPool`` is not used. As older sources of the allocator read, an open one counts as a graph's capture:
+blocks that ``record_stream`` has seen are not used again, cached memory is not given back before it reports that there
+is none, and a graph that is captured meanwhile allocates in it. By its headers torch 2.13 has parted the first two.
 """
 
 from __future__ import annotations
