@@ -10,11 +10,19 @@ import pytest
 import torch
 
 from lockstep.plan import KNOWN_SHAPES, Layout, Software, estimate_memory, shape_of
-from lockstep.plan.memory import in_flight, layer_activations
+from lockstep.plan.memory import worker_memory
+from lockstep.plan.moments import layer_activations
+from lockstep.plan.pipelines import pipeline_workers
 from lockstep.plan.settings import precision_named
 
 GPT3 = KNOWN_SHAPES["gpt-3"]
-MEGATRON = Software(precision=precision_named("mixed"), fused_attention=False)
+MEGATRON = Software(
+    precision=precision_named("mixed"),
+    fused_attention=False,
+    balanced_stages=False,
+    keeps_gathered=False,
+    lasting_buffers=False,
+)
 SBH = 2048 * 12288
 SCORES = 5 * 96 * 2048 / 12288  # 5 a s / h
 
@@ -45,13 +53,15 @@ def test_fused_attention_keeps_no_scores():
         ("1f1b", 1, 40, 8),
         ("1f1b", 1, 3, 3),
         ("zero_bubble", 1, 40, 8),
+        ("zero_bubble_v", 2, 40, 8),
         ("interleaved", 3, 40, 8 * (1 + 7 / 24)),  # L (1 + (p - 1)/(p m)) layers
     ],
 )
-def test_microbatches_in_flight_follow_the_schedule(schedule, chunks: int, microbatches: int, held: float):
+def test_microbatches_under_way_follow_the_schedule(schedule, chunks: int, microbatches: int, held: float):
     layout = Layout(pipeline=8, microbatches=microbatches, schedule=schedule, chunks=chunks)
+    first, *_ = pipeline_workers(GPT3, layout, balanced=False)
 
-    assert in_flight(layout) == pytest.approx(held)
+    assert first.held / first.layers == pytest.approx(held)
 
 
 def test_state_is_that_of_the_zero_paper():
@@ -69,9 +79,10 @@ def test_state_is_that_of_the_zero_paper():
 
 def test_a_pipeline_borrows_a_layer_at_a_time_but_with_zero_bubble_a_stage():
     shape, layout = replace(GPT3, vocabulary=1), Layout(data=2, pipeline=8, microbatches=16, shard_parameters=True)
-    by_layer = estimate_memory(shape, layout, MEGATRON)
-    by_stage = estimate_memory(shape, replace(layout, schedule="zero_bubble"), MEGATRON)
-    unshared = estimate_memory(shape, replace(layout, shard_parameters=False), MEGATRON)
+    first = pipeline_workers(shape, layout, balanced=False)[0]
+    by_layer = worker_memory(shape, layout, MEGATRON, first)
+    by_stage = worker_memory(shape, replace(layout, schedule="zero_bubble"), MEGATRON, first)
+    unshared = worker_memory(shape, replace(layout, shard_parameters=False), MEGATRON, first)
 
     assert by_layer.weights == by_stage.weights == pytest.approx(unshared.weights / 2)
     assert by_layer.beside == pytest.approx(2 * 2 * shape.layer_parameters + by_layer.gradients)

@@ -61,8 +61,8 @@ def test_thousands_of_layouts_take_less_than_a_second():
     start = time.process_time()
     found = plan("gpt-3", devices=1024, kind="a100-80gb", batch=1536, choices=Choices())
 
-    assert found.tried > 5000
-    assert time.process_time() - start < 1.0
+    assert found.tried > 10_000
+    assert (time.process_time() - start) / found.tried < 1e-4  # ten thousand in less than a second
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,9 @@ def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
 
     with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
         plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
-    with pytest.raises(ConfigError, match=r"fits: the smallest .*; data=1, pipeline=4, tensor=8 does"):
+    with pytest.raises(
+        ConfigError, match=r"fits: the smallest .*; data=1, pipeline=8, tensor=4, recompute='full' does"
+    ):
         plan("llama-2-70b", devices=32, kind="a100-80gb", batch=64, choices=copies)
     assert plan("megatron-1t", devices=512, kind="a100-80gb", batch=512).ranked
 
@@ -122,7 +124,7 @@ def test_the_default_is_what_the_strategy_does():
             return True
         raise AssertionError("a strategy was made of a cluster that is none")
 
-    assert set(LOCKSTEP.schedules) == set(SCHEDULES) - {"zero_bubble_v"}  # which the planner has no formula for
+    assert set(LOCKSTEP.schedules) == set(SCHEDULES)
     assert takes()
     for name in ("shard_optimizer", "shard_parameters", "sequence_parallel"):
         assert takes(**{name: True}) == (True in getattr(LOCKSTEP, name)), f"bring LOCKSTEP.{name} up to date"

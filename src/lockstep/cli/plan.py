@@ -61,7 +61,7 @@ class PlanRequest:
     pipeline: int | None = None
     tensor: int | None = None
     rows: int | None = None
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"] | None = None
     recompute: Literal["none", "selective", "full"] | None = None
 
     def __post_init__(self) -> None:

@@ -106,7 +106,8 @@ def _cells(prediction: Prediction) -> list[str]:
 def _schedule(layout: Layout) -> str:
     if layout.pipeline == 1:
         return ""
-    return f"{layout.schedule} x {layout.chunks}" if layout.chunks > 1 else layout.schedule
+    several = layout.chunks > 1 and layout.schedule != "zero_bubble_v"  # which always has two
+    return f"{layout.schedule} x {layout.chunks}" if several else layout.schedule
 
 
 def _seconds(seconds: float) -> str:
@@ -137,7 +138,7 @@ def _besides(layout: Layout) -> list[str]:
     """What the call does not say."""
     lines = []
     if layout.chunks > 1:
-        lines.append(f"each stage holds {layout.chunks} parts of the model")
+        lines.append(f"each worker of a pipeline holds {layout.chunks} parts of the model")
     if layout.pipeline == 1 and layout.microbatches > 1:
         rows = layout.data * layout.rows
         lines.append(f"accumulate={layout.microbatches} in compile, with global batches of {rows:,} lines")

@@ -307,7 +307,7 @@ _ABOUT_THE_SHAPE = frozenset(
     [
         *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
         *(Tensor.layout.__get__, Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__),  # type: ignore[attr-defined]
-        Tensor._base.__get__,  # type: ignore[attr-defined]
+        Tensor._base.__get__,  # type: ignore[union-attr]
         *(Tensor.size, Tensor.dim, Tensor.numel, torch.numel, Tensor.__len__),
         *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     ]

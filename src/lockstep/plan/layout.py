@@ -8,11 +8,11 @@ from typing import Literal, get_args
 from lockstep.errors import ConfigError
 from lockstep.plan.shape import ModelShape, divisors, one_of
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"]
 RecomputeName = Literal["none", "selective", "full"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 RECOMPUTES: tuple[RecomputeName, ...] = get_args(RecomputeName)
-_SEVERAL, _USUAL_CHUNKS = ("interleaved", "zero_bubble"), 2
+_SEVERAL, _USUAL_CHUNKS = ("interleaved", "zero_bubble", "zero_bubble_v"), 2
 """Schedules of which a stage has several parts, and how many ``ls.ParallelStrategy`` gives it."""
 
 
@@ -30,7 +30,8 @@ class Layout:
         rows: lines in a microbatch.
         microbatches: for each copy, in a step.
         schedule: order of microbatches in the pipeline; "1f1b" where there is one stage.
-        chunks: parts of the model that each stage holds; above 1 only where the schedule is interleaved.
+        chunks: parts of the model that each worker of a pipeline holds; above 1 only where the schedule knows several,
+            and 2 with "zero_bubble_v".
         recompute: activations that the backward pass computes again: those of whole layers, of attention's scores,
             or none.
         shard_optimizer: optimizer state is divided among the copies (ZeRO stage 1).
@@ -59,11 +60,13 @@ class Layout:
             raise ConfigError(f"schedule={self.schedule!r} was given; choose one of {', '.join(SCHEDULES)}")
         if self.recompute not in RECOMPUTES:
             raise ConfigError(f"recompute={self.recompute!r} was given; choose one of {', '.join(RECOMPUTES)}")
-        if self.chunks > 1 and self.schedule not in ("interleaved", "zero_bubble"):
+        if self.chunks > 1 and self.schedule not in _SEVERAL:
             raise ConfigError(
                 f"chunks={self.chunks} was given with schedule={self.schedule!r}, which has one part a stage;"
                 " choose schedule='interleaved'"
             )
+        if self.schedule == "zero_bubble_v" and self.chunks != _USUAL_CHUNKS:
+            raise ConfigError(f"chunks={self.chunks} was given with schedule='zero_bubble_v', expected 2")
 
     @property
     def devices(self) -> int:
@@ -73,6 +76,11 @@ class Layout:
     def batch(self) -> int:
         """Lines in the global batch."""
         return self.data * self.microbatches * self.rows
+
+    @property
+    def divides_backward(self) -> bool:
+        """Whether weights have their gradients later than inputs have theirs."""
+        return self.pipeline > 1 and self.schedule in ("zero_bubble", "zero_bubble_v")
 
     @property
     def options(self) -> int:
@@ -94,12 +102,25 @@ class Layout:
         return f"ls.ParallelStrategy({', '.join(words)})"
 
 
-def why_not(shape: ModelShape, *, data: int, pipeline: int, tensor: int, batch: int) -> str | None:
-    """Why degrees do not divide a model and a global batch, with those that would; None where they do."""
+def why_not(
+    shape: ModelShape, *, data: int, pipeline: int, tensor: int, batch: int, even_stages: bool = True
+) -> str | None:
+    """Why degrees do not divide a model and a global batch, with those that would; None where they do.
+
+    Args:
+        shape: the model.
+        data: copies.
+        pipeline: stages.
+        tensor: devices that share a layer.
+        batch: lines in the global batch.
+        even_stages: every stage has as many layers as any other.
+    """
+    if not even_stages and pipeline > shape.layers:
+        return f"pipeline={pipeline} is more stages than layers={shape.layers}; choose at most {shape.layers}"
     for degree, value, parts in (
         ("tensor", tensor, (("heads", shape.heads), ("hidden", shape.hidden), ("feed_forward", shape.feed_forward))),
         ("tensor", tensor, (("kv_heads", shape.kv_heads),)),
-        ("pipeline", pipeline, (("layers", shape.layers),)),
+        ("pipeline", pipeline if even_stages else 1, (("layers", shape.layers),)),
         ("data", data, (("the global batch", batch),)),
     ):
         for name, size in parts:

@@ -1,13 +1,14 @@
 """The time of a step of a layout, and where it goes. Pure: numbers in, numbers out.
 
 stage time t = layers x (forward + again + backward) + exchanges between tensor ranks + sends + accumulation
-step = (M - 1) x t of the slowest stage + the way of one microbatch through all stages + data exchange + update
+step = M x t of the slowest stage + what it waits at both ends of the pipeline + data exchange + update
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lockstep.plan.bubbles import Passes, waiting
 from lockstep.plan.compute import (
     Work,
     accumulate_seconds,
@@ -19,7 +20,9 @@ from lockstep.plan.compute import (
 from lockstep.plan.devices import DeviceKind
 from lockstep.plan.layout import Layout
 from lockstep.plan.links import Network, group, ring_seconds, send_seconds
-from lockstep.plan.memory import Memory, estimate_memory, stage_parameters
+from lockstep.plan.memory import Memory, estimate_memory
+from lockstep.plan.moments import worker_parameters
+from lockstep.plan.pipelines import PipelineWorker, pipeline_workers
 from lockstep.plan.settings import Software
 from lockstep.plan.shape import ModelShape
 
@@ -77,11 +80,11 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Seconds of a stage for one microbatch: computing, exchanging, and of all that, weight gradients alone."""
+    """Seconds of a worker for one microbatch: its passes, and what of them is computing and what exchanging."""
 
+    passes: Passes
     compute: float
     tensor: float
-    weights: float
 
     @property
     def busy(self) -> float:
@@ -92,60 +95,70 @@ def predict(
     shape: ModelShape, layout: Layout, *, device: DeviceKind, network: Network, software: Software
 ) -> Prediction:
     """The predicted step of ``layout``, whether or not it fits in memory. Instant and pure."""
-    first, middle, last = _stages(shape, layout, device, network, software)
-    stages = layout.pipeline
-    slowest = max((first, middle, last), key=lambda stage: stage.busy)
+    workers = pipeline_workers(shape, layout, balanced=software.balanced_stages)
+    stages = [_stage(shape, layout, worker, device, network, software) for worker in workers]
+    slowest = max(stages, key=lambda stage: stage.busy)
     sends = _send_seconds(shape, layout, network, software)
+    parameters = max(worker_parameters(shape, layout, worker) for worker in workers)
     batches = layout.microbatches
-    data_s = _data_seconds(shape, layout, network, software, slowest)
     flops = _flops(shape, layout)
+    bubble = 0.0
+    if layout.pipeline > 1:
+        every = _stage(shape, layout, replace(workers[0], layers=shape.layers, head=True), device, network, software)
+        bubble = _bubble_seconds(layout, every, slowest, sends)
     return Prediction(
         layout=layout,
         memory=estimate_memory(shape, layout, software),
         compute_s=batches * slowest.compute,
         tensor_s=batches * slowest.tensor,
         pipeline_s=batches * sends,
-        bubble_s=0.0 if stages == 1 else _bubble_seconds(layout, (first, middle, last), slowest, sends),
-        data_s=data_s,
-        update_s=update_seconds(max(stage_parameters(shape, layout)), layout, device, software),
+        bubble_s=bubble,
+        data_s=_data_seconds(parameters, layout, network, software, slowest),
+        update_s=update_seconds(parameters, layout, device, software),
         model_flops=flops[0],
         hardware_flops=flops[1],
     )
 
 
-def _stages(
-    shape: ModelShape, layout: Layout, device: DeviceKind, network: Network, software: Software
-) -> tuple[_Stage, _Stage, _Stage]:
-    """The first stage, one in the middle, and the last; of a pipeline of one, that one three times."""
-    layers = shape.layers // layout.pipeline
+def _stage(
+    shape: ModelShape,
+    layout: Layout,
+    worker: PipelineWorker,
+    device: DeviceKind,
+    network: Network,
+    software: Software,
+) -> _Stage:
+    """A worker's layers and ends, and what it adds to gradients of earlier microbatches."""
     layer = layer_work(shape, layout, device, software)
     exchange = _exchange_seconds(shape, layout, network, software)
+    full = layout.recompute == "full"
     again = {"none": 0.0, "selective": layer.scores, "full": layer.forward}[layout.recompute]
-    exchanges = 2 * exchange * (2 if layout.recompute == "full" else 1)
     hidden = layer.weights if software.overlap_tensor else 0.0
-    exchanges += max(0.0, 2 * exchange - hidden)
-    adding = [accumulate_seconds(p, layout, device, software) for p in stage_parameters(shape, layout)]
-    compute = layers * (layer.forward + layer.backward + again)
-    weights = layers * layer.weights
-    head = head_work(shape, layout.rows, layout.tensor, device, software)
-    words = embedding_work(shape, layout.rows, device, software)
-    ends = [(words, adding[0]), (None, adding[0]), (head, adding[1])]
-    if layout.pipeline == 1:
-        both = Work(
-            forward=head.forward + words.forward,
-            backward=head.backward + words.backward,
-            weights=head.weights + words.weights,
-        )
-        ends = [(both, adding[0])] * 3
-    made = [
-        _Stage(
-            compute=compute + add + (end.forward + end.backward if end else 0.0),
-            tensor=layers * exchanges + (exchange * (2 if layout.pipeline == 1 else 1) if end else 0.0),
-            weights=weights + (end.weights if end else 0.0),
-        )
-        for end, add in ends
-    ]
-    return made[0], made[1], made[2]
+    forward, forward_sent = layer.forward, 2 * exchange
+    inputs, inputs_sent = layer.backward - layer.weights + again, 2 * exchange * full + max(0.0, 2 * exchange - hidden)
+    ends = _ends(shape, layout, worker, device, software)
+    adding = accumulate_seconds(worker_parameters(shape, layout, worker), layout, device, software)
+    sent = exchange if worker.words else 0.0, exchange if worker.head else 0.0
+    return _Stage(
+        passes=Passes(
+            forward=worker.layers * (forward + forward_sent) + ends.forward + sent[0],
+            inputs=worker.layers * (inputs + inputs_sent) + ends.backward - ends.weights + sent[1],
+            weights=worker.layers * layer.weights + ends.weights + adding,
+        ),
+        compute=worker.layers * (forward + inputs + layer.weights) + ends.forward + ends.backward + adding,
+        tensor=worker.layers * (forward_sent + inputs_sent) + sum(sent),
+    )
+
+
+def _ends(shape: ModelShape, layout: Layout, worker: PipelineWorker, device: DeviceKind, software: Software) -> Work:
+    """Of the embeddings and the head, as far as a worker has them."""
+    made = [embedding_work(shape, layout.rows, device, software)] if worker.words else []
+    made += [head_work(shape, layout.rows, layout.tensor, device, software)] if worker.head else []
+    return Work(
+        forward=sum(work.forward for work in made),
+        backward=sum(work.backward for work in made),
+        weights=sum(work.weights for work in made),
+    )
 
 
 def _exchange_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software) -> float:
@@ -170,28 +183,24 @@ def _send_seconds(shape: ModelShape, layout: Layout, network: Network, software:
     return 2 * layout.chunks * once
 
 
-def _bubble_seconds(layout: Layout, stages: tuple[_Stage, _Stage, _Stage], slowest: _Stage, sends: float) -> float:
-    """The way of one microbatch through all stages but the slowest; shorter by the parts that a stage interleaves.
-
-    Zero-bubble schedules fill it with weight gradients, which wait for nobody (ZB-H1, arXiv 2401.10241): of t per
-    stage, t less twice the weights' part remains.
-    """
-    first, middle, last = stages
-    way = first.busy + last.busy + (layout.pipeline - 2) * middle.busy - slowest.busy
-    if layout.schedule == "zero_bubble":
-        saved = first.weights + last.weights + (layout.pipeline - 2) * middle.weights - slowest.weights
-        way = max(0.0, way - 2 * saved)
-    return (way + (layout.pipeline - 1) * sends) / layout.chunks
+def _bubble_seconds(layout: Layout, every: _Stage, slowest: _Stage, sends: float) -> float:
+    """What the slowest worker waits, and the sends on the way of one microbatch."""
+    others = layout.pipeline - 1
+    mean = Passes(
+        forward=(every.passes.forward - slowest.passes.forward) / others,
+        inputs=(every.passes.inputs - slowest.passes.inputs) / others,
+        weights=(every.passes.weights - slowest.passes.weights) / others,
+    )
+    return waiting(layout, mean) + others * sends / layout.chunks
 
 
-def _data_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software, stage: _Stage) -> float:
+def _data_seconds(parameters: float, layout: Layout, network: Network, software: Software, stage: _Stage) -> float:
     """The exchange of gradients between copies, less what the last microbatch's backward pass hides.
 
     With a sharded optimizer the weights are gathered after the update, when nothing is left to hide behind; and where
     gradients are then scattered only, that is as much as an all-reduce. Sharded weights every microbatch gathers twice,
     but with zero-bubble a step gathers them once.
     """
-    parameters = max(stage_parameters(shape, layout))
     precision, constants = software.precision, software.constants
     copies = group(layout.data, layout.tensor, network.per_host)
     start = constants.start_us * 1e-6
@@ -201,7 +210,7 @@ def _data_seconds(shape: ModelShape, layout: Layout, network: Network, software:
     if layout.shard_optimizer:
         early, late = (2 if software.whole_sums else 1) * scatter, gather
     hidden = _BACKWARD * stage.compute
-    if layout.shard_parameters and layout.pipeline > 1 and layout.schedule == "zero_bubble":
+    if layout.shard_parameters and layout.divides_backward:
         early = scatter + gather
     elif layout.shard_parameters:
         early = layout.microbatches * (scatter + 2 * gather)

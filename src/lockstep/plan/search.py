@@ -162,7 +162,7 @@ def search(setting: Setting, choices: Choices = Choices()) -> Plan:
     refused: list[Refusal] = []
     tried, smallest = 0, float("inf")
     for data, pipeline, tensor in _degrees(setting.devices, choices):
-        reason = why_not(setting.shape, data=data, pipeline=pipeline, tensor=tensor, batch=setting.batch)
+        reason = _why_not(setting, data, pipeline, tensor)
         fits: list[Prediction] = []
         least = float("inf")
         if reason is None:
@@ -185,6 +185,11 @@ def search(setting: Setting, choices: Choices = Choices()) -> Plan:
 
 def _predict(setting: Setting, layout: Layout) -> Prediction:
     return predict(setting.shape, layout, device=setting.device, network=setting.network, software=setting.software)
+
+
+def _why_not(setting: Setting, data: int, pipeline: int, tensor: int) -> str | None:
+    even = not setting.software.balanced_stages
+    return why_not(setting.shape, data=data, pipeline=pipeline, tensor=tensor, batch=setting.batch, even_stages=even)
 
 
 def _degrees(devices: int, choices: Choices) -> Iterator[tuple[int, int, int]]:
@@ -223,8 +228,11 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
     shards = _shards(data, choices)
     sequences = [s for s in choices.sequence_parallel if tensor > 1 or not s] or [False]
     for rows, microbatches in _microbatches(setting.batch // data, pipeline, choices):
-        for schedule, chunks in _schedules(setting.shape.layers, pipeline, microbatches, choices):
+        for schedule, chunks in _schedules(setting, pipeline, microbatches, choices):
             for recompute in recomputes:
+                # Each gradient that weights have later would have its layer computed again.
+                if recompute == "full" and schedule in ("zero_bubble", "zero_bubble_v"):
+                    continue
                 for shard_optimizer, shard_parameters in shards:
                     for sequence in sequences:
                         yield Layout(
@@ -258,18 +266,24 @@ def _microbatches(rows: int, pipeline: int, choices: Choices) -> list[tuple[int,
     return [(n, rows // n) for n in wanted if rows % n == 0 and rows // n >= pipeline]
 
 
-def _schedules(layers: int, pipeline: int, microbatches: int, choices: Choices) -> Iterator[tuple[ScheduleName, int]]:
-    """(schedule, parts of a stage); a single stage has no schedule."""
+def _schedules(
+    setting: Setting, pipeline: int, microbatches: int, choices: Choices
+) -> Iterator[tuple[ScheduleName, int]]:
+    """(schedule, parts of a worker); a single stage has no schedule."""
     if pipeline == 1:
         yield "1f1b", 1
         return
+    layers = setting.shape.layers
     parts = [n for n in divisors(layers // pipeline) if n > 1]
+    two = [2] if layers >= 2 * pipeline and (setting.software.balanced_stages or 2 in parts) else []
+    rounds = {
+        # Interleaving takes microbatches in groups of as many as there are stages; torch's zero-bubble in equal ones.
+        "interleaved": parts if microbatches % pipeline == 0 else [],
+        "zero_bubble": [1, *two] if microbatches % (microbatches // pipeline) == 0 else [],
+        "zero_bubble_v": two,
+    }
     for schedule in choices.schedules:
-        if schedule != "interleaved":
-            yield schedule, 1
-        # Interleaving takes microbatches in groups of as many as there are stages.
-        elif microbatches % pipeline == 0:
-            yield from ((schedule, part) for part in parts)
+        yield from ((schedule, part) for part in rounds.get(schedule, [1]))
 
 
 def _too_large(setting: Setting, least: float) -> str:
@@ -311,7 +325,7 @@ def _devices_that_fit(setting: Setting, choices: Choices) -> int | None:
     for times in _MORE_DEVICES:
         larger = replace(setting, devices=setting.devices * times)
         for data, pipeline, tensor in _degrees(larger.devices, choices):
-            if why_not(setting.shape, data=data, pipeline=pipeline, tensor=tensor, batch=setting.batch) is None:
+            if _why_not(setting, data, pipeline, tensor) is None:
                 variants = _variants(larger, replace(choices, rows=1), data, pipeline, tensor)
                 if any(_needed(larger, layout) <= larger.usable_memory for layout in variants):
                     return larger.devices

@@ -117,6 +117,13 @@ class Software:
         overlap_tensor: the backward's exchanges between tensor ranks run beside the products of weight gradients.
         whole_sums: copies that share the optimizer's state sum whole gradients all the same, as Lockstep's do.
         split_sends: between stages each tensor rank sends its own part, gathered at the receiver inside the host.
+        balanced_stages: stages have as equal work as whole layers allow, the head counted, in place of equally many
+            layers.
+        keeps_gathered: what a product takes is kept whole for its backward pass where it was gathered along the
+            sequence, as DTensor does; Megatron-LM gathers it again.
+        lasting_buffers: a stage has buffers for every microbatch all the time, as torch's have.
+        turned_gradients: the gradient of the head is there twice while it is made, as with Lockstep's products on a
+            CPU of AMD's with AVX-512.
         constants: what part of published figures is reached.
     """
 
@@ -126,4 +133,8 @@ class Software:
     overlap_tensor: bool = False
     whole_sums: bool = True
     split_sends: bool = False
+    balanced_stages: bool = True
+    keeps_gathered: bool = True
+    lasting_buffers: bool = True
+    turned_gradients: bool = False
     constants: Constants = field(default_factory=Constants)

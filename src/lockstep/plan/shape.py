@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 from lockstep.errors import ConfigError
 
@@ -102,7 +103,7 @@ class ModelShape:
         """Width of the keys, and of the values."""
         return self.kv_heads * self.head_width
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Of one layer: two norms, four matrices of attention, two or three of the feed-forward part, their biases."""
         h, f = self.hidden, self.feed_forward

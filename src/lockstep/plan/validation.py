@@ -168,6 +168,9 @@ def _software(row: Published) -> Software:
         overlap_data=row.overlap_data,
         overlap_tensor=row.overlap_tensor,
         split_sends=True,
+        balanced_stages=False,
+        keeps_gathered=False,
+        lasting_buffers=False,
     )
 
 

@@ -13,7 +13,7 @@ from lockstep.plan.memory import Memory
 
 _HEADINGS = (
     "layout", "weights MB", "optimizer MB", "peak MB", "expected MB", "peak of expected", "weights", "gradients",
-    "optimizer", "activations", "beside", "exchange", "update", "start MB", "kept MB",
+    "optimizer", "activations", "beside", "ending", "exchange", "update", "buffers", "start MB", "kept MB",
 )  # fmt: skip
 _MB = 2**20
 
@@ -22,16 +22,18 @@ _LEGEND = """\
 
 - weights, optimizer, peak, start: measured in each worker; the table has those of the worker whose peak is the highest.
   Peak is the most that was resident (VmHWM) during the steps, start before the first step, both above what the worker
-  had after importing everything and joining the others. Optimizer is AdamW's state.
+  had after importing everything, joining the others, and a step of a tiny model. Optimizer is AdamW's state.
 - kept: the peak of more steps as they run outside of this measurement. For the others freed memory is given back to the
   system at once, so that they show what is in use. Lockstep keeps it for the next step, which is faster, and the gaps
   between what is in use then count too.
-- expected: what `lockstep plan` expects of the fullest device in float32: weights, optimizer, and the most of three
-  moments. Where a backward pass begins: activations, and beside them gradients of earlier microbatches and borrowed
-  weights. Where it ends: gradients, and in exchange their copies that travel, or what is borrowed. At the update:
-  gradients, and what the optimizer computes in between.
-- What is left between the two: some 30 MB of code that runs for the first time, buffers of the connections, and blocks
-  that are smaller than what is given back."""
+- expected: what `lockstep plan` expects of the fullest worker in float32: weights, optimizer, buffers, and the most of
+  four moments. Where a backward pass begins: activations, and beside them gradients of earlier microbatches, the head's
+  as it is made, and borrowed weights. Where one ends (ending): activations of the other microbatches, gradients, and
+  those of the words as they are made. After the last: gradients, and in exchange their copies that travel, or what is
+  borrowed. At the update: gradients, and what the optimizer computes in between.
+- buffers: where a pipeline's hidden states and their gradients arrive, for every microbatch.
+- What is left between the two: buffers of the connections, blocks that are smaller than what is given back, and code
+  that runs for the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +121,10 @@ def _cells(row: Row) -> list[str]:
                 expected.optimizer,
                 expected.activations,
                 expected.beside,
+                expected.ending,
                 expected.exchange,
                 expected.update,
+                expected.buffers,
             )
         ),
         f"{fullest.start_mb:,.0f}",

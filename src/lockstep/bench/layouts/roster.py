@@ -11,6 +11,8 @@ from lockstep.plan.layout import Layout
 from lockstep.recipes.settings import at_least
 
 WORKERS = 4
+_IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")
+"""Schedules with which a worker of a pipeline has two parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ class MeasuredLayout:
         degrees = {"data": 1, "pipeline": 1, "tensor": 1, **self.asked}
         shard = work.rows // degrees["data"]
         microbatches = min(shard, 2 * degrees["pipeline"]) if degrees["pipeline"] > 1 else 1
-        return Layout(**degrees, rows=shard // microbatches, microbatches=microbatches)
+        chunks = 2 if self.asked.get("schedule") in _IN_PARTS else 1
+        return Layout(**degrees, rows=shard // microbatches, microbatches=microbatches, chunks=chunks)
 
 
 _LAYOUTS = (
@@ -83,7 +86,11 @@ _LAYOUTS = (
     MeasuredLayout(asked={"data": 4}),
     MeasuredLayout(asked={"data": 4, "shard_optimizer": True}),
     MeasuredLayout(asked={"data": 4, "shard_parameters": True}),
+    MeasuredLayout(asked={"tensor": 2}, workers=2),
+    MeasuredLayout(asked={"tensor": 2, "sequence_parallel": True}, workers=2),
     MeasuredLayout(asked={"tensor": 4}),
+    MeasuredLayout(asked={"pipeline": 2, "schedule": "zero_bubble"}, workers=2),
+    MeasuredLayout(asked={"pipeline": 2, "schedule": "zero_bubble_v"}, workers=2),
     MeasuredLayout(asked={"pipeline": 4}),
     MeasuredLayout(asked={"data": 2, "tensor": 2}),
     MeasuredLayout(asked={"data": 2, "tensor": 2, "shard_optimizer": True}),

@@ -15,6 +15,7 @@ from lockstep.plan.memory import estimate_memory
 from lockstep.plan.read import shape_of
 from lockstep.plan.settings import Software, precision_named
 from lockstep.recipes.settings import at_least
+from lockstep.replicas.linear import onednn_is_faster
 
 Progress = Callable[[Row], None]
 """Told of each layout when it was measured."""
@@ -69,7 +70,7 @@ def measure_layouts(
 
 
 def _row(layout: MeasuredLayout, work: LayoutWork, steps: int) -> Row:
-    software = Software(precision=precision_named("fp32"))
+    software = Software(precision=precision_named("fp32"), turned_gradients=onednn_is_faster())
     expected = estimate_memory(shape_of(work.config()), layout.planned(work), software)
     return Row(layout=layout, workers=measured(layout, work, steps), expected=expected)
 
