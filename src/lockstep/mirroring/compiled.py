@@ -204,7 +204,4 @@ def _without_replica_random() -> Iterator[None]:
 
 
 def _form(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype)
-    kind: Hashable = type(leaf)
-    return kind
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else str(type(leaf))

@@ -95,3 +95,18 @@ def test_a_recording_that_fails_leaves_a_process_that_trains_on(
 
     train(replicas, net)
     assert recorded
+
+
+def test_compiled_modules_are_recorded_too(replicas: list[str], recorded: list[int]) -> None:
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    net = Net(norm=True)
+    plain = train(replicas, net, graphs=False)
+    compiled = train(replicas, net, compile_module=True)
+    assert recorded
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4)
+
+    dropping = Net(dropout=0.25)
+    first, again = (train(replicas, dropping, compile_module=True) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
