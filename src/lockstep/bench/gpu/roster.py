@@ -50,12 +50,12 @@ def entrants(workload: Workload, device: DeviceType, pace: Pace) -> tuple[Entran
     first, *others = layouts_of(workload.name.partition("-")[0])
     return (
         _ours(setting),
-        _plain(setting, first, compiled=False, told=bool(others)),
+        _plain(setting, first, compiled=False),
         _four(setting),
         _ddp(setting, first),
-        _plain(setting, first, compiled=True, told=bool(others)),
+        _plain(setting, first, compiled=True),
         _ours(setting, compiled=True),
-        *(_plain(setting, layout, compiled=False, told=False) for layout in others),
+        *(_plain(setting, layout, compiled=False) for layout in others),
         *(_peer(setting, name, first) for name in _PEER_BODIES),
     )
 
@@ -89,14 +89,13 @@ def _four(setting: Setting) -> Entrant:
     )
 
 
-def _plain(setting: Setting, layout: Layout, *, compiled: bool, told: bool) -> Entrant:
+def _plain(setting: Setting, layout: Layout, *, compiled: bool) -> Entrant:
     how = f"torch.compile of forward pass and loss, mode {COMPILE_MODE}" if compiled else "eager"
-    format_told = f", {layout}" if told else ""
-    suffix = f" {layout}" if told else ""
+    suffix = " channels_last" if layout == "channels_last" else ""
     return Entrant(
         contender=_contender(
             (COMPILED if compiled else EAGER) + suffix,
-            f"a hand-written loop, {how}{format_told}, fused Adam, input copied one step ahead",
+            f"a hand-written loop, {how}, {layout}, fused Adam, input copied one step ahead",
             partial(train_plain, setting=setting, compiled=compiled),
             layout=layout,
         ),
