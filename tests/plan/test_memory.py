@@ -89,6 +89,37 @@ def test_a_pipeline_borrows_a_layer_at_a_time_but_with_zero_bubble_a_stage():
     assert by_stage.beside == pytest.approx(unshared.weights + unshared.gradients)
 
 
+def test_tensor_ranks_make_the_gradient_of_all_words():
+    """As DTensor's embedding does; their own part is then cut out, beside the one that is there already."""
+    shape, layout = KNOWN_SHAPES["gpt2"], Layout(pipeline=2, tensor=2, microbatches=4)
+    software = Software(precision=precision_named("fp32"))
+    first = pipeline_workers(shape, layout, balanced=True)[0]
+    memory = worker_memory(shape, layout, software, first)
+    words = 4 * shape.vocabulary * shape.hidden
+
+    kept = layer_activations(shape, layout, software).all * first.layers
+    assert first.held == 2 * first.layers
+    assert memory.ending == pytest.approx(kept + memory.gradients + words + words / 2)
+
+
+def test_a_divided_sequence_is_gathered_for_products_and_kept_so():
+    layout = Layout(tensor=2, sequence_parallel=True)
+    kept = layer_activations(GPT3, layout, replace(MEGATRON, keeps_gathered=True)).replicated
+    again = layer_activations(GPT3, layout, MEGATRON).replicated
+
+    assert kept - again == pytest.approx(2 * 2 * SBH / 2)  # half of two inputs of 16 bits
+
+
+def test_a_stage_has_buffers_for_every_microbatch():
+    layout = Layout(pipeline=8, microbatches=64)
+    first, last = (
+        worker_memory(GPT3, layout, replace(MEGATRON, lasting_buffers=True), worker).buffers
+        for worker in pipeline_workers(GPT3, layout, balanced=True)
+    )
+
+    assert first == last == 64 * 2 * SBH  # those between have as many for what comes back as for what comes
+
+
 def test_recomputation_keeps_inputs_and_one_layer_at_work():
     layout = Layout(pipeline=8, tensor=8, microbatches=64)
     full = estimate_memory(GPT3, replace(layout, recompute="full"), MEGATRON).activations
