@@ -77,6 +77,24 @@ def test_only_the_gradients_that_are_needed_are_computed(products: list[tuple[in
     assert x.grad is None
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_backward_pass_that_is_divided_computes_each_gradient_once(leaf: bool, products: list[tuple[int, ...]]):
+    """As a zero-bubble pipeline divides it: the inputs' gradients first, the weights' later."""
+    leaves = tensors(300, 128, outputs=256)
+    whole = gradients(onednn.linear, *leaves, dtype=torch.float32)
+    x, weight, bias = (tensor.requires_grad_() for tensor in leaves if tensor is not None)
+    y = onednn.linear(x if leaf else x * 1.0, weight, bias)
+    outer = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    products.clear()
+
+    (for_input,) = torch.autograd.grad(y, x, outer, retain_graph=True)
+    assert len(products) == 1
+    for_weight, for_bias = torch.autograd.grad(y, (weight, bias), outer)
+    assert len(products) == 2
+    for ours, expected in zip((for_input, for_weight, for_bias), whole[1:], strict=True):
+        assert torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize("frozen", ["input", "weight"])
 def test_what_no_gradient_needs_is_not_kept(frozen: str):
     x, weight, bias = tensors(300, 128, outputs=256)

@@ -70,7 +70,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         input, weight = context.saved_tensors
-        for_input, for_weight, for_bias = context.needs_input_grad
+        edges = (*context.next_functions, None)  # which has none for a bias that is not there
+        for_input, for_weight, for_bias = map(_wanted, context.needs_input_grad, edges)
         # A gradient of the gradient is asked for: torch's own products have one, oneDNN's here do not.
         product = _differentiable_product if torch.is_grad_enabled() else _product
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -79,6 +80,16 @@ class _Linear(torch.autograd.Function):
             _weight_gradient(product, rows, input.reshape(-1, input.shape[-1])) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
+
+
+def _wanted(needs_gradient: bool, edge: tuple[Any, int] | None) -> bool:
+    """Whether this backward pass asks for a gradient: a divided one, as zero-bubble's, asks for some at a time."""
+    if not needs_gradient or edge is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(edge[0]))
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked about
+        return True
 
 
 def _weight_gradient(product: Any, rows: Tensor, examples: Tensor) -> Tensor:

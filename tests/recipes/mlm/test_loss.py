@@ -106,3 +106,23 @@ def test_a_second_backward_is_refused():
 
 def test_labels_come_in_the_order_of_rows_and_slots():
     assert masked_labels(torch.tensor([[3, -100], [-100, -100], [1, 2]])).tolist() == [3, 1, 2]
+
+
+def test_logits_of_every_slot_give_the_same_and_no_gradient_to_empty_ones():
+    logits, targets = drawn(15)
+    labels = padded(targets)
+    every = torch.full((*labels.shape, VOCABULARY), 7.0).masked_scatter(
+        (labels != IGNORED_LABEL).unsqueeze(-1), logits.detach()
+    )
+    every.requires_grad_()
+    packed, _ = masked_token_loss(logits, labels)
+    packed.backward()
+
+    total, number = masked_token_loss(every, labels)
+    total.backward()
+
+    assert total.item() == pytest.approx(packed.item(), rel=1e-6)
+    assert int(number) == 15
+    assert every.grad is not None
+    torch.testing.assert_close(every.grad[labels != IGNORED_LABEL], logits.grad, rtol=1e-5, atol=1e-6)
+    assert not every.grad[labels == IGNORED_LABEL].any()

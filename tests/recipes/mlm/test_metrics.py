@@ -37,3 +37,10 @@ def test_a_batch_without_masked_tokens_changes_nothing():
 
     metric.update(torch.eye(4)[:1], torch.tensor([[0]]))
     assert float(metric.compute()) == pytest.approx(1.0)
+
+
+def test_logits_of_every_slot_count_where_there_is_a_label():
+    metric = MaskedTokenAccuracy()
+    metric.update(torch.eye(4)[torch.tensor([[0, 2, 1], [3, 0, 0]])], torch.tensor([[0, -100, 1], [3, 3, -100]]))
+
+    assert (int(metric.correct), int(metric.count)) == (3, 4)

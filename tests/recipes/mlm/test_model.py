@@ -10,6 +10,7 @@ from transformers import BertForMaskedLM
 from lockstep.errors import ConfigError
 from lockstep.recipes.mlm.masking import NO_POSITION
 from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
+from lockstep.replicas.host_reads import HostReads
 
 SMALL = BertShape(layers=2, hidden=16, heads=2, feed_forward=32, vocabulary=60, positions=24)
 POSITIONS = torch.tensor([[1, 4, NO_POSITION], [2, NO_POSITION, NO_POSITION], [3, 5, 7]])
@@ -50,6 +51,22 @@ def test_logits_are_those_of_transformers_at_the_masked_positions(model: MaskedL
     assert unused.unexpected_keys == ["bert.pooler.dense.weight", "bert.pooler.dense.bias"]
     expected = torch.stack([everywhere[0, 1], everywhere[0, 4], everywhere[1, 2], *everywhere[2, [3, 5, 7]]])
     torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_static_model_gives_every_slot_logits_and_looks_at_no_input(attention: str):
+    torch.manual_seed(0)
+    model = new_bert(SMALL, attention=attention).eval()
+    tokens, attention_mask = inputs()
+    packed = model(tokens, attention_mask, POSITIONS)
+
+    model.static = True
+    with HostReads() as reads:
+        every = model(tokens, attention_mask, POSITIONS)
+
+    assert every.shape == (3, 3, 60)
+    torch.testing.assert_close(every[POSITIONS != NO_POSITION], packed)
+    assert reads.places == []
 
 
 def test_without_positions_it_is_asked_about_every_token(model: MaskedLanguageModel):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 from transformers import AutoTokenizer, BertForMaskedLM
 
 from lockstep.config import LogicalDevice
@@ -81,3 +82,21 @@ def test_the_output_is_a_folder_that_transformers_and_the_recipe_load(
     )
     assert tokenizer("A statement.")["input_ids"] == again.vocabulary.tokenizer.encode("A statement.").ids
     assert again.vocabulary.named_ids == build_mlm(config).vocabulary.named_ids
+
+
+def test_on_a_gpu_steps_are_recorded_and_give_what_they_give_on_a_cpu(
+    tiny: MakeConfig, pair: MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    """On a stand-in; a step that waits for the device, or whose shapes hang on what the rows hold, is not recorded."""
+    config = tiny(epochs=2, padding="full", dropout=0.0)
+    with caplog.at_level("INFO", "lockstep"):
+        on_cpu = train_mlm(config, pair, verbose=0)
+        with stand_in_gpus((256, 256)) as (devices, driver), closing(MirroredStrategy(devices, seed=0)) as strategy:
+            on_gpu = train_mlm(config, strategy, verbose=0)
+            replays = sum(graph.replays for graph in driver.graphs)
+
+    assert replays > 0, caplog.text
+    assert driver.waits == 0 or replays > 0
+    for name, values in on_cpu.history.history.items():
+        assert on_gpu.history.history[name] == pytest.approx(values, rel=2e-4)
+    assert [each.question for each in on_gpu.filled] == [each.question for each in on_cpu.filled]

@@ -115,7 +115,8 @@ def fill(model: Model, questions: Sequence[Question], vocabulary: Vocabulary, *,
     if not questions:
         return ()
     asked = [(question, place) for question in questions for place in question.places]
-    probabilities = model.predict([_rows(asked, vocabulary.pad_id)]).float().softmax(dim=1)[:, : vocabulary.size]
+    logits = model.predict([_rows(asked, vocabulary.pad_id)]).flatten(0, -2)  # [rows, one slot, vocabulary] on GPUs
+    probabilities = logits.float().softmax(dim=1)[:, : vocabulary.size]
     words = probabilities.masked_fill(vocabulary.special(), -1.0).topk(likeliest, dim=1)
     guesses = iter(
         tuple(Guess(word=vocabulary.tokenizer.id_to_token(token), probability=p) for token, p in zip(*row, strict=True))

@@ -25,7 +25,8 @@ def masked_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The pair (total, count): the summed cross-entropy of this shard's masked tokens, and how many there are.
 
     Args:
-        logits: [masked, vocabulary], the masked tokens in the order of their rows and positions.
+        logits: [masked, vocabulary], the masked tokens in the order of their rows and positions; or [rows, slots,
+            vocabulary], of every slot, where nothing then depends on how many are empty.
         labels: [rows, slots] int64; ``IGNORED_LABEL`` pads.
 
     Returns:
@@ -36,6 +37,9 @@ def masked_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         >>> round(float(total / count), 4), int(count)
         (1.3863, 2)
     """
+    if logits.ndim == 3:
+        whole = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")  # skips IGNORED_LABEL
+        return whole, (labels != IGNORED_LABEL).sum()
     targets = masked_labels(labels)
     count = torch.tensor(len(targets), device=labels.device)
     if logits.is_cuda or type(logits) is not Tensor:  # which scores that are divided among workers are not

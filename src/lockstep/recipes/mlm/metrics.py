@@ -7,6 +7,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.recipes.mlm.loss import masked_labels
+from lockstep.recipes.mlm.masking import IGNORED_LABEL
 
 
 class MaskedTokenAccuracy(Metric):
@@ -27,7 +28,16 @@ class MaskedTokenAccuracy(Metric):
         self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds a batch: logits [masked, vocabulary], labels [rows, slots] with ``IGNORED_LABEL`` in empty slots."""
+        """Adds a batch.
+
+        Args:
+            logits: [masked, vocabulary], or of every slot [rows, slots, vocabulary].
+            labels: [rows, slots] with ``IGNORED_LABEL`` in empty slots.
+        """
+        if logits.ndim == 3:
+            self.correct += (logits.argmax(dim=2) == labels).sum()
+            self.count += (labels != IGNORED_LABEL).sum()
+            return
         targets = masked_labels(labels)
         self.correct += (logits.argmax(dim=1) == targets).sum()
         self.count += len(targets)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
@@ -61,9 +62,12 @@ class MaskedLanguageModel(nn.Module):
 
     Attributes:
         config: transformers' own; with the names of the parts it says how the model may be divided among workers.
+        static: whether no shape and no choice depends on what the rows hold. A GPU then waits for nothing within a
+            step, and can record it; but empty slots have logits too, and rows without padding are masked like others.
     """
 
     base_model_prefix = "bert"
+    static = False
 
     def __init__(self, bert: Any, predictions: Any) -> None:
         super().__init__()
@@ -89,13 +93,16 @@ class MaskedLanguageModel(nn.Module):
             inputs_embeds: [rows, tokens, hidden] float, in place of ``input_ids``: what a pipeline's stage is handed.
 
         Returns:
-            [masked, vocabulary] float, in the order of the rows and of the slots in each; where every token was asked
-            about, [rows, tokens, vocabulary].
+            [masked, vocabulary] float, in the order of the rows and of the slots in each, or where ``static`` [rows,
+            slots, vocabulary]; where every token was asked about, [rows, tokens, vocabulary].
         """
         hidden = self._encode(input_ids, attention_mask, inputs_embeds)
-        if masked_positions is not None:
+        if masked_positions is not None and not self.static:
             rows, slots = (masked_positions != NO_POSITION).nonzero(as_tuple=True)
             hidden = hidden[rows, masked_positions[rows, slots]]
+        elif masked_positions is not None:
+            places = masked_positions.clamp(min=0).unsqueeze(-1)
+            hidden = hidden.gather(1, places.expand(-1, -1, hidden.shape[-1]))
         logits: Tensor = self.cls["predictions"](hidden)
         return logits
 
@@ -107,9 +114,19 @@ class MaskedLanguageModel(nn.Module):
         if input_ids is not None and not len(input_ids):  # an empty shard, which transformers cannot reshape
             nothing: Tensor = self.bert.embeddings.word_embeddings(input_ids)
             return nothing
+        if self.static and attention_mask is not None:
+            attention_mask = self._whole_mask(attention_mask)
         encoded = self.bert(input_ids=input_ids, inputs_embeds=embedded, attention_mask=attention_mask)
         hidden: Tensor = encoded.last_hidden_state
         return hidden
+
+    def _whole_mask(self, real: Tensor) -> Tensor:
+        """[rows, 1, tokens, tokens] for [rows, tokens]: one of four dimensions transformers takes without looking."""
+        keys = real.bool()[:, None, None, :].expand(-1, 1, real.shape[1], -1)
+        if self.config._attn_implementation == "sdpa":
+            return keys
+        unseen = torch.finfo(self.bert.dtype).min
+        return torch.zeros_like(keys, dtype=self.bert.dtype).masked_fill(~keys, unseen)
 
 
 def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageModel:

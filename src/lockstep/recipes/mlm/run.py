@@ -30,6 +30,7 @@ from lockstep.recipes.same_run import SameRun
 from lockstep.recipes.text.for_all import text_for_all
 from lockstep.recipes.text.splits import TextSplits
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
 from lockstep.train.fit_settings import Verbose
 from lockstep.train.history import History
@@ -113,6 +114,8 @@ def train_mlm(
 
 def compile_mlm(config: MlmConfig, task: MlmTask, strategy: Strategy) -> Model:
     """A Model of the task's module on the strategy, ready for fit."""
+    # Models that are divided among workers keep their scores divided, and are not recorded.
+    task.module.static = strategy.devices[0].kind == "GPU" and not isinstance(strategy, ParallelStrategy)
     with strategy.scope():
         model = Model(task.module)
         model.compile(
