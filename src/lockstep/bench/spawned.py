@@ -137,6 +137,7 @@ class _SpawnedTeam(Team):
         except EOFError:
             said = "it said nothing; run it alone with --only"
         if isinstance(said, str):
+            wait([connection], END_LIMIT_S)  # until it ends, and has told stderr the whole story
             raise ReplicaError(f"{self._trial.name} ended before its last step: {said}")
         return said
 
