@@ -220,17 +220,30 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has every process of several begin with its part of the slow tests, so that none is left with one at the end."""
+    """Has every process of several begin with its part of the slow tests, so that none is left with one at the end.
+
+    Slow tests of a file that share a set-up stay together, or each process would make it once.
+    """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = [item for item in items if item.get_closest_marker("slow")]
+    slow: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            slow.setdefault(item.path if _shares_a_set_up(item) else item.nodeid, []).append(item)
     others = [item for item in items if not item.get_closest_marker("slow")]
     each = len(items) // processes
     items.clear()
     for number in range(processes):
-        first = slow[number::processes]
+        first = [item for together in list(slow.values())[number::processes] for item in together]
         rest = len(others) if number == processes - 1 else max(0, each - len(first))
         items += [*first, *others[:rest]]
         del others[:rest]
+
+
+def _shares_a_set_up(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "_fixtureinfo", None)
+    return fixtures is not None and any(
+        definitions[-1].scope == "module" for definitions in fixtures.name2fixturedefs.values()
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
