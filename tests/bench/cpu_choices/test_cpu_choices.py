@@ -17,6 +17,8 @@ from lockstep.bench.spawned import Body
 from lockstep.bench.trial import Trial
 from lockstep.bench.workloads import find_workload
 
+pytestmark = pytest.mark.usefixtures("fresh_devices")
+
 
 def seen_in_steps(name: str, body: Body, look: Any) -> tuple[set[Any], float]:
     """What a look at the replica's thread in each step found, and the last loss."""
