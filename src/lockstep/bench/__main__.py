@@ -20,14 +20,13 @@ from lockstep.bench.harness import Absence, Rounds, Sample, run_rounds
 from lockstep.bench.hosts import Link
 from lockstep.bench.layouts.markdown import LayoutsConditions, Row
 from lockstep.bench.layouts.run import measure_layouts, write_layouts_report
-from lockstep.bench.lineup import Lineup, line_up
+from lockstep.bench.lineup import Lineup, line_up, trials_of
 from lockstep.bench.machine import this_machine
 from lockstep.bench.markdown import Conditions, WorkloadResult, render
 from lockstep.bench.memory_choices.measure import Measured
 from lockstep.bench.memory_choices.run import measure_choices, write_memory_report
 from lockstep.bench.peers import Places
 from lockstep.bench.report import write_report
-from lockstep.bench.trial import Trial
 from lockstep.bench.workers.run import WorkersSettings, measure_workers, write_workers_report
 from lockstep.bench.workloads import WORKLOADS
 from lockstep.errors import ConfigError, LockstepError
@@ -71,7 +70,8 @@ def _measure(asked: argparse.Namespace, words: Sequence[str]) -> Path:
     conditions = _conditions(asked, words)
     names = tuple(asked.workload or _USUAL)
     lineup = line_up(names, peers=asked.peers, places=_places(asked), only=asked.only)
-    rounds = run_rounds(_trials(conditions, lineup), rounds=conditions.rounds, progress=_say)
+    trials = [trial for name in names for trial in trials_of(WORKLOADS[name], lineup.contenders[name], conditions)]
+    rounds = run_rounds(trials, rounds=conditions.rounds, progress=_say)
     results = [_result(name, lineup, rounds) for name in names]
     conditions = replace(conditions, peers=tuple(lineup.versions.items()))
     _log.info("\n%s", render(conditions, results))
@@ -152,20 +152,6 @@ def _conditions(asked: argparse.Namespace, words: Sequence[str]) -> Conditions:
         steps=steps if asked.steps is None else asked.steps,
         rounds=rounds if asked.rounds is None else asked.rounds,
     )
-
-
-def _trials(conditions: Conditions, lineup: Lineup) -> list[Trial]:
-    return [
-        Trial(
-            workload=WORKLOADS[name],
-            contender=contender,
-            warm_up=conditions.warm_up,
-            steps=conditions.steps,
-            cores=conditions.machine.cores,
-        )
-        for name, contenders in lineup.contenders.items()
-        for contender in contenders
-    ]
 
 
 def _result(name: str, lineup: Lineup, rounds: Rounds) -> WorkloadResult:

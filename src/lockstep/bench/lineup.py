@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.bench.harness import Absence
+from lockstep.bench.markdown import Conditions
 from lockstep.bench.peers import PEERS, Peer, Places, contenders_of, versions_of
 from lockstep.bench.roster import roster
-from lockstep.bench.trial import Contender
+from lockstep.bench.trial import Contender, Trial, Workload
 from lockstep.errors import ConfigError
 
 Invitation = Literal["no", "also", "only"]
@@ -107,3 +108,17 @@ def picked(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[
     if unknown:
         raise ConfigError(f"--only {' '.join(unknown)} names no contender; choose from {', '.join(map(repr, names))}")
     return [contender for contender in contenders if not only or contender.name in only]
+
+
+def trials_of(workload: Workload, contenders: Iterable[Contender], conditions: Conditions) -> list[Trial]:
+    """One trial of each on all cores, in their order."""
+    return [
+        Trial(
+            workload=workload,
+            contender=contender,
+            warm_up=conditions.warm_up,
+            steps=conditions.steps,
+            cores=conditions.machine.cores,
+        )
+        for contender in contenders
+    ]

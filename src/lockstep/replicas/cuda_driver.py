@@ -120,7 +120,8 @@ class CudaDriver:
 
     def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> CudaDeviceGraph:
         # The default one is drawn from where no replica lends it its own: by the default strategy.
-        return CudaDeviceGraph(device, [*generators, _default_generator(device)], pool)
+        every = [*generators, _default_generator(device)]
+        return CudaDeviceGraph(device, every, pool, self.side_stream(device, "recording"))
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -23,8 +23,8 @@ from lockstep.replicas.cuda_driver import CudaDriver
 from lockstep.replicas.device_graph import DeviceGraph
 from lockstep.replicas.device_memory import PoolUse
 
-Purpose = Literal["meeting", "copy"]
-"""What a physical device's streams beside those of its shares are for: work done once for all, and input."""
+Purpose = Literal["meeting", "copy", "recording"]
+"""What a physical device's streams beside those of its shares are for: work done once for all, input, recordings."""
 
 
 class DeviceDriver(Protocol):

@@ -37,10 +37,14 @@ class CudaDeviceGraph:
         device: the GPU.
         generators: whose numbers are drawn in the recording, and go on in the replays.
         pool: where recordings that are never replayed at the same time allocate; from ``torch.cuda.graph_pool_handle``.
+        stream: on which it is recorded, no share's. Kept by the driver: torch has 32, and hands them out in turn.
     """
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> None:
+    def __init__(
+        self, device: torch.device, generators: Sequence[torch.Generator], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
         self._device = device
+        self._stream = stream
         self._generators = tuple(generators)
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
@@ -53,10 +57,9 @@ class CudaDeviceGraph:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what eager steps have kept is the recording's to take
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream())
             # Not torch.cuda.graph: where the end of a failed recording raises, it leaves its stream the current one.
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self._stream):
                 self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     yield

@@ -10,9 +10,9 @@ from pathlib import Path
 from lockstep.bench.cpu_choices.roster import choices
 from lockstep.bench.figures import Figures, figures_of
 from lockstep.bench.harness import Progress, Sample, run_rounds
-from lockstep.bench.lineup import picked
+from lockstep.bench.lineup import picked, trials_of
 from lockstep.bench.markdown import Conditions, head, markdown_table, settings_list
-from lockstep.bench.trial import Trial, Workload
+from lockstep.bench.trial import Workload
 from lockstep.bench.workloads import find_workload
 from lockstep.checkpoint.whole_file import write_whole
 
@@ -57,17 +57,7 @@ def measure_cpu_choices(
         ReplicaError: a contender failed.
     """
     workloads, chosen = [find_workload(name) for name in names], picked(choices(), only)
-    trials = [
-        Trial(
-            workload=workload,
-            contender=contender,
-            warm_up=conditions.warm_up,
-            steps=conditions.steps,
-            cores=conditions.machine.cores,
-        )
-        for workload in workloads
-        for contender in chosen
-    ]
+    trials = [trial for workload in workloads for trial in trials_of(workload, chosen, conditions)]
     samples = run_rounds(trials, rounds=conditions.rounds, progress=progress).samples
     figures = tuple((workload, tuple(figures_of(chosen, samples, workload.name))) for workload in workloads)
     return ChoicesResult(conditions=conditions, figures=figures, samples=samples)

@@ -14,7 +14,7 @@ from lockstep.bench.gpu.setting import DeviceType, Pace, Setting
 from lockstep.bench.gpu.work import precision_of
 from lockstep.bench.roster import layouts_of
 from lockstep.bench.spawned import Body, SpawnedBody
-from lockstep.bench.trial import Contender, Layout, Role, Workload
+from lockstep.bench.trial import Contender, Layout, Workload
 
 ONE, FOUR, ONE_COMPILED, DDP = "lockstep-1", "lockstep-4", "lockstep-1 compiled", "ddp-4"
 EAGER, COMPILED = "eager", "compiled"
@@ -62,83 +62,71 @@ def entrants(workload: Workload, device: DeviceType, pace: Pace) -> tuple[Entran
 
 def _ours(setting: Setting, *, compiled: bool = False) -> Entrant:
     told = ", compile_module=True" if compiled else ""
-    return Entrant(
-        contender=_contender(
-            ONE_COMPILED if compiled else ONE,
-            f"MirroredStrategy on the undivided GPU, Model.fit{told}, one process, memory_format auto",
-            partial(train_ours, setting=setting, compiled=compiled),
-            role="ours",
-            layout="auto",
-        ),
-        expected_s=_COMPILING_S if compiled else _EXPECTED_S,
+    return _entrant(
+        ONE_COMPILED if compiled else ONE,
+        f"MirroredStrategy on the undivided GPU, Model.fit{told}, one process, memory_format auto",
+        partial(train_ours, setting=setting, compiled=compiled),
+        compiles=compiled,
+        role="ours",
+        layout="auto",
     )
 
 
 def _four(setting: Setting) -> Entrant:
     device = f"{SHARES} logical devices, each with 1/{SHARES} of {MEMORY_SHARE:.0%} of the GPU's memory"
-    return Entrant(
-        contender=_contender(
-            FOUR,
-            f"MirroredStrategy on {device}, Model.fit, one process, memory_format auto",
-            partial(train_ours, setting=setting),
-            role="ours",
-            shares=SHARES,
-            layout="auto",
-        ),
-        expected_s=_EXPECTED_S,
+    return _entrant(
+        FOUR,
+        f"MirroredStrategy on {device}, Model.fit, one process, memory_format auto",
+        partial(train_ours, setting=setting),
+        role="ours",
+        shares=SHARES,
+        layout="auto",
     )
 
 
 def _plain(setting: Setting, layout: Layout, *, compiled: bool) -> Entrant:
     how = f"torch.compile of forward pass and loss, mode {COMPILE_MODE}" if compiled else "eager"
     suffix = " channels_last" if layout == "channels_last" else ""
-    return Entrant(
-        contender=_contender(
-            (COMPILED if compiled else EAGER) + suffix,
-            f"a hand-written loop, {how}, {layout}, fused Adam, input copied one step ahead",
-            partial(train_plain, setting=setting, compiled=compiled),
-            layout=layout,
-        ),
-        expected_s=_COMPILING_S if compiled else _EXPECTED_S,
+    return _entrant(
+        (COMPILED if compiled else EAGER) + suffix,
+        f"a hand-written loop, {how}, {layout}, fused Adam, input copied one step ahead",
+        partial(train_plain, setting=setting, compiled=compiled),
+        compiles=compiled,
+        layout=layout,
     )
 
 
 def _ddp(setting: Setting, layout: Layout) -> Entrant:
     settings = "DistributedDataParallel, processes that share the GPU, gloo, gradient_as_bucket_view, static_graph"
-    return Entrant(
-        contender=_contender(
-            DDP,
-            f"{settings}, no buffer broadcast, {layout}",
-            partial(train_ddp, setting=setting),
-            shares=SHARES,
-            processes=SHARES,
-            layout=layout,
-        ),
-        expected_s=_EXPECTED_S,
+    return _entrant(
+        DDP,
+        f"{settings}, no buffer broadcast, {layout}",
+        partial(train_ddp, setting=setting),
+        shares=SHARES,
+        processes=SHARES,
+        layout=layout,
     )
 
 
 def _peer(setting: Setting, name: str, layout: Layout) -> Entrant:
     title, body = _PEER_BODIES[name]
-    return Entrant(
-        contender=_contender(
-            name,
-            f"{title}, one process, {layout}, fused Adam",
-            partial(body, setting=setting),
-            role="peer",
-            layout=layout,
-        ),
-        expected_s=_EXPECTED_S,
+    return _entrant(
+        name,
+        f"{title}, one process, {layout}, fused Adam",
+        partial(body, setting=setting),
         absent=peers.missing(name),
+        role="peer",
+        peer=name,
+        layout=layout,
     )
 
 
-def _contender(name: str, settings: str, body: Body, *, role: Role = "rival", **parts: Any) -> Contender:
-    return Contender(
-        name=name,
-        settings=settings,
-        launcher=SpawnedBody(body=body, preloaded=_PRELOADED),
-        role=role,
-        peer=name if role == "peer" else "",
-        **{"shares": 1, **parts},
+def _entrant(
+    name: str, settings: str, body: Body, *, compiles: bool = False, absent: str = "", shares: int = 1, **parts: Any
+) -> Entrant:
+    launcher = SpawnedBody(body=body, preloaded=_PRELOADED)
+    return Entrant(
+        contender=Contender(name=name, settings=settings, launcher=launcher, shares=shares, **parts),
+        expected_s=_COMPILING_S if compiles else _EXPECTED_S,
+        absent=absent,
     )

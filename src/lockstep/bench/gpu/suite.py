@@ -130,4 +130,5 @@ def _run(words: Sequence[str], beside: Path, limit_s: float) -> tuple[int, bool]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return process.wait(), False
+            process.wait()
+    return process.returncode, False

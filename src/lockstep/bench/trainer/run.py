@@ -9,13 +9,12 @@ from pathlib import Path
 
 from lockstep.bench.figures import Figures, figures_of
 from lockstep.bench.harness import Progress, Sample, run_rounds
-from lockstep.bench.lineup import picked
+from lockstep.bench.lineup import picked, trials_of
 from lockstep.bench.markdown import Conditions
 from lockstep.bench.targets import Target
 from lockstep.bench.trainer.markdown import render_trainer
 from lockstep.bench.trainer.roster import contenders
 from lockstep.bench.trainer.work import REVIEWS
-from lockstep.bench.trial import Trial
 from lockstep.checkpoint.whole_file import write_whole
 
 MAX_STEP_RATIO = 0.9
@@ -65,16 +64,7 @@ def measure_trainer(conditions: Conditions, progress: Progress, *, only: Sequenc
         ReplicaError: a contender failed.
     """
     chosen = picked(contenders(conditions.machine.cores), only)
-    trials = [
-        Trial(
-            workload=REVIEWS,
-            contender=contender,
-            warm_up=conditions.warm_up,
-            steps=conditions.steps,
-            cores=conditions.machine.cores,
-        )
-        for contender in chosen
-    ]
+    trials = trials_of(REVIEWS, chosen, conditions)
     rounds = run_rounds(trials, rounds=conditions.rounds, progress=progress)
     return TrainerResult(
         conditions=conditions,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from lockstep.bench.harness import Absence, Progress, Rounds, Sample, run_rounds
 from lockstep.bench.hosts import Link, why_no_hosts
+from lockstep.bench.lineup import trials_of
 from lockstep.bench.markdown import Conditions
-from lockstep.bench.trial import Contender, Trial
+from lockstep.bench.trial import Contender
 from lockstep.bench.workers.figures import ONE_HOST_LIMIT, TWO_HOSTS_LIMIT, comparisons_of, rows_of
 from lockstep.bench.workers.markdown import Place, Section, render_workers
 from lockstep.bench.workers.roster import free_name, on_free_hosts, on_one_host, on_two_hosts
@@ -68,15 +69,9 @@ def measure_workers(settings: WorkersSettings, conditions: Conditions, progress:
     """
     reason = why_no_hosts()
     trials = [
-        Trial(
-            workload=find_workload(name),
-            contender=contender,
-            warm_up=conditions.warm_up,
-            steps=conditions.steps,
-            cores=conditions.machine.cores,
-        )
+        trial
         for name in settings.workloads
-        for contender in _taking_part(settings, name, hosts=not reason)
+        for trial in trials_of(find_workload(name), _taking_part(settings, name, hosts=not reason), conditions)
     ]
     rounds = run_rounds(trials, rounds=conditions.rounds, progress=progress)
     sections = [
