@@ -83,6 +83,18 @@ def test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is(s
     assert all(torch.equal(again[name], compiled[name]) for name in compiled)
 
 
+def test_replicas_that_look_up_their_code_at_once_all_find_it(strategy: MirroredStrategy) -> None:
+    mirrored = strategy.mirror(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    mirrored.compile_as(Compilation(backend="aot_eager"))
+
+    def often() -> None:
+        for rows in [1, 2] * 500:
+            mirrored(torch.ones(rows, 3))
+
+    strategy.run(often)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def test_dropout_on_a_cpu_is_refused(strategy: MirroredStrategy) -> None:
     with pytest.raises(ConfigError, match=r"draws random numbers on a CPU \(aten.*set dropout to 0"):
         steps(strategy, Net(dropout=0.5), Compilation(backend="aot_eager"))

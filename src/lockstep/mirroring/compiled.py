@@ -6,6 +6,10 @@
 
 The parameters are inputs of the code, so copies of one class share it. The whole forward becomes one graph or is
 refused: a part that stayed in Python would run without the replica's random numbers.
+
+One thread at a time looks up the code that serves a call: torch's guards keep notes while they compare the arguments,
+so that two threads in one guard can both be told no. Each such no is one more compilation, and at the eighth torch
+gives up.
 """
 
 from __future__ import annotations
@@ -94,7 +98,6 @@ class CompiledCopies:
             torch.compile(copy, backend=backend, fullgraph=True, dynamic=compilation.dynamic) for copy in copies
         ]
         self._seen: list[set[Hashable]] = [set() for _ in copies]
-        self._lock = threading.Lock()
 
     def __call__(self, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the replica's copy; the first time with such arguments while no other replica does.
@@ -104,19 +107,10 @@ class CompiledCopies:
             ReplicaError: another replica has been compiling for too long.
         """
         kind = (training, torch.is_grad_enabled(), *map(_form, tree_leaves((args, kwargs))))
-        if kind in self._seen[replica]:
-            with _without_replica_random():
-                return self._calls[replica](*args, **kwargs)
-        if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
-            raise ReplicaError(
-                f"another replica has been compiling {self._name}, or waiting in it, for {COMPILE_LIMIT_S:g} s; a "
-                "compiled module must not call collectives"
-            )
-        try:
-            with _without_replica_random(), self._explained():
-                outputs = self._calls[replica](*args, **kwargs)
-        finally:
-            self._lock.release()
+        # The first run may still choose among kernels, for all replicas.
+        ends_when_found = kind in self._seen[replica]
+        with _LOOKUP.turn(self._name, ends_when_found=ends_when_found), _without_replica_random(), self._explained():
+            outputs = self._calls[replica](*args, **kwargs)
         self._seen[replica].add(kind)
         return outputs
 
@@ -136,6 +130,41 @@ class CompiledCopies:
             ) from error
 
 
+class _Lookup(threading.local):
+    """The turn to look up code, of all threads and of all modules: those of one class share their guards."""
+
+    _lock = threading.Lock()
+    _has_turn = False
+    _ends_when_found = False
+
+    @contextmanager
+    def turn(self, name: str, *, ends_when_found: bool) -> Iterator[None]:
+        """Waits for the turn, which ends with the block, or when the code has been found if that is said."""
+        if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
+            raise ReplicaError(
+                f"another replica has been compiling {name}, or waiting in it, for {COMPILE_LIMIT_S:g} s; a compiled "
+                "module must not call collectives"
+            )
+        self._has_turn, self._ends_when_found = True, ends_when_found
+        try:
+            yield
+        finally:
+            self._end()
+
+    def found(self) -> None:
+        """The code begins."""
+        if self._ends_when_found:
+            self._end()
+
+    def _end(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._lock.release()
+
+
+_LOOKUP = _Lookup()
+
+
 @dataclass(frozen=True)
 class _Backend:
     """Compiles a graph, if its numbers come out as they do without. Modules of equal backends share code.
@@ -151,6 +180,15 @@ class _Backend:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         if self.on_cpu:
             _refuse_random(graph, inputs)
+        code = self._code(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            _LOOKUP.found()
+            return code(*args)
+
+        return run
+
+    def _code(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         if self.compilation.backend != "inductor":
             return torch._dynamo.lookup_backend(self.compilation.backend)(graph, inputs)
         options = torch._inductor.list_mode_options(self.compilation.mode)
