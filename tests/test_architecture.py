@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,7 @@ def parse(path: str, text: str) -> Source:
     return Source(path=path, tree=ast.parse(text), lines=text.count("\n"))
 
 
+@cache
 def sources() -> list[Source]:
     return [parse(file.relative_to(PACKAGE).as_posix(), file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))]
 

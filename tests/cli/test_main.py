@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from lockstep.cli import main
+from lockstep.cli import app, main
 
 COMMANDS = [
     [],
@@ -38,6 +39,23 @@ def test_the_help_of_a_command_has_an_example(words: list[str], capsys: pytest.C
     main([*words, "--help"])
 
     assert f"Example: lockstep {' '.join(words)}".rstrip() in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_a_command_that_is_not_called_has_the_same_line_of_help(name: str):
+    by_itself, beside_it = (get_command(app._app(called)).commands[name] for called in (name, None))
+
+    assert beside_it.get_short_help_str(limit=200) == by_itself.get_short_help_str(limit=200) == app.COMMANDS[name][0]
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["trian"], ["plan", "gpt2-xl", "--devices", "8", "--kind", "a100-80gb"]]
+)
+def test_what_needs_no_torch_does_not_wait_for_it(words: list[str]):
+    code = f"import sys; from lockstep.cli import main; main({words}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
 def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):

@@ -1,25 +1,19 @@
-"""The tree of commands. A command only describes a job; ``main`` runs it, outside typer, so that errors are ours."""
+"""The tree of commands. A command only describes a job; ``main`` runs it, outside typer, so that errors are ours.
+
+A command's file is imported when the command is called; until then its name and its line of help stand for it. So
+``lockstep --help`` and ``lockstep run`` do not wait for torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
-from lockstep.cli.bench import BENCH_EXAMPLE, bench_app
-from lockstep.cli.data import data_app
-from lockstep.cli.devices import devices
 from lockstep.cli.in_workers import InWorkers
-from lockstep.cli.plan import EXAMPLE as PLAN_EXAMPLE
-from lockstep.cli.plan import plan
-from lockstep.cli.run import EXAMPLE as RUN_EXAMPLE
-from lockstep.cli.run import run
-from lockstep.cli.train import train_app
-from lockstep.cli.verify import EXAMPLE as VERIFY_EXAMPLE
-from lockstep.cli.verify import verify
 from lockstep.errors import ConfigError
 
 Job = Callable[[], int | InWorkers]
@@ -31,7 +25,8 @@ def parse(words: Sequence[str]) -> Job | int:
     Raises:
         ConfigError: words that are no command or no flag, or a value that is not of its flag's type.
     """
-    command = get_command(_app())
+    called = next((word for word in words if not word.startswith("-")), None)
+    command = get_command(_app(called))
     try:
         job: Job | int = command.main(args=list(words), prog_name="lockstep", standalone_mode=False)
     except typer.TyperException as error:
@@ -45,21 +40,84 @@ def _path(error: typer.TyperException) -> str:
     return "lockstep" if context is None else str(context.command_path)
 
 
-def _app() -> typer.Typer:
-    train_example = "Example: lockstep train mlm --devices cpu:4"
-    app = typer.Typer(add_completion=False, epilog=train_example)
+def _app(called: str | None) -> typer.Typer:
+    """The tree, in which the command that is called has its own flags and commands."""
+    app = typer.Typer(add_completion=False, epilog=_TRAIN_EXAMPLE)
     app.callback()(_root)
-    app.add_typer(train_app(), name="train", help="Train one of the recipes.", epilog=train_example)
-    app.command(epilog="Example: lockstep devices --devices cpu:4")(devices)
-    app.add_typer(
-        data_app(), name="data", help="Say what the data of a recipe holds.", epilog="Example: lockstep data mlm"
-    )
-    app.add_typer(bench_app(), name="bench", help="Measure how fast a recipe trains.", epilog=BENCH_EXAMPLE)
-    app.command("plan", epilog=PLAN_EXAMPLE)(plan)
-    # The program's own flags come after its name, and are not looked at.
-    app.command(epilog=VERIFY_EXAMPLE, context_settings={"allow_interspersed_args": False})(verify)
-    app.command(epilog=RUN_EXAMPLE, context_settings={"allow_interspersed_args": False})(run)
+    for name, (says, add) in COMMANDS.items():
+        if name == called:
+            add(app)
+        else:
+            app.command(name, help=says)(_not_called)
     return app
+
+
+def _not_called() -> None: ...
+
+
+_TRAIN_EXAMPLE = "Example: lockstep train mlm --devices cpu:4"
+# The program's own flags come after its name, and are not looked at.
+_BEFORE_A_PROGRAM: dict[str, Any] = {"allow_interspersed_args": False}
+
+
+def _train(app: typer.Typer) -> None:
+    from lockstep.cli.train import train_app
+
+    app.add_typer(train_app(), name="train", help=COMMANDS["train"][0], epilog=_TRAIN_EXAMPLE)
+
+
+def _devices(app: typer.Typer) -> None:
+    from lockstep.cli.devices import devices
+
+    app.command("devices", epilog="Example: lockstep devices --devices cpu:4")(devices)
+
+
+def _data(app: typer.Typer) -> None:
+    from lockstep.cli.data import data_app
+
+    app.add_typer(data_app(), name="data", help=COMMANDS["data"][0], epilog="Example: lockstep data mlm")
+
+
+def _bench(app: typer.Typer) -> None:
+    from lockstep.cli.bench import BENCH_EXAMPLE, bench_app
+
+    app.add_typer(bench_app(), name="bench", help=COMMANDS["bench"][0], epilog=BENCH_EXAMPLE)
+
+
+def _plan(app: typer.Typer) -> None:
+    from lockstep.cli.plan import EXAMPLE, plan
+
+    app.command("plan", epilog=EXAMPLE)(plan)
+
+
+def _verify(app: typer.Typer) -> None:
+    from lockstep.cli.verify import EXAMPLE, verify
+
+    app.command("verify", epilog=EXAMPLE, context_settings=_BEFORE_A_PROGRAM)(verify)
+
+
+def _run(app: typer.Typer) -> None:
+    from lockstep.cli.run import EXAMPLE, run
+
+    app.command("run", epilog=EXAMPLE, context_settings=_BEFORE_A_PROGRAM)(run)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[typer.Typer], None]]] = {
+    "train": ("Train one of the recipes.", _train),
+    "devices": ("Show the physical devices, and the logical devices that --devices makes of them.", _devices),
+    "data": ("Say what the data of a recipe holds.", _data),
+    "bench": ("Measure how fast a recipe trains.", _bench),
+    "plan": (
+        "Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.",
+        _plan,
+    ),
+    "verify": (
+        "Run the first steps of a program on N replicas and on one, compare all numbers, and say why they differ.",
+        _verify,
+    ),
+    "run": ("Run a program in several worker processes, on this host or together with others.", _run),
+}
+"""Name -> its line of help, and what adds the command."""
 
 
 def _print_version(wanted: bool) -> None:

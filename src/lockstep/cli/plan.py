@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as text_of
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,7 +14,6 @@ from lockstep.cli.plan_table import plan_dictionary, plan_text
 from lockstep.errors import ConfigError
 from lockstep.plan.devices import DEVICE_KINDS, device_kind
 from lockstep.plan.links import parse_link
-from lockstep.plan.measure import Measured, measure
 from lockstep.plan.plan import plan as make_plan
 from lockstep.plan.plan import usual_network, usual_software
 from lockstep.plan.read import shape_of
@@ -22,7 +21,9 @@ from lockstep.plan.search import LOCKSTEP, Choices, Plan
 from lockstep.plan.settings import Software, precision_named
 from lockstep.plan.shape import ModelShape
 from lockstep.plan.validation import validation_markdown
-from lockstep.recipes.mlm.config import mlm
+
+if TYPE_CHECKING:
+    from lockstep.plan.measure import Measured
 
 EXAMPLE = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
 # Lines in the global batch for each device, where no batch is asked for.
@@ -143,7 +144,11 @@ def print_published(wanted: bool) -> None:
 
 def model_shape(model: str, sequence: int | None) -> ModelShape:
     """The sizes of what was named: a recipe first, then whatever ``shape_of`` knows."""
-    return shape_of(mlm() if model == "mlm" else model, sequence=sequence)
+    if model != "mlm":
+        return shape_of(model, sequence=sequence)
+    from lockstep.recipes.mlm.config import mlm  # which needs torch
+
+    return shape_of(mlm(), sequence=sequence)
 
 
 def planned(shape: ModelShape, request: PlanRequest, choices: Choices, *, measured: bool) -> Plan:
@@ -184,4 +189,6 @@ def planned(shape: ModelShape, request: PlanRequest, choices: Choices, *, measur
 def _measure(request: PlanRequest) -> Measured:
     if request.kind is not None:
         raise ConfigError(f"--kind {request.kind} and --measure were both given, expected one of them; leave one out")
+    from lockstep.plan.measure import measure  # which needs torch
+
     return measure(per_host=request.per_host or 1)

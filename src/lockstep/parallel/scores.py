@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.errors import UsageError
@@ -300,6 +299,8 @@ def _hooked(func: Any, scores: Scores, hook: Any) -> Any:
 
     Gathered for it, the scores of 4 lines of 128 tokens and their loss took 128 MB in place of 48 (16,384 words).
     """
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState  # a second, which undivided models are spared
+
     return func(scores.part, hook) if isinstance(getattr(hook, "__self__", None), FSDPState) else NotImplemented
 
 

@@ -6,8 +6,10 @@ Pure functions from values to one string, so that a table reads the same in a te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from lockstep.train.history import History
+if TYPE_CHECKING:
+    from lockstep.train.history import History
 
 # How the values of a column are written: heading and format. Whatever is not named here is a metric.
 _COLUMNS: Mapping[str, tuple[str, str]] = {

@@ -2,12 +2,31 @@
 
 A message says what was received, what was expected, and what to do. Each class also derives from the built-in
 exception that a caller would expect to catch, so that ``except ValueError`` works as it does everywhere else.
-This module imports nothing of ours.
+This room imports no other.
 """
 
 from __future__ import annotations
 
-import torch
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.errors.device_memory import DeviceMemoryError
+
+__all__ = [
+    "CallbackError",
+    "CheckpointError",
+    "ClusterError",
+    "CollectiveError",
+    "ConfigError",
+    "DataError",
+    "DeviceMemoryError",
+    "LockstepError",
+    "MissingExtraError",
+    "NonFiniteLossError",
+    "ReplicaError",
+    "UsageError",
+]
 
 
 class LockstepError(Exception):
@@ -54,5 +73,10 @@ class CallbackError(LockstepError, RuntimeError):
     """A callback raised; the message names it and its cause is attached."""
 
 
-class DeviceMemoryError(LockstepError, torch.OutOfMemoryError):
-    """A step took more memory than its logical device's share allows."""
+if not TYPE_CHECKING:  # which takes a module that has this for one that has every name
+
+    def __getattr__(name: str) -> object:
+        if name != "DeviceMemoryError":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = import_module("lockstep.errors.device_memory").DeviceMemoryError
+        return found
