@@ -39,10 +39,18 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "lockstep.cli.app",
+    "torch.utils.serialization.config",
+    "lockstep.cli.bench",
+    "lockstep.cli.data",
+    "lockstep.cli.train",
+    "lockstep.cli.verify",
     "lockstep.integrations.transformers",
     "lockstep.launch.function_job",
     "lockstep.launch.program_job",
+    "lockstep.parallel.full_sharding",
+    "lockstep.parallel.schedules",
+    "lockstep.strategies.losses",
+    "lockstep.strategies.parts",
     "matplotlib.pyplot",
     "PIL.Image",
     "safetensors.torch",
@@ -51,6 +59,7 @@ PRELOADED = (
     "torchmetrics.classification",
     "tqdm",
     "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
 )
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
