@@ -52,6 +52,7 @@ WRITES_FILES = (
     "report/",
     "bench/report",
     "bench/inputs.py",
+    "bench/harness.py",  # a folder for each trial, gone with it
     "train/callbacks/tensorboard.py",
     "train/callbacks/csv_logger.py",
     "recipes/images/pixel_file.py",  # decoded pictures, too many for memory, grow in a file mapped into it

@@ -7,7 +7,9 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,20 @@ def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path
     for handle in handles:
         os.close(handle)
     assert ended == [True, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals, python: Callable[..., Any], tmp_path: Path):
+    own = tmp_path / "own"
+    own.mkdir()
+    asked = ["--workload", "linear", "--only", "lockstep-2", "--steps", "1", "--rounds", "1000", "--output", "tables"]
+    # torch keeps a folder of its own there, for good.
+    bench = python("-m", "lockstep.bench", *asked, TMPDIR=str(own), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "torch"))
+    first = bench.stderr.readline()
+    bench.send_signal(number)
+    _, said = bench.communicate(timeout=LIMIT_S)
+
+    assert "linear" in first
+    assert (bench.returncode, "interrupted; nothing was written" in said) == (130, True), said
+    assert list(own.iterdir()) == []
+    assert not (tmp_path / "tables").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -256,4 +257,5 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: processes and folders go first
     sys.exit(main(sys.argv[1:]))

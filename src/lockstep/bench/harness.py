@@ -5,12 +5,14 @@ round 1: A B C    round 2: A B C    ...    one sample each time, compared with t
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from uuid import uuid4
 
 from lockstep.bench.laps import LapRecord
 from lockstep.bench.memory import Memory, memory_of
@@ -144,8 +146,11 @@ def run_trial(trial: Trial, index: int = 0) -> Sample:
         ReplicaError: a process ended before its last step, or took longer than its limit.
     """
     with ExitStack() as cleanup:
-        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-"))
-        team = trial.contender.launcher.launch(trial, Path(folder))
+        # Not a TemporaryDirectory: a signal between making one and holding it would leave it there for good.
+        folder = Path(tempfile.gettempdir(), f"lockstep-bench-{uuid4().hex}")
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        team = trial.contender.launcher.launch(trial, folder)
         cleanup.callback(team.end)
         records = team.records()
         return _sample(trial, index, records, memory_of(team.pids))
