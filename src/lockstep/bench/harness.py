@@ -146,8 +146,8 @@ def run_trial(trial: Trial, index: int = 0) -> Sample:
         ReplicaError: a process ended before its last step, or took longer than its limit.
     """
     with ExitStack() as cleanup:
-        # Not a TemporaryDirectory: a signal between making one and holding it would leave it there for good. The name is
-        # as short: sockets in it have paths of at most 107 bytes.
+        # Not a TemporaryDirectory: a signal between making one and holding it would leave it there for good. The name
+        # is as short: sockets in it have paths of at most 107 bytes.
         folder = Path(tempfile.gettempdir(), f"lockstep-bench-{token_hex(4)}")
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
