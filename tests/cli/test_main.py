@@ -58,6 +58,16 @@ def test_what_needs_no_torch_does_not_wait_for_it(words: list[str]):
     assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
+def test_the_end_of_a_command_does_not_look_for_cycles():
+    code = "import atexit, gc; from lockstep.cli import main; main(['--version']); atexit.register(print, 'end')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); {code}"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+    assert done.stdout.splitlines()[-2:] == ["end", "True"], done.stderr
+
+
 def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 0
 
