@@ -12,7 +12,7 @@ import pytest
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
-LIMIT_S = 170
+LIMIT_S = 250
 
 
 @pytest.fixture

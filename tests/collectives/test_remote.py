@@ -82,7 +82,7 @@ def disagreement(workers: Any, index: int) -> str:
 
 @cache
 def found() -> dict[str, Any]:
-    return ls.launch(conversation, workers=WORKERS, timeout_s=150)
+    return ls.launch(conversation, workers=WORKERS, timeout_s=250)
 
 
 pytestmark = pytest.mark.workers

@@ -89,7 +89,7 @@ def gone_on(data: Any) -> tuple[Any, Any]:
 
 @cache
 def result() -> dict[str, Any]:
-    return ls.launch(job, workers=len(REPLICAS), timeout_s=150)
+    return ls.launch(job, workers=len(REPLICAS), timeout_s=250)
 
 
 @pytest.mark.parametrize("name", ["shuffled", "persistent"])

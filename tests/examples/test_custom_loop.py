@@ -90,7 +90,7 @@ def start(python: Callable[..., Started], pictures: Path) -> Callable[..., Start
 
 def test_a_run_shows_loss_and_accuracy_and_then_the_test(start: Callable[..., Started]):
     process = start("--epochs", "1")
-    printed, bar = process.communicate(timeout=170)
+    printed, bar = process.communicate(timeout=250)
 
     assert process.returncode == 0, bar
     assert "epoch 1/1: 100%" in bar

@@ -233,7 +233,7 @@ def run_layout(program: Any) -> Callable[[str], dict[str, Any]]:
     @cache
     def run(layout: str) -> dict[str, Any]:
         workers, replicas = LAYOUTS[layout]
-        return ls.launch(program.run_job, workers=workers, args=(replicas,), timeout_s=150)
+        return ls.launch(program.run_job, workers=workers, args=(replicas,), timeout_s=250)
 
     return run
 

@@ -27,7 +27,7 @@ from lockstep.errors import CheckpointError
 pytestmark = pytest.mark.workers
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_checkpoints.py"
-LIMIT_S = 170
+LIMIT_S = 250
 STEP, LATER = "step-00000004", "step-00000008"
 
 

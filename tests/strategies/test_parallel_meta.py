@@ -16,7 +16,7 @@ from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
 
 pytestmark = pytest.mark.workers
 
-LIMIT_S = 170
+LIMIT_S = 250
 MODELS = Path(__file__).parent / "programs" / "small_models.py"
 # Of each layout the models, one after another with one strategy.
 LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

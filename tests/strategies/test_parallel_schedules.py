@@ -24,7 +24,7 @@ from lockstep.parallel.schedules import orders_of
 pytestmark = pytest.mark.workers
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_schedules.py"
-LIMIT_S = 170
+LIMIT_S = 250
 # Model, layers, arguments; layers that do not divide evenly among the stages, microbatches that do not fill a round.
 EXPERIMENTS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {
     2: [

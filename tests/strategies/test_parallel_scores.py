@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 
 pytestmark = pytest.mark.workers
 
-LIMIT_S = 170
+LIMIT_S = 250
 WORDS = {"uneven": 10, "some without": 5}  # among four: 3, 3, 3, 1 and 2, 2, 1, 0
 ROWS, TOKENS = 3, 4
 

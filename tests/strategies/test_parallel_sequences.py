@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError, DataError, UsageError
 
 pytestmark = pytest.mark.workers
 
-LIMIT_S = 170
+LIMIT_S = 250
 MODELS = Path(__file__).parent / "programs" / "small_models.py"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "bert": {"tensor": 4},

@@ -100,7 +100,7 @@ def on_workers(config: MlmConfig, folder: Path, tensor: int) -> list[dict[str, A
 @pytest.mark.parametrize("tensor", [0, 2])
 def test_workers_go_on_at_the_very_sample(tensor: int, config: MlmConfig, tmp_path: Path):
     job = partial(_called, str(Path(__file__)))
-    undisturbed, resumed = ls.launch(job, workers=2, args=(config, tmp_path, tensor), timeout_s=150)
+    undisturbed, resumed = ls.launch(job, workers=2, args=(config, tmp_path, tensor), timeout_s=250)
 
     assert resumed["history"] == undisturbed["history"]
     assert (resumed["test"], resumed["filled"]) == (undisturbed["test"], undisturbed["filled"])
