@@ -205,7 +205,7 @@ def _starter(start_worker: StartWorker, free_ports: FreePorts, path: Path, stack
                 str(path),
                 function.__name__,
                 [index if argument == "index" else argument for argument in arguments],
-                {"TF_CONFIG": json.dumps(task)},
+                {"TF_CONFIG": json.dumps(task), "OMP_NUM_THREADS": "1"},
                 networks[index] if networks else "",
             )
             started[index] = stack.enter_context(closing(worker))
