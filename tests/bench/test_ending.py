@@ -52,20 +52,29 @@ if __name__ == "__main__":
 """
 
 
+def two_numbers(told: int) -> list[int]:
+    """What two processes say, a line each."""
+    text = b""
+    while text.count(b"\n") < 2:
+        assert select.select([told], [], [], LIMIT_S)[0], f"only {text!r} was said within {LIMIT_S:g} s"
+        text += os.read(told, 100)
+    return [int(line) for line in text.split()]
+
+
 @pytest.mark.parametrize("launcher", ["spawned", "forked", "program"])
 def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path: Path):
     (tmp_path / "bench.py").write_text(BENCH)
     (tmp_path / "program.py").write_text(PROGRAM)
     os.mkfifo(tmp_path / "told")
-    told = os.fdopen(os.open(tmp_path / "told", os.O_RDWR))
+    told = os.open(tmp_path / "told", os.O_RDWR)
     variables = {**os.environ, "TOLD": str(tmp_path / "told"), "TMPDIR": str(tmp_path)}
 
-    with told, subprocess.Popen([sys.executable, "bench.py", launcher], cwd=tmp_path, env=variables) as bench:
-        handles = [os.pidfd_open(int(told.readline())) for _ in range(2)]
+    with subprocess.Popen([sys.executable, "bench.py", launcher], cwd=tmp_path, env=variables) as bench:
+        handles = [os.pidfd_open(pid) for pid in two_numbers(told)]
         bench.send_signal(signal.SIGKILL)
         ended = [bool(select.select([handle], [], [], LIMIT_S)[0]) for handle in handles]
 
-    for handle in handles:
+    for handle in [*handles, told]:
         os.close(handle)
     assert ended == [True, True]
 

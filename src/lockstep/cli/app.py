@@ -1,7 +1,7 @@
 """The tree of commands. A command only describes a job; ``main`` runs it, outside typer, so that errors are ours.
 
 A command's file is imported when the command is called; until then its name and its line of help stand for it. So
-``lockstep --help`` and ``lockstep run`` do not wait for torch.
+``lockstep --help`` and the plan of a named model do not wait for torch.
 """
 
 from __future__ import annotations

@@ -10,5 +10,4 @@ from lockstep.errors import LockstepError
 class DeviceMemoryError(LockstepError, torch.OutOfMemoryError):
     """A step took more memory than its logical device's share allows."""
 
-
-DeviceMemoryError.__module__ = "lockstep.errors"
+    __module__ = "lockstep.errors"  # where it is asked for, in another process too

@@ -7,16 +7,16 @@
 The parameters are inputs of the code, so copies of one class share it. The whole forward becomes one graph or is
 refused: a part that stayed in Python would run without the replica's random numbers.
 
-One thread at a time looks up the code that serves a call: torch's guards keep notes while they compare the arguments,
-so that two threads in one guard can both be told no. Each such no is one more compilation, and at the eighth torch
-gives up.
+One thread at a time looks up the code that serves a call. Where two did, torch 2.13 has told some that there was none
+("runtime guards failed even though they passed during recompilation-reason analysis"): each time one more compilation,
+and at the eighth torch gives up.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -104,7 +104,7 @@ class CompiledCopies:
 
         Raises:
             ConfigError: the forward cannot be compiled as a whole, or draws random numbers on a CPU.
-            ReplicaError: another replica has been compiling for too long.
+            ReplicaError: something else has been compiled for too long.
         """
         kind = (training, torch.is_grad_enabled(), *map(_form, tree_leaves((args, kwargs))))
         # The first run may still choose among kernels, for all replicas.
@@ -133,20 +133,19 @@ class CompiledCopies:
 class _Lookup(threading.local):
     """The turn to look up code, of all threads and of all modules: those of one class share their guards."""
 
-    _lock = threading.Lock()
-    _has_turn = False
+    _lock = threading.RLock()  # which knows whose it is, wherever a replica is interrupted
     _ends_when_found = False
 
     @contextmanager
     def turn(self, name: str, *, ends_when_found: bool) -> Iterator[None]:
         """Waits for the turn, which ends with the block, or when the code has been found if that is said."""
-        if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
-            raise ReplicaError(
-                f"another replica has been compiling {name}, or waiting in it, for {COMPILE_LIMIT_S:g} s; a compiled "
-                "module must not call collectives"
-            )
-        self._has_turn, self._ends_when_found = True, ends_when_found
         try:
+            if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
+                raise ReplicaError(
+                    f"{name} has waited {COMPILE_LIMIT_S:g} s for a compiled module that is being compiled or "
+                    "waits in a collective; a compiled module must not call collectives"
+                )
+            self._ends_when_found = ends_when_found
             yield
         finally:
             self._end()
@@ -157,8 +156,7 @@ class _Lookup(threading.local):
             self._end()
 
     def _end(self) -> None:
-        if self._has_turn:
-            self._has_turn = False
+        with suppress(RuntimeError):  # this thread has not, or no more, the turn
             self._lock.release()
 
 

@@ -96,7 +96,6 @@ def test_on_a_gpu_steps_are_recorded_and_give_what_they_give_on_a_cpu(
             replays = sum(graph.replays for graph in driver.graphs)
 
     assert replays > 0, caplog.text
-    assert driver.waits == 0 or replays > 0
     for name, values in on_cpu.history.history.items():
         assert on_gpu.history.history[name] == pytest.approx(values, rel=2e-4)
     assert [each.question for each in on_gpu.filled] == [each.question for each in on_cpu.filled]
