@@ -70,6 +70,7 @@ Request = dict[str, Any]
 
 def listen(listener: socket.socket, life: int) -> socket.socket | None:
     """Forks one that serves for everyone who connects, until the other end of ``life`` is closed; in it, connected."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a test may send one to all children of its process
     preload()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those that serve have ended
     while life not in select.select([listener, life], [], [])[0]:
@@ -108,6 +109,7 @@ def serve(requests: socket.socket) -> Request | None:
             continue
         if not (pid := fork_here()):
             requests.close()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             if "processes" not in request:
                 settle(request, files)
             return {**request, "files": files}
@@ -131,7 +133,6 @@ def settle(request: Request, files: list[int]) -> None:
     for file, number in zip(files, (1, 2), strict=True):
         os.dup2(file, number)
         os.close(file)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "file" in request:
         faulthandler.enable(sys.stderr)  # so that SIGABRT has it say where it stands
     if request.get("network"):
