@@ -153,6 +153,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._graph = graph
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The operators of compiled code are seen too."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._graph.run(func, args, kwargs or {})
 

@@ -134,6 +134,11 @@ class Following(TorchDispatchMode):
         self._memory = memory
         self._stream = stream
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The operators of compiled code are seen too."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

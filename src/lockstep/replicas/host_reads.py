@@ -48,7 +48,20 @@ class Place(NamedTuple):
     line: str
 
 
-class HostReads(TorchDispatchMode):
+class _BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that torch.compile's code runs in, each of its operators seen.
+
+    Without being told so, torch runs no compiled code where a mode is on, and calls it an error where the whole forward
+    was to be compiled.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Off while torch compiles; on while the code runs."""
+        return True
+
+
+class HostReads(_BesideCompiledCode):
     """Notes what makes the host wait, in the block and in the replicas that it runs.
 
     Replicas on a CPU are told of too, where reading is cheap: what they would wait for on a GPU.
@@ -87,7 +100,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _InReplica(TorchDispatchMode):
+class _InReplica(_BesideCompiledCode):
     """The mode of one replica's thread: modes are thread-local, and count their own entries."""
 
     def __init__(self, told: HostReads) -> None:

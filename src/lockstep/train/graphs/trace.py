@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,6 +53,7 @@ class StepTrace:
         self._calls: list[list[Call]] = [[] for _ in range(replicas + 1)]
         # By storage: a view of a batch is the batch. Replicas see each other's tensors when gradients are summed.
         self._inner = {_storage(tensor) for tensor in changing}
+        self._outer: dict[int, StorageWeakRef] = {}
         self._lock = threading.Lock()
 
     def in_replica(self) -> TorchDispatchMode:
@@ -68,6 +70,21 @@ class StepTrace:
                 return f"one step had {len(ours)} operators and the next {len(theirs)}"
         return None
 
+    def end(self, left: Iterable[torch.Tensor]) -> None:
+        """After a step with compiled code, which makes tensors of its own: they are no tensors from outside.
+
+        They are known by being gone, or among what the step has left.
+
+        Args:
+            left: gradients, outputs.
+        """
+        gone = (storage for storage, held in self._outer.items() if held.expired())  # type: ignore[no-untyped-call]
+        made = {*gone, *map(_storage, left)}
+        self._calls = [
+            [replace(call, marks=tuple(_unless_made(mark, made) for mark in call.marks)) for call in calls]
+            for calls in self._calls
+        ]
+
     def add(self, name: str, arguments: Sequence[Any], result: Any) -> None:
         """Notes an operator that the calling replica has run."""
         leaves = tree_leaves(arguments)
@@ -80,7 +97,11 @@ class StepTrace:
     def _mark(self, leaf: Any) -> Mark:
         if isinstance(leaf, torch.Tensor):
             storage = _storage(leaf)
-            return (tuple(leaf.shape), str(leaf.dtype), None if storage in self._inner else storage)
+            if storage in self._inner:
+                return (tuple(leaf.shape), str(leaf.dtype), None)
+            if leaf.layout is torch.strided:
+                self._outer[storage] = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+            return (tuple(leaf.shape), str(leaf.dtype), storage)
         if isinstance(leaf, (bool, int, float, complex, str)):
             return leaf
         return str(type(leaf))
@@ -90,6 +111,11 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Off while torch compiles; on while its code runs, which torch refuses where a mode does not say so."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -103,6 +129,10 @@ class _Recorder(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _unless_made(mark: Mark, made: set[int]) -> Mark:
+    return (*mark[:2], None) if isinstance(mark, tuple) and mark[2] in made else mark
 
 
 def _told(mine: Call, other: Call) -> str:

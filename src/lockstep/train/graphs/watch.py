@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.host_reads import HostReads
@@ -47,6 +48,9 @@ class Watch:
         with metrics_apart(self._states) as kept, HostReads() as reads:
             found = strategy.run(_watched_step, (self.trace, self._job, PerReplica(self._states), batch, due))
         self.results = StepResults(strategy.local_results(found), [each.arguments for each in kept])
+        if self._job.module.is_compiled:
+            outputs = [leaf for leaf in tree_leaves(self.results.metrics) if isinstance(leaf, torch.Tensor)]
+            self.trace.end([*outputs, *self._carried.now().tensors])
         self._places = list(dict.fromkeys(reads.places))
         self._change = standing.change()
         self._drew = not all(map(torch.equal, drawn, self._host_random()))
