@@ -103,3 +103,22 @@ def test_a_loss_that_is_no_number_leaves_the_weights_of_the_last_good_update(tra
     plain, recorded = kept
     assert all(torch.equal(plain[name], recorded[name]) for name in plain)
     assert not torch.equal(recorded["inner.weight"], net.inner.weight)
+
+
+@pytest.mark.parametrize(
+    "of", [torch.backends.cuda.matmul, torch.backends.cudnn.conv], ids=["products", "convolutions"]
+)
+def test_a_precision_by_torch_s_newer_names_is_a_setting_like_any(train: Train, net: Net, of: Any) -> None:
+    before = of.fp32_precision
+    chosen = "ieee" if before == "tf32" else "tf32"
+
+    class Changing(Callback):
+        def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+            of.fp32_precision = before if batch == 3 else chosen
+
+    of.fp32_precision = chosen  # with it torch's older names raise errors
+    try:
+        assert train(net, batches(48)).replays == [3 + 5]
+        assert len(train(net, batches(48), callbacks=[Changing()]).replays) > 1
+    finally:
+        of.fp32_precision = before

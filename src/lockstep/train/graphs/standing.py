@@ -18,6 +18,11 @@ from lockstep.train.job import Job
 
 _PLAIN = (bool, int, float, str)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PRECISIONS: tuple[Any, ...] = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn,
+)
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
@@ -83,9 +88,9 @@ class Standing:
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
-            torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cudnn.allow_tf32,
+            # One by one: torch's older names for them raise errors where a program has set one of these.
+            *(each.fp32_precision for each in _PRECISIONS),
         ]
         return every
 
