@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -13,6 +15,9 @@ from lockstep.bench.spawned import Seat
 from lockstep.bench.trial import Trial
 from lockstep.data.shards import split_batch
 
+_SWITCH = "forward_sync_buffers" if torch.__version__ >= (2, 13) else "broadcast_buffers"  # type: ignore[operator]
+NO_BROADCAST: dict[str, Any] = {_SWITCH: False}
+"""Buffers stay each process's own. torch 2.13 has given the switch another name."""
 SETTINGS = "gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
 
 
@@ -33,9 +38,7 @@ def train_ddp(trial: Trial, seat: Seat, laps: Laps, *, halved: bool = False) -> 
     world, layout = trial.contender.processes, trial.contender.layout
     dist.init_process_group("gloo", init_method=f"file://{seat.store}", rank=seat.rank, world_size=world)
     module = trial.workload.make_module().train().to(memory_format=memory_format(layout))  # type: ignore[call-overload]
-    wrapped = DistributedDataParallel(
-        module, forward_sync_buffers=False, gradient_as_bucket_view=True, static_graph=True
-    )
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True, **NO_BROADCAST)
     if halved:
         wrapped.register_comm_hook(None, fp16_compress_hook)
     shards = [split_batch(batch, world)[seat.rank] for batch in trial.workload.make_batches(laps.total)]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.bench.contenders.ddp import NO_BROADCAST
 from lockstep.bench.contenders.plain import laid_out, memory_format, trained_parameters
 from lockstep.bench.gpu.ahead import on_device, pinned
 from lockstep.bench.gpu.device_laps import DeviceLaps
@@ -52,9 +53,7 @@ def train_ddp(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None
     world = trial.contender.processes
     dist.init_process_group("gloo", init_method=f"file://{seat.store}", rank=seat.rank, world_size=world)
     module = made(trial, device)
-    wrapped = DistributedDataParallel(
-        module, forward_sync_buffers=False, gradient_as_bucket_view=True, static_graph=True
-    )
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True, **NO_BROADCAST)
     loss_of = loss_function(trial, setting, wrapped, divisor=trial.workload.count / world)
     shards = _own_shards(trial.workload.make_batches(setting.pace.steps), seat.rank, world)
     train(trial, laps, setting, loss_of, shards, wrapped)
