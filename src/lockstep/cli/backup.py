@@ -70,4 +70,12 @@ class BackupPlan:
         if self.often == "none":
             return []
         often: Literal["epoch"] | int = "epoch" if self.often == "epoch" else int(self.often)
-        return [BackupAndRestore(output / _FOLDER, save_freq=often)]
+        return [BackupAndRestore(output / _FOLDER, save_freq=often, delete_checkpoint=False)]
+
+    def remove(self, output: Path) -> None:
+        """Removes the backup: not before the results lie there, since the test may be interrupted too."""
+        if self.often != "none":
+            CheckpointFolder(output / _FOLDER).remove_all()
+
+
+NO_BACKUP = BackupPlan(often="none", resume=False)

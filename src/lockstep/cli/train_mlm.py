@@ -74,7 +74,7 @@ def mlm(
         train=run.train,
         check=partial(check_exactness, config),
         fits=partial(_check_sizes, config),
-        ready=plan.check,
+        backup=plan,
     )
     flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet, grid=grid)
     return TrainingCommand(job=job, flags=flags)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.backup import NO_BACKUP, BackupPlan
 from lockstep.cli.devices import logical_table
 from lockstep.cli.grid import NOT_DIVIDED, GridFlags, grid_table
 from lockstep.cli.in_workers import InWorkers
@@ -87,10 +88,6 @@ def _any_grid(grid: Grid, pipelining: Pipelining) -> None:
     """Refuses none."""
 
 
-def _any_output(output: Path) -> None:
-    """Refuses none."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
     """One recipe's run.
@@ -103,7 +100,7 @@ class TrainingJob:
         check: called with the strategy; ``str()`` of what it returns is printed.
         fits: called with the grid and its pipelines, where workers divide the model; refuses what its sizes do not
             allow.
-        ready: called with the output folder before anything is begun; refuses what is in the way.
+        backup: what an interrupted run leaves, and whether this one goes on from it; it is removed at the end.
     """
 
     title: str
@@ -112,7 +109,7 @@ class TrainingJob:
     train: Callable[[Strategy, Path, Path, Verbose], Trained]
     check: Callable[[Strategy], object]
     fits: Callable[[Grid, Pipelining], None] = _any_grid
-    ready: Callable[[Path], None] = _any_output
+    backup: BackupPlan = NO_BACKUP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +133,7 @@ class TrainingCommand:
         if workers is not None or grid.fewest_workers == 1:
             return run_training(self.job, self.flags)
         check_output(self.flags.output.expanduser())
-        self.job.ready(self.flags.output.expanduser())
+        self.job.backup.check(self.flags.output.expanduser())
         return InWorkers(workers=grid.fewest_workers)
 
     def check(self, workers: int) -> None:
@@ -155,7 +152,7 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     folder = flags.output.expanduser()
     # Now rather than after the training:
     check_output(folder)
-    job.ready(folder)
+    job.backup.check(folder)
     if speaks():  # two seconds of importing, which no other worker needs
         for package in ("matplotlib", "tensorboard"):
             require(package, "report")
@@ -165,6 +162,7 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
         trained = _train(job, strategy, folder, verbose=0 if flags.quiet else 1)
         if workers.is_chief:
             _report(job, trained, strategy, folder)
+            job.backup.remove(folder)
         if flags.check_exact:
             say(f"\n{job.check(strategy)}")
     return 0

@@ -25,6 +25,7 @@ from lockstep.recipes.mlm.batches import BatchSettings, Inputs, MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
 from lockstep.recipes.mlm.pretrained import load_pretrained
+from lockstep.recipes.same_run import settings_but
 from lockstep.recipes.text.python_text import python_text
 from lockstep.recipes.text.splits import TextSplits
 from lockstep.recipes.text.vocabulary import Vocabulary, wordpiece_vocabulary
@@ -117,8 +118,7 @@ def settings_of(config: MlmConfig, task: MlmTask, text: TextSplits) -> dict[str,
     digest = hashlib.sha256(task.vocabulary.tokenizer.to_str().encode())
     for line in (*text.train, *text.valid):
         digest.update(b"\0" + line.encode())
-    chosen = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NO_MATTER}
-    return {**chosen, "text": digest.hexdigest()[:16]}
+    return {**settings_but(config, _NO_MATTER), "text": digest.hexdigest()[:16]}
 
 
 def updates(config: MlmConfig, task: MlmTask) -> int:

@@ -97,7 +97,7 @@ def train_mlm(
     questions = _questions(config, task, text, examples)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())  # now: a strategy may divide them
     model = compile_mlm(config, task, strategy)
-    hooks = [*callbacks, SameRun(settings_of(config, task, text)), *_own_callbacks(config, log_dir)]
+    hooks = [*callbacks, SameRun(partial(settings_of, config, task, text)), *_own_callbacks(config, log_dir)]
     history = model.fit(task.train, task.valid, epochs=config.epochs, callbacks=hooks, verbose=verbose)
     test_metrics = model.evaluate(task.test, verbose=0)
     if output_dir is not None:
