@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lockstep.cli.backup import BackupFlag, BackupPlan, ResumeFlag
 from lockstep.cli.decoding import decoding_bar
 from lockstep.cli.devices import DevicesFlag
 from lockstep.cli.training import (
@@ -13,10 +14,10 @@ from lockstep.cli.training import (
     OutputFlag,
     QuietFlag,
     Trained,
+    TrainingCommand,
     TrainingFlags,
     TrainingJob,
     counted,
-    run_training,
 )
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.exactness import check_exactness
@@ -32,28 +33,55 @@ def images(
     config: ImagesConfig,
     devices: DevicesFlag = None,
     output: OutputFlag = Path("runs/images"),
+    resume: ResumeFlag = False,
+    backup: BackupFlag = "epoch",
     check_exact: CheckFlag = False,
     quiet: QuietFlag = False,
-) -> Callable[[], int]:
+) -> TrainingCommand:
     """Train MobileNetV2 on pictures, one folder for each class, or on scikit-learn's handwritten digits."""
+    plan = BackupPlan(often=backup, resume=resume)
     job = TrainingJob(
         title="MobileNetV2",
         work=_work(config),
         seed=config.seed,
-        train=partial(_train, config),
+        train=_Run(config=config, backup=plan).train,
         check=partial(check_exactness, config),
+        backup=plan,
     )
     flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet)
-    return partial(run_training, job, flags)
+    return TrainingCommand(job=job, flags=flags)
 
 
-def _train(config: ImagesConfig, strategy: Strategy, logs: Path, model: Path, verbose: Verbose) -> Trained:
-    with decoding_bar(quiet=verbose == 0) as progress:
-        result = train_images(config, strategy, log_dir=logs, output_dir=model, verbose=verbose, progress=progress)
-    size = f"{result.parameters:,} parameters, {len(result.classes)} classes"
-    return Trained(
-        history=result.history, test_metrics=result.test_metrics, size=size, notes=[f"data    {_data(result)}"]
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What was asked for.
+
+    Args:
+        config: the run.
+        backup: what an interrupted run leaves, and whether this one goes on from it.
+    """
+
+    config: ImagesConfig
+    backup: BackupPlan
+
+    def train(self, strategy: Strategy, logs: Path, model: Path, verbose: Verbose) -> Trained:
+        """Trains, and gives what is reported."""
+        with decoding_bar(quiet=verbose == 0) as progress:
+            result = train_images(
+                self.config,
+                strategy,
+                callbacks=self.backup.callbacks(model.parent),
+                log_dir=logs,
+                output_dir=model,
+                verbose=verbose,
+                progress=progress,
+            )
+        return Trained(
+            history=result.history,
+            test_metrics=result.test_metrics,
+            size=f"{result.parameters:,} parameters, {len(result.classes)} classes",
+            notes=[f"data    {_data(result)}"],
+        )
 
 
 def _data(result: ImagesResult) -> str:

@@ -8,6 +8,7 @@ Everything here is plain PyTorch: nothing knows how many replicas there will be.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from lockstep.recipes.images.pixels import Progress
 from lockstep.recipes.images.pretrained import load_mobilenet
 from lockstep.recipes.images.scan import Part
 from lockstep.recipes.images.source import PictureSource, read_pictures
+from lockstep.recipes.same_run import settings_but
+
+_NO_MATTER = ("data", "max_broken", "workers", "cache", "cache_dir", "pretrained", "patience")
+"""Settings that may change where a run goes on: places, and how the same numbers are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,21 @@ def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross-entropy of each picture, [rows], in float32 or better: logits [rows, classes], labels [rows] int64."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(exact, labels, reduction="none")
+
+
+def settings_of(config: ImagesConfig, pictures: PictureSource) -> dict[str, Any]:
+    """Name -> value of all that the numbers of a run depend on but its devices; of the pictures a hash.
+
+    It is of the pixels, labels and order of what trains and validates: the same pictures may lie elsewhere, be kept
+    elsewhere, or have other names. It is 1.4 GB of them a second.
+    """
+    digest = hashlib.sha256("\0".join(pictures.classes).encode())
+    for part in ("train", "valid"):
+        chosen = pictures.parts[part]
+        digest.update(f"\0{part} {chosen.labels}".encode())
+        for row in chosen.rows:
+            digest.update(pictures.store.pixels[row])
+    return {**settings_but(config, _NO_MATTER), "pictures": digest.hexdigest()[:16]}
 
 
 def _module(config: ImagesConfig, classes: tuple[str, ...]) -> PictureClassifier:

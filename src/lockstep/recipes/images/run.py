@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lockstep.recipes.images.build import ImagesTask, build_images, build_metrics, build_optimizer, picture_loss
+from lockstep.recipes.images.build import (
+    ImagesTask,
+    build_images,
+    build_metrics,
+    build_optimizer,
+    picture_loss,
+    settings_of,
+)
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.pixels import Progress
 from lockstep.recipes.images.pretrained import save_mobilenet
 from lockstep.recipes.images.source import BrokenPicture
+from lockstep.recipes.same_run import SameRun
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
 from lockstep.train.fit_settings import Verbose
@@ -57,7 +65,9 @@ def train_images(
     verbose: Verbose = 1,
     progress: Progress | None = None,
 ) -> ImagesResult:
-    """Trains and validates epoch by epoch, then tests.
+    """Trains and validates epoch by epoch, then tests. Every worker must call it.
+
+    With a ``BackupAndRestore`` among the callbacks, a run that was interrupted goes on where it stopped.
 
     Args:
         config: the run.
@@ -68,10 +78,14 @@ def train_images(
             writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
         progress: told how many files are decoded, of how many.
+
+    Raises:
+        CheckpointError: a backup of a run with other settings.
     """
     task = build_images(config, progress=progress)
     model = compile_images(config, task, strategy)
-    hooks = [*callbacks, *_own_callbacks(config, task, log_dir)]
+    same = SameRun(partial(settings_of, config, task.pictures))
+    hooks = [*callbacks, same, *_own_callbacks(config, task, log_dir)]
     history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=hooks, verbose=verbose)
     test_metrics = model.evaluate(task.test, verbose=0)
     if output_dir is not None:

@@ -1,0 +1,63 @@
+"""What a run of the recipe goes on from: a backup of the same pictures, wherever they lie, and of no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from PIL import Image
+
+import lockstep as ls
+from lockstep.errors import CheckpointError
+from lockstep.recipes.images.build import settings_of
+from lockstep.recipes.images.run import train_images
+from lockstep.recipes.images.source import read_pictures
+from lockstep.strategies.mirrored import MirroredStrategy
+
+if TYPE_CHECKING:
+    from tests.recipes.images.conftest import MakeConfig, MakeTree
+
+MakeStrategy = Callable[[int], MirroredStrategy]
+
+
+@pytest.fixture
+def pictures(make_tree: MakeTree) -> Path:
+    """Two classes: 8 pictures to train on, 2 to validate, 2 to test."""
+    return make_tree("pictures", {"train/cat": 5, "train/dog": 5, "test/cat": 1, "test/dog": 1})
+
+
+def test_a_backup_of_other_settings_or_pictures_is_refused(
+    pictures: Path, tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
+):
+    strategy, kept = make_strategy(1), ls.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    train_images(tiny(data=pictures), strategy, callbacks=[kept], verbose=0)
+
+    Image.new("RGB", (10, 12), (1, 2, 3)).save(pictures / "train" / "dog" / "000.png")
+
+    other = r"of a run with epochs=1, pictures='\w{16}', and this one has epochs=2, pictures='\w{16}'; go on with"
+    with pytest.raises(CheckpointError, match=other):
+        train_images(tiny(data=pictures, epochs=2), strategy, callbacks=[kept], verbose=0)
+
+
+def test_the_same_pictures_may_lie_elsewhere_and_be_decoded_otherwise(pictures: Path, tiny: MakeConfig, tmp_path: Path):
+    here = tiny(data=pictures)
+    before = settings_of(here, read_pictures(here))
+    elsewhere = pictures.rename(tmp_path / "elsewhere")
+    Image.new("RGB", (10, 12)).save(elsewhere / "test" / "cat" / "001.png")  # no run has learnt from the test
+
+    there = tiny(data=elsewhere, cache="disk", cache_dir=tmp_path / "cache", workers=1, max_broken=0.5, patience=1)
+    after = settings_of(there, read_pictures(there))
+
+    assert after == before
+    assert not {"data", "cache", "cache_dir", "workers", "max_broken", "patience"} & after.keys()
+
+
+def test_other_labels_are_other_pictures(pictures: Path, tiny: MakeConfig):
+    config = tiny(data=pictures, valid_share=0.0)
+    before = settings_of(config, read_pictures(config))["pictures"]
+    # The last cat is now the first dog: the same pixels in the same order.
+    (pictures / "train" / "cat" / "004.png").rename(pictures / "train" / "dog" / "!.png")
+
+    assert settings_of(config, read_pictures(config))["pictures"] != before
