@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.stand_in.graph import StandInGraph
+from tests.stand_in.graph import GraphPool, HeldGraph, StandInGraph
 from tests.stand_in.streams import Event, Stream
 from tests.stand_in.tracking import Following, Memory
 from torch.utils._python_dispatch import _disable_current_modes
@@ -188,13 +188,14 @@ class StandInDriver:
         own.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(others)
 
-    def graph_pool(self, device: torch.device) -> None:
-        return None
+    def graph_pool(self, device: torch.device) -> GraphPool:
+        return GraphPool()
 
-    def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: None) -> StandInGraph:
+    def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: GraphPool) -> HeldGraph:
         self._note("graph")
-        self.graphs.append(StandInGraph(generators, lambda: self._lent))
-        return self.graphs[-1]
+        held = HeldGraph(StandInGraph(generators, lambda: self._lent), pool)
+        self.graphs.append(held.graph)
+        return held
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         self._note("to_host")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,6 +117,40 @@ class StandInGraph:
             if isinstance(leaf, torch.Tensor) and _key(leaf) not in self._made and _key(leaf) not in self._before:
                 storage = leaf.untyped_storage()
                 self._before[_key(leaf)] = (storage, storage.clone())
+
+
+class GraphPool:
+    """Memory for graphs. When the last of them is dropped it is given up, as torch does, and no other one may come."""
+
+    def __init__(self) -> None:
+        self._graphs: WeakSet[HeldGraph] = WeakSet()
+        self._was_used = False
+
+    def take(self, graph: HeldGraph) -> None:
+        if self._was_used and not self._graphs:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self._was_used = True
+        self._graphs.add(graph)
+
+
+class HeldGraph:
+    """What the engine has of a graph, whose record outlasts it for the tests.
+
+    Args:
+        graph: the graph.
+        pool: where it allocates.
+    """
+
+    def __init__(self, graph: StandInGraph, pool: GraphPool) -> None:
+        self.graph = graph
+        self._pool = pool
+        self.in_replica, self.replay = graph.in_replica, graph.replay
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._pool.take(self)
+        with self.graph.recording():
+            yield
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,13 @@ class CudaDeviceGraph:
                 try:
                     yield
                 except BaseException:
+                    with suppress(RuntimeError):  # it says once more that the recording failed
+                        self._graph.capture_end()
                     self._give_up()
                     raise
                 try:
                     self._graph.capture_end()
-                except BaseException:
+                except BaseException:  # never ended twice: torch counts the recordings under way
                     self._give_up()
                     raise
 
@@ -81,13 +83,20 @@ class CudaDeviceGraph:
         self._graph.replay()
 
     def _give_up(self) -> None:
-        """Ends a recording that failed, and leaves stream, allocator and generators as they were before it."""
+        """Leaves stream, allocator and generators as they were before a recording that has failed and ended."""
         try:
-            self._graph.capture_end()
-        except RuntimeError:  # it says once more that the recording failed, and has not told the allocator of its end
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-                torch._C._cuda_releasePool(self._device.index, self._pool)
+            self._graph.pool()
+        except RuntimeError:  # there is no graph that would give the pool back
+            self._give_pool_back()
         self._graph.reset()
         for generator in self._generators:  # one that was left recording refuses to draw ever after
             generator.graphsafe_set_state(generator.clone_state())
+
+    def _give_pool_back(self) -> None:
+        """What torch leaves out: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
+        try:
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        except RuntimeError:  # the allocator has been told
+            if not torch.__version__.startswith("2.13.0"):
+                return
+        torch._C._cuda_releasePool(self._device.index, self._pool)

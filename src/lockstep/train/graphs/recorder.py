@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.device_driver import DeviceDriver
@@ -47,7 +48,8 @@ class Recorder:
         self._driver = driver
         self._device = strategy.devices[0].torch_device
         self._rates = DeviceRates(job.optimizer, self._device)
-        self._pool = driver.graph_pool(self._device)
+        self._graphs: WeakSet[DeviceGraph] = WeakSet()
+        self._pool: Any = None
 
     def record(self, batch: Any, due: bool) -> RecordedStep:
         """A recording of the step on such a batch. The step has not been run; replay it.
@@ -58,6 +60,8 @@ class Recorder:
         before = self._carried.now()
         inputs = StaticInputs(batch)
         self._rates.refresh()
+        if not self._graphs:  # the last of a pool's graphs takes it along: torch records no other one there
+            self._pool = self._driver.graph_pool(self._device)
         graph = self._driver.graph(self._device, self._strategy.generators.on_gpu(), self._pool)
         try:
             results = self._run(graph, inputs.batch, due)
@@ -67,6 +71,7 @@ class Recorder:
         except BaseException:
             self._carried.put(before)
             raise
+        self._graphs.add(graph)
         after = self._carried.now()
         self._carried.put(before)
         return RecordedStep(
