@@ -154,3 +154,15 @@ def test_an_allocator_that_keeps_shares_together_is_refused(monkeypatch: pytest.
         turns_on(devices, driver)
     with stand_in_gpus(None) as (devices, driver):
         turns_on(devices, driver)
+
+
+def test_at_the_end_of_a_run_that_failed_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    with stand_in_gpus((64, 64)) as (devices, driver):
+        run = RunStreams(devices)
+        monkeypatch.setattr(driver, "record", refuse)
+        run.__exit__(ValueError, ValueError("operation not permitted when stream is capturing"), None)
+        with pytest.raises(RuntimeError, match="previous error"):
+            run.__exit__(None, None, None)

@@ -16,7 +16,7 @@ allocated is used by replicas, and the next meeting begins behind all of them; a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -223,9 +223,11 @@ class RunStreams:
                 driver.wait(stream, event)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for mark in self._marks(self._all):
-            mark.precede()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # A device that refused something may refuse this too; what it refused first is what is to be told.
+        with nullcontext() if kind is None else suppress(RuntimeError):
+            for mark in self._marks(self._all):
+                mark.precede()
 
     @contextmanager
     def behind(self, marks: Sequence[AnyMark]) -> Iterator[None]:
