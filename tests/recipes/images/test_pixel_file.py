@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,6 +120,40 @@ def test_an_interrupted_run_leaves_no_file(root: Path):
         )
 
     assert list((root.parent / "cache").iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lockstep.recipes.images.pixel_file import disk_store
+
+root = Path(sys.argv[1])
+kill = lambda done, of: os.kill(os.getpid(), signal.SIGKILL)
+disk_store(sorted(root.rglob("*.png")), root=root, size=6, workers=0, folder=root.parent / "cache", progress=kill)
+"""
+
+
+def test_what_a_killed_run_leaves_is_cleared_away_by_the_next(root: Path, python: Callable[..., Popen[str]]):
+    assert python("-c", KILLED, str(root)).wait(60) == -signal.SIGKILL
+    (left,) = (root.parent / "cache").iterdir()
+    assert left.name.endswith(".partial")
+
+    made = store(root)
+
+    assert list((root.parent / "cache").iterdir()) == [made.file]
+
+
+def test_what_another_run_is_writing_is_left_alone(root: Path):
+    paths, folder = sorted(root.rglob("*.png")), root.parent / "cache"
+
+    def meanwhile(done: int, of: int) -> None:
+        if done == 1:
+            store(root)
+
+    one = disk_store(paths, root=root, size=6, workers=0, folder=folder, progress=meanwhile)
+
+    assert np.array_equal(one.pixels, memory_store(paths, size=6, workers=0).pixels)
+    assert list(folder.iterdir()) == [one.file]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(root: Path):
