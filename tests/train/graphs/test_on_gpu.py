@@ -107,8 +107,12 @@ def test_a_recording_that_fails_leaves_a_process_that_trains_on(
     assert recorded
 
 
-def test_compiled_modules_are_recorded_too(replicas: list[str], recorded: list[int]) -> None:
+def test_compiled_modules_are_recorded_too(
+    replicas: list[str], recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
+    # Torch's pool of compilers has a thread that outlives the test.
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     torch.manual_seed(0)
     net = Net(norm=True)
 
