@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -107,12 +107,16 @@ def test_a_recording_that_fails_leaves_a_process_that_trains_on(
     assert recorded
 
 
-def test_compiled_modules_are_recorded_too(
-    replicas: list[str], recorded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compiling_here() -> Iterator[None]:
+    """Torch's pool of compilers has a thread that outlives the test."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
+@pytest.mark.usefixtures("compiling_here")
+def test_compiled_modules_are_recorded_too(replicas: list[str], recorded: list[int]) -> None:
     pytest.importorskip("triton")
-    # Torch's pool of compilers has a thread that outlives the test.
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     torch.manual_seed(0)
     net = Net(norm=True)
 
