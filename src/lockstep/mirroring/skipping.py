@@ -56,7 +56,7 @@ class Skips:
         if not isinstance(total, Tensor) and not isinstance(count, Tensor):
             return False
         if self._bad is None:  # kept at one address, where recorded steps find it
-            self._bad = torch.zeros((), device=self._home)
+            self._bad = torch.zeros((), dtype=torch.float32, device=self._home)  # what fused kernels read
         if isinstance(total, Tensor):
             self._bad.copy_(torch.maximum(self._bad, _flag(~torch.isfinite(total))))
         return torch.maximum(self._bad, _flag(count == 0)) if isinstance(count, Tensor) else self._bad.clone()

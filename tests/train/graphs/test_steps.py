@@ -122,3 +122,15 @@ def test_a_precision_by_torch_s_newer_names_is_a_setting_like_any(train: Train, 
         assert len(train(net, batches(48), callbacks=[Changing()]).replays) > 1
     finally:
         of.fp32_precision = before
+
+
+def test_where_tensors_are_double_the_device_still_decides_and_reads_its_rates_in_float32(train: Train) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        net, data = Net(), [(x.double(), y) for x, y in batches(48)]
+        plain, recorded = (train(net, data, graphs=graphs, scheduler=halving) for graphs in (False, True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert recorded.replays == [3 + 5]
+    assert alike(plain, recorded)

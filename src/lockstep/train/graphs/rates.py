@@ -40,7 +40,7 @@ class DeviceRates:
             )
         self._optimizer = optimizer
         self._taken: list[float | None] = [None] * len(optimizer.param_groups)
-        self._tensors = [torch.zeros((), device=device) for _ in optimizer.param_groups]
+        self._tensors = [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
 
     def refresh(self) -> None:
         """Writes the present rates to the device, on the current stream, where they are others than before.
