@@ -123,3 +123,23 @@ def test_an_error_after_that_is_raised():
 
     with pytest.raises(RuntimeError, match="NCCL Error 2"):
         sums(parameters(), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("strides", "in_place"),
+    [
+        ((9, 9, 3, 1), True),  # as the weights
+        ((9, 1, 3, 1), True),  # a depthwise convolution's in channels_last: the same order
+        ((9, 9, 1, 3), False),  # another order
+        ((0, 9, 3, 1), False),  # expanded: all four in one place
+    ],
+)
+def test_gradients_are_summed_in_their_own_memory(strides: tuple[int, ...], in_place: bool):
+    copies = [nn.Parameter(torch.zeros(4, 1, 3, 3)) for _ in range(2)]
+    for copy in copies:
+        copy.grad = torch.randn(36).as_strided((4, 1, 3, 3), strides)
+    given = [copy.grad for copy in copies if copy.grad is not None]
+    total = given[0] + given[1]
+    sum_by_copies([copies], (0, 1))
+    assert all(copy.grad is not None and torch.equal(copy.grad, total) for copy in copies)
+    assert [copy.grad is own for copy, own in zip(copies, given, strict=True)] == [in_place] * 2

@@ -77,9 +77,18 @@ def _are_own(copies: Copies, leaders: Sequence[int]) -> bool:
     at = {
         gradient.data_ptr()
         for gradient, leader in zip(gradients, leaders, strict=True)
-        if gradient is not None and not gradient.is_sparse and gradient.stride() == copies[leader].stride()
+        if gradient is not None and not gradient.is_sparse and _lies_as(gradient, copies[leader])
     }
     return len(at) == len(gradients) and 0 not in at
+
+
+def _lies_as(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether the elements lie in the same order. What stride a dimension of one element has, says nothing.
+
+    A convolution in channels_last gives 1x1 and depthwise weights gradients of other such strides than theirs.
+    """
+    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    return all(length == 1 or own == theirs for length, own, theirs in strides)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
