@@ -18,7 +18,7 @@ from lockstep.collectives.workers import OneWorker
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.replicas.observer import Observer, observing
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.graphs import steps
+from lockstep.train.graphs import recorder, steps
 from lockstep.train.graphs.possible import driver_for
 from lockstep.train.graphs.unfit import UnfitError
 
@@ -121,6 +121,18 @@ def test_shapes_that_change_all_the_time(train: Train, net: Net, monkeypatch: py
     refused = train(net, data)
     assert refused.reasons == ["batches came in more than 3 shapes; pad them to one length, or a few (buckets)"]
     assert alike(train(net, data, graphs=False), refused)
+
+
+def test_without_memory_for_the_batch_of_a_recording_the_training_goes_on(
+    train: Train, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(batch: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(recorder, "StaticInputs", full)
+    refused = train(net, batches())
+    assert refused.reasons == ["the step could not be recorded: OutOfMemoryError: CUDA out of memory."]
+    assert alike(train(net, batches(), graphs=False), refused)
 
 
 class Meddling(Callback):

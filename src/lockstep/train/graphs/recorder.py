@@ -58,12 +58,12 @@ class Recorder:
             UnfitError: the device refused. All is as it was before.
         """
         before = self._carried.now()
-        inputs = StaticInputs(batch)
-        self._rates.refresh()
         if not self._graphs:  # the last of a pool's graphs takes it along: torch records no other one there
             self._pool = self._driver.graph_pool(self._device)
-        graph = self._driver.graph(self._device, self._strategy.generators.on_gpu(), self._pool)
         try:
+            inputs = StaticInputs(batch)  # for which there may be no memory
+            self._rates.refresh()
+            graph = self._driver.graph(self._device, self._strategy.generators.on_gpu(), self._pool)
             results = self._run(graph, inputs.batch, due)
         except Exception as error:  # an error of the program's own comes again, in the step that is run as it is
             self._carried.put(before)
