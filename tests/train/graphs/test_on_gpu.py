@@ -76,6 +76,7 @@ def test_replayed_steps_have_the_numbers_of_others(
 ) -> None:
     torch.manual_seed(0)
     net = Net(dropout=0.25, norm=True)
+    net.inner.bias.requires_grad_(False)  # before the norm its gradient is rounding, which Adam would make large
     plain = train(replicas, net, graphs=False, **settings)
     assert not recorded
     replayed = train(replicas, net, **settings)
