@@ -23,6 +23,7 @@ from lockstep.collectives.turns import Turn, Turns
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.caller_state import CallerState
+from lockstep.replicas.caller_team import CallerTeam
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.default_generator import know_replicas
 from lockstep.replicas.device_driver import driver_of
@@ -112,6 +113,7 @@ class ReplicaRunner:
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
         know_replicas()
+        self._caller_team = CallerTeam(shares)
         self._stopped: Rendezvous | None = None
         self._current: Rendezvous | None = None
         self._one_run = threading.Lock()
@@ -148,6 +150,7 @@ class ReplicaRunner:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
+            self._caller_team.end()
             began = time.perf_counter()
             run = _Run(strategy, self._names, self._timeout_s, self._streams)
             self._current = run.rendezvous
@@ -155,8 +158,10 @@ class ReplicaRunner:
                 gpu.begin_run()
             with self._streams:
                 self._complete(run, bodies, self._turns(fn, rows))
+            took = time.perf_counter() - began
+            self._caller_team.record(took)
             for policy in self._policies.values():
-                policy.record(fn, time.perf_counter() - began)
+                policy.record(fn, took)
         return run.results
 
     def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], turns: Sequence[Turn]) -> None:
