@@ -61,17 +61,18 @@ def run(program: Any) -> Callable[[int], list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def one_device(program: Any) -> Callable[[str], dict[str, Any]]:
+def one_device(program: Any) -> Callable[[str, int], dict[str, Any]]:
     return cache(program.one_device)
 
 
 @pytest.fixture(params=IDS)
 def pair(
-    request: pytest.FixtureRequest, run: Callable[[int], Any], one_device: Callable[[str], Any]
+    request: pytest.FixtureRequest, program: Any, run: Callable[[int], Any], one_device: Callable[[str, int], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a grid found, and what one device did."""
     workers, number = IDS[request.param]
-    return run(workers)[number], one_device(EXPERIMENTS[workers][number][0])
+    name, grid = EXPERIMENTS[workers][number]
+    return run(workers)[number], one_device(name, program.depth(grid))
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-10) -> bool:
@@ -119,8 +120,12 @@ def test_all_workers_know_the_same(pair: tuple[dict[str, Any], dict[str, Any]]):
     assert pair[0]["all alike"]
 
 
-def test_a_worker_holds_a_part_only(run: Callable[[int], Any], one_device: Callable[[str], Any]):
-    size = one_device("gpt2")["size"]
+def test_a_closed_strategy_leaves_no_thread(pair: tuple[dict[str, Any], dict[str, Any]]):
+    assert pair[0]["threads left"] == 0
+
+
+def test_a_worker_holds_a_part_only(run: Callable[[int], Any], one_device: Callable[[str, int], Any]):
+    size = one_device("gpt2", 2)["size"]
     four, eight = EXPERIMENTS[4].index(("gpt2", {"pipeline": 2, "tensor": 2})), 1
 
     assert run(4)[four]["held"] < 0.4 * size  # a quarter, and what tensor ranks all hold

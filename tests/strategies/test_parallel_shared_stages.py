@@ -64,15 +64,18 @@ def run(program: Any) -> Callable[[int], list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def one_device(program: Any) -> Callable[[str], dict[str, Any]]:
+def one_device(program: Any) -> Callable[[str, int], dict[str, Any]]:
     return cache(program.one_device)
 
 
 @pytest.fixture(params=IDS)
-def pair(request: pytest.FixtureRequest, run: Callable[[int], Any], one_device: Callable[[str], Any]) -> Pair:
+def pair(
+    request: pytest.FixtureRequest, program: Any, run: Callable[[int], Any], one_device: Callable[[str, int], Any]
+) -> Pair:
     """What a grid found, and what one device did."""
     workers, number = IDS[request.param]
-    return run(workers)[number], one_device(EXPERIMENTS[workers][number][0])
+    name, grid = EXPERIMENTS[workers][number]
+    return run(workers)[number], one_device(name, program.depth(grid))
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-10) -> bool:

@@ -13,7 +13,9 @@ import ctypes
 import itertools
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -64,7 +66,7 @@ class GridMesh:
         self._backends: list[Any] = []
         self._on_gpus: list[Any] = []
         self._broken_off = False
-        # A name of its own: torch keeps what makes the groups of a backend for the life of the process.
+        # Of its own: torch keeps what makes the groups of a backend under this name, and has no way to take it back.
         self._name = f"lockstep_{next(_numbers)}"
         config = backends_for(device.type, self._name, nccl=dist.is_nccl_available())
         self._make_current()
@@ -88,11 +90,15 @@ class GridMesh:
             nccl.abort(self._on_gpus)
 
     def close(self) -> None:
-        """Ends the groups. Idempotent."""
+        """Ends the groups, with their threads and sockets. Idempotent."""
         atexit.unregister(self.close)
         backends, self._backends = self._backends, []
+        for connections in self._connections:
+            connections.shut_down()  # else the end of a group would wait for an operation that is under way
         if backends and dist.is_initialized():
             self._destroy()
+            # Caches of DTensor keep meshes that they have seen, and those their groups.
+            getattr(self.mesh, "_pg_registry", {}).clear()
         for backend in backends:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
         for connections in self._connections:
@@ -106,7 +112,8 @@ class GridMesh:
 
     def _make(self, store: Store, grid: Grid, config: str) -> DeviceMesh:
         self._make_current()
-        dist.Backend.register_backend(self._name, self._make_group, devices=["cpu"])
+        # For the life of the process, so it must not keep this mesh as long, and with it groups, threads and sockets.
+        dist.Backend.register_backend(self._name, partial(_make_group_of, ref(self)), devices=["cpu"])
         rank, size = self._membership.spec.index, self._membership.spec.num_workers
         dist.init_process_group(config, store=store, rank=rank, world_size=size, timeout=self._timeout)
         mesh = DeviceMesh(self._device.type, torch.arange(size).reshape(grid.shape), mesh_dim_names=AXES)
@@ -131,7 +138,8 @@ class GridMesh:
                 group.eager_connect_single_device(self._device)
                 self._on_gpus.append(group)
 
-    def _make_group(self, store: Store, rank: int, size: int, _: timedelta) -> Any:
+    def make_group(self, store: Store, rank: int, size: int) -> Any:
+        """One of its groups over gloo. Called by torch."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # By default gloo listens on the address of the machine's host name, whatever that is.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._membership.address)]
@@ -144,6 +152,12 @@ class GridMesh:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         self._backends.append(made)
         return made
+
+
+def _make_group_of(mesh: ReferenceType[GridMesh], store: Store, rank: int, size: int, _: timedelta) -> Any:
+    held = mesh()
+    assert held is not None  # it is what has torch make groups
+    return held.make_group(store, rank, size)
 
 
 def make_mesh(workers: Workers, grid: Grid, *, timeout_s: float, device: torch.device) -> GridMesh | None:

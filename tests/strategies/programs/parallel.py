@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import runpy
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,9 @@ from torchmetrics.classification import MulticlassAccuracy
 import lockstep as ls
 
 _MODELS = runpy.run_path(str(Path(__file__).with_name("small_models.py")), run_name="small_models")
-LAYERS = 4
 SIZES = (9, 8, 1, 5)  # the small ones leave microbatches, and whole replicas, without rows
 WORDS, OPTIMIZERS, loss = (_MODELS[name] for name in ("WORDS", "OPTIMIZERS", "loss"))
-build, batches = partial(_MODELS["build"], layers=LAYERS), partial(_MODELS["batches"], SIZES)
+build, batches = _MODELS["build"], partial(_MODELS["batches"], SIZES)
 CLIP = 0.5
 PLACES = {
     "bert": ("bert.encoder.layer", "attention.self.query", "output.dense"),
@@ -47,10 +48,26 @@ def run_jobs(
     ]
 
 
+def depth(grid: dict[str, Any]) -> int:
+    """How many layers the model has that a grid divides: as few as there are stages, and two."""
+    stages = grid.get("pipeline", 1) * (1 if grid.get("schedule", "1f1b") in ("1f1b", "gpipe") else 2)
+    return max(2, stages)
+
+
+def threads_of_groups() -> int:
+    """How many threads gloo has in this process."""
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # one that ended meanwhile
+            found += "gloo" in (task / "comm").read_text()
+    return found
+
+
 def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
+    before = threads_of_groups()
     strategy = ls.ParallelStrategy(seed=7, communication=ls.CommunicationOptions(lost_after_s=60), **grid)
     with strategy.scope():
-        model = ls.Model(strategy.parallelize(build(name)))
+        model = ls.Model(strategy.parallelize(build(name, layers=depth(grid))))
         held = sum(parameter.numel() for parameter in model.module.parameters())
         model.compile(OPTIMIZERS[name], loss, metrics=metrics(), accumulate=2, clip_norm=CLIP)
         history = model.fit(batches(), validation_data=batches()[:2], epochs=2, verbose=0)
@@ -69,6 +86,9 @@ def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
         alike = strategy.workers.exchange("alike", [int(digest(results)[:12], 16)])
         results["all alike"] = len(set(alike)) == 1
     strategy.close()
+    del model, strategy
+    gc.collect()
+    results["threads left"] = threads_of_groups() - before
     return results
 
 
@@ -111,7 +131,7 @@ def dropped(name: str, grid: dict[str, Any]) -> dict[str, Any]:
     strategy = ls.ParallelStrategy(seed=7, communication=ls.CommunicationOptions(lost_after_s=60), **grid)
     draws: dict[str, list[float]] = {"part": [], "whole": []}
     with strategy.scope():
-        module = build(name, dropout=0.3)
+        module = build(name, layers=depth(grid), dropout=0.3)
         layers, part, whole = PLACES[name]
         for layer in module.get_submodule(layers):
             for kind, place in (("part", part), ("whole", whole)):
@@ -133,9 +153,9 @@ def dropped(name: str, grid: dict[str, Any]) -> dict[str, Any]:
     return {"weights": seen["weights"], "everyones": [eval(each.decode()) for each in everyones]}
 
 
-def one_device(name: str) -> dict[str, Any]:
+def one_device(name: str, layers: int) -> dict[str, Any]:
     """The same fit, by hand."""
-    module = build(name)
+    module = build(name, layers=layers)
     optimizer = OPTIMIZERS[name](module.parameters())
     losses, accuracies = [], []
     for _ in range(2):

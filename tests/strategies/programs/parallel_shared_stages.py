@@ -14,8 +14,9 @@ import lockstep as ls
 _FOLDER = Path(__file__).parent
 _GRIDS = runpy.run_path(str(_FOLDER / "parallel.py"), run_name="parallel")
 _CHECKPOINTS = runpy.run_path(str(_FOLDER / "parallel_checkpoints.py"), run_name="parallel_checkpoints")
-one_device, build, OPTIMIZERS = (_GRIDS[name] for name in ("one_device", "build", "OPTIMIZERS"))
+one_device, depth, build, OPTIMIZERS = (_GRIDS[name] for name in ("one_device", "depth", "build", "OPTIMIZERS"))
 trained, trained_by_hand, pick, plain = (_CHECKPOINTS[name] for name in ("trained", "by_hand", "pick", "plain"))
+LAYERS = 4  # of what is watched: two of each stage
 SHARED = {"data": 2, "pipeline": 2, "shard_parameters": True}
 
 
@@ -34,7 +35,7 @@ def gathered(grid: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, list[int]] = {"forward": [], "backward": []}
     strategy = ls.ParallelStrategy(seed=7, **grid)
     with strategy.scope():
-        module = build("bert")
+        module = build("bert", layers=LAYERS)
         model = ls.Model(strategy.parallelize(module))
         for layer in module.bert.encoder.layer:
             if any(True for _ in layer.parameters()):
@@ -45,7 +46,10 @@ def gathered(grid: dict[str, Any]) -> dict[str, Any]:
         x, y = _GRIDS["batches"]()[0]
         model.fit([(x, y)], verbose=0)
         model.evaluate([(x, y)], verbose=0)
-        layers = [sum(each.numel() for each in layer.parameters()) for layer in build("bert").bert.encoder.layer]
+        layers = [
+            sum(each.numel() for each in layer.parameters())
+            for layer in build("bert", layers=LAYERS).bert.encoder.layer
+        ]
         found = {
             "layer": layers[0],
             "seen": seen,
