@@ -93,7 +93,8 @@ def _locked(partial: Path) -> BinaryIO:
     """A new file, whose lock says that its writer lives; whoever clears away may take it before it is locked."""
     while True:
         made = partial.open("wb")
-        fcntl.flock(made, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks, where nobody clears away either
+            fcntl.flock(made, fcntl.LOCK_EX)
         if os.fstat(made.fileno()).st_nlink:
             return made
         made.close()
