@@ -163,7 +163,9 @@ def test_a_file_system_without_locks_is_good_enough(root: Path, monkeypatch: pyt
 
     monkeypatch.setattr(pixel_file.fcntl, "flock", refused)
 
-    assert list((root.parent / "cache").iterdir()) == [store(root).file]
+    made = store(root)
+
+    assert list((root.parent / "cache").iterdir()) == [made.file]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(root: Path):
