@@ -62,7 +62,7 @@ bench-layouts: $(STAMP) ## measure each worker's memory by layout of a divided m
 # Any machine with a CUDA GPU, whatever else it has: nothing is installed, nothing fetched. docs/gpu.md says more.
 gpu: ## run the tests that need a GPU and measure on it, with ten minutes to spend: make gpu GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
-	    || { echo "$(GPU_PYTHON) is no Python 3.11 or later with torch; name one: make gpu GPU_PYTHON=python3"; exit 1; }
+	    || { echo "$(GPU_PYTHON) is no Python 3.11 or later with torch; name one that is: make gpu GPU_PYTHON=~/venv/bin/python"; exit 1; }
 	@PYTHONPATH=src $(GPU_PYTHON) -m lockstep.bench --gpu --tests tests
 
 docs: $(STAMP) ## build the documentation, warnings being errors
