@@ -291,6 +291,18 @@ def python(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Program]]:
 
 
 @pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """torch.compile as in a new process, its counters too; what the test compiles goes with it."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def fresh_devices(monkeypatch: pytest.MonkeyPatch) -> DeviceRegistry:
     """A device registry of this test's own: nothing split, nothing in use."""
     from lockstep import config

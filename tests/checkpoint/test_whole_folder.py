@@ -161,7 +161,7 @@ def test_a_writer_whose_record_is_cleared_while_it_is_locked_begins_again(
     lock, once = fcntl.flock, [True]
 
     def lock_late(record: int, how: int) -> None:
-        if once and not how & fcntl.LOCK_NB:
+        if once:
             once.clear()
             clear_leftovers(tmp_path)  # it has the lock first, takes the folder away, and gives the lock up
         lock(record, how)

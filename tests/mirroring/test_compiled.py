@@ -38,12 +38,11 @@ class Breaking(Net):
 
 
 @pytest.fixture
-def strategy(split_cpu: Callable[[int], tuple[LogicalDevice, ...]]) -> Iterator[MirroredStrategy]:
-    torch._dynamo.reset()
-    counters.clear()
+def strategy(
+    split_cpu: Callable[[int], tuple[LogicalDevice, ...]], nothing_compiled: None
+) -> Iterator[MirroredStrategy]:
     with torch._inductor.config.patch(compile_threads=1), closing(MirroredStrategy(split_cpu(2), seed=0)) as made:
         yield made
-    torch._dynamo.reset()
 
 
 def steps(strategy: MirroredStrategy, module: nn.Module, compilation: Compilation | None) -> dict[str, Tensor]:

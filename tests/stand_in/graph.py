@@ -16,10 +16,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.replicas.host_reads import _waits
+from lockstep.replicas.host_reads import BesideCompiledCode, _waits
 
 _WRITES_UNSAID = {"aten.native_batch_norm": ("running_mean", "running_var")}
 
@@ -183,15 +182,10 @@ def _drawing(generator: torch.Generator | None) -> Iterator[None]:
     default.set_state(others)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(BesideCompiledCode):
     def __init__(self, graph: StandInGraph) -> None:
         super().__init__()
         self._graph = graph
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """The operators of compiled code are seen too."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._graph.run(func, args, kwargs or {})

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from tests.stand_in.streams import Clock, Stream
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lockstep.replicas.host_reads import BesideCompiledCode
 
 _ASKS_FOR_SHAPE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty"}
 
@@ -121,7 +122,7 @@ class Memory:
                     self.faults.append(f"{stream.name} uses memory again that {name} may still be using")
 
 
-class Following(TorchDispatchMode):
+class Following(BesideCompiledCode):
     """Tells a memory of every operation of one thread.
 
     Args:
@@ -133,11 +134,6 @@ class Following(TorchDispatchMode):
         super().__init__()
         self._memory = memory
         self._stream = stream
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """The operators of compiled code are seen too."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -11,7 +11,6 @@ it without a successor.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import uuid
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.checkpoint.whole_file import sync
+from lockstep.checkpoint.writer_lock import hold, writer_is_dead
 
 RECORD = "checkpoint.json"
 _PARTIAL, _REPLACED, _REMOVED = ".partial", ".replaced", ".removed"
@@ -95,8 +95,7 @@ def _begin(target: Path) -> tuple[Path, int]:
         except OSError:
             partial.rmdir()
             raise
-        fcntl.flock(record, fcntl.LOCK_EX)
-        if os.fstat(record).st_nlink:
+        if hold(record):
             return partial, record
         os.close(record)
 
@@ -110,10 +109,10 @@ def _clear_partial(path: Path) -> None:
     except OSError:  # not ours to clear
         return
     try:
-        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Under another name first: whoever is killed in the middle of it may have removed the record, and no more.
-        shutil.rmtree(path.rename(_aside(path.with_name(original_name(path)), _REMOVED)), ignore_errors=True)
-    except (BlockingIOError, FileNotFoundError):  # its writer lives; another one has cleared it away
+        if writer_is_dead(record):
+            # Under another name first: whoever is killed in the middle of it may have removed the record, and no more.
+            shutil.rmtree(path.rename(_aside(path.with_name(original_name(path)), _REMOVED)), ignore_errors=True)
+    except FileNotFoundError:  # another one has cleared it away
         return
     finally:
         os.close(record)

@@ -90,7 +90,10 @@ class GridMesh:
             nccl.abort(self._on_gpus)
 
     def close(self) -> None:
-        """Ends the groups, with their threads and sockets. Idempotent."""
+        """Ends the groups: what waits in them is told so now. Idempotent.
+
+        Their threads and sockets end too, with the last part of a model that holds a group.
+        """
         atexit.unregister(self.close)
         backends, self._backends = self._backends, []
         for connections in self._connections:

@@ -48,7 +48,7 @@ class Place(NamedTuple):
     line: str
 
 
-class _BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that torch.compile's code runs in, each of its operators seen.
 
     Without being told so, torch runs no compiled code where a mode is on, and calls it an error where the whole forward
@@ -61,7 +61,7 @@ class _BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
 
-class HostReads(_BesideCompiledCode):
+class HostReads(BesideCompiledCode):
     """Notes what makes the host wait, in the block and in the replicas that it runs.
 
     Replicas on a CPU are told of too, where reading is cheap: what they would wait for on a GPU.
@@ -100,7 +100,7 @@ class HostReads(_BesideCompiledCode):
         return func(*args, **kwargs)
 
 
-class _InReplica(_BesideCompiledCode):
+class _InReplica(BesideCompiledCode):
     """The mode of one replica's thread: modes are thread-local, and count their own entries."""
 
     def __init__(self, told: HostReads) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from collections.abc import Callable
@@ -155,17 +154,6 @@ def test_what_another_run_is_writing_is_left_alone(root: Path):
 
     assert np.array_equal(one.pixels, memory_store(paths, size=6, workers=0).pixels)
     assert list(folder.iterdir()) == [one.file]
-
-
-def test_a_file_system_without_locks_is_good_enough(root: Path, monkeypatch: pytest.MonkeyPatch):
-    def refused(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(pixel_file.fcntl, "flock", refused)
-
-    made = store(root)
-
-    assert list((root.parent / "cache").iterdir()) == [made.file]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(root: Path):

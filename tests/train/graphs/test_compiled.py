@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tests.train.graphs.conftest import Net, Train, alike, batches
@@ -14,13 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lockstep.replicas.host_reads import HostReads
 from lockstep.train.graphs.trace import StepTrace
 
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def test_steps_of_a_compiled_module_are_recorded(train: Train, net: Net) -> None:

@@ -98,7 +98,7 @@ def settings_of(config: ImagesConfig, pictures: PictureSource) -> dict[str, Any]
     """Name -> value of all that the numbers of a run depend on but its devices; of the pictures a hash.
 
     It is of the pixels, labels and order of what trains and validates: the same pictures may lie elsewhere, be kept
-    elsewhere, or have other names. It is 1.4 GB of them a second.
+    elsewhere, or have other names.
     """
     digest = hashlib.sha256("\0".join(pictures.classes).encode())
     for part in ("train", "valid"):

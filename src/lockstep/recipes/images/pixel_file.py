@@ -2,22 +2,19 @@
 
     pixels [pictures, size, size, 3] uint8 | footer (JSON: key, shape, broken pictures) | length of the footer, 8 bytes
 
-It appears whole or not at all; what a killed run leaves of one, the next that makes it clears away. Its key is made of
-all that decides the pixels: this format, the versions of Pillow and numpy, the size, and of every picture name, length,
-and times of change.
+It appears whole or not at all. Its key is made of all that decides the pixels: this format, the versions of Pillow and
+numpy, the size, and of every picture name, length, and times of change.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lockstep.checkpoint.whole_file import whole_file
 from lockstep.errors import DataError
@@ -76,36 +73,16 @@ def cache_key(paths: Sequence[Path], *, root: Path, size: int) -> str:
 def _write(file: Path, key: str, shape: tuple[int, ...], fill: Callable[[Any], dict[int, str]]) -> None:
     numpy = require("numpy", "images")
     length = int(numpy.prod(shape, dtype="int64"))
-    with ExitStack() as last, whole_file(file) as partial:
-        _clear_leftovers(file)
+    with whole_file(file) as partial:
         _check_room(file.parent, length)
-        made = last.enter_context(_locked(partial))  # until the file has its name
-        os.posix_fallocate(made.fileno(), 0, length)  # a mapped file that finds no room ends the process
+        with partial.open("wb") as opened:
+            os.posix_fallocate(opened.fileno(), 0, length)  # a mapped file that finds no room ends the process
         pixels = numpy.memmap(partial, dtype="uint8", mode="r+", shape=shape)
         broken = fill(pixels)
         pixels.flush()
         footer = json.dumps({"key": key, "shape": shape, "broken": broken}).encode()
         with partial.open("ab") as opened:
             opened.write(footer + len(footer).to_bytes(_LENGTH_BYTES, "little"))
-
-
-def _locked(partial: Path) -> BinaryIO:
-    """A new file, whose lock says that its writer lives; whoever clears away may take it before it is locked."""
-    while True:
-        made = partial.open("wb")
-        with suppress(OSError):  # a file system without locks, where nobody clears away either
-            fcntl.flock(made, fcntl.LOCK_EX)
-        if os.fstat(made.fileno()).st_nlink:
-            return made
-        made.close()
-
-
-def _clear_leftovers(file: Path) -> None:
-    """Removes what runs have left that were killed while they made ``file``: as large as it is, and of no use."""
-    for left in file.parent.glob(f".{file.name}.*.partial"):
-        with suppress(OSError), left.open("rb") as opened:  # its writer lives; another run has cleared it away
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
 
 
 def _read(file: Path, key: str, shape: tuple[int, ...]) -> PixelStore | None:

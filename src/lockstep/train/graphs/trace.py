@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.collectives.caller import caller
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.host_reads import BesideCompiledCode
 
 Mark = tuple[Any, ...] | str | int | float | bool | complex | None
 
@@ -107,15 +108,10 @@ class StepTrace:
         return str(type(leaf))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(BesideCompiledCode):
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Off while torch compiles; on while its code runs, which torch refuses where a mode does not say so."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
