@@ -28,7 +28,7 @@ Shard = Literal["batch", "file", "off"]
 
 
 class DistributedDataset(Distributed):
-    """Global batches, each divided among the replicas: ceil(rows / replicas) each until none are left.
+    """Global batches, each divided among the replicas: shard sizes differ by at most one, the larger ones first.
 
     Args:
         dataset: any iterable of global batches: a DataLoader, a list, a Hugging Face dataset in torch format whose

@@ -222,7 +222,7 @@ class Strategy(Executor):
             start: the size to begin with.
             limit: the largest size of interest, such as the number of examples; None is without end, and only for steps
                 that run out of memory some time.
-            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are full.
+            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are equal.
             memory_mb: the most MB (2**20 bytes) that this process may have resident, for replicas on a CPU. None is
                 what it has now and 0.8 of what the machine, or the control group, has available. Batches that are
                 read ahead come on top.
