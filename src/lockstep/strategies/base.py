@@ -20,6 +20,7 @@ from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
+from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding, WholeModels
@@ -95,7 +96,7 @@ class Strategy(Executor):
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [partial(fn, *positional, **named) for positional, named in views]
+        bodies = [told_of_no_rows(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
         with entered(self), self._mirrored.first_run_checked(fn):
             return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
 
