@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -151,7 +152,13 @@ def has_rows(leaf: Any) -> bool:
 
 
 def _divide(leaf: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    return leaf.split(sizes) if has_rows(leaf) else (leaf,) * len(sizes)
+    if not has_rows(leaf):
+        return (leaf,) * len(sizes)
+    starts = accumulate(sizes, initial=0)
+    shards = (leaf.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False))
+    # A step may change its shard in place. Views would hand that to autograd as a change of the whole batch, and count
+    # it as a change of what the other replicas have kept for their backward passes.
+    return tuple(shards) if leaf.requires_grad else tuple(shard.data for shard in shards)
 
 
 def _narrowed(leaf: Any, part: LocalCut) -> Any:
