@@ -180,7 +180,9 @@ class Strategy(Executor):
         self._mirrored.variables.add(made)
         return made
 
-    def distribute_dataset(self, dataset: Iterable[Any], *, shard: Shard = "batch") -> DistributedDataset:
+    def distribute_dataset(
+        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None
+    ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
         Every worker must call it, and iterate over what it gives in the same way.
@@ -189,14 +191,24 @@ class Strategy(Executor):
             dataset: any iterable of global batches.
             shard: what each worker takes: its part of every batch ("batch"), its part of the files ("file"), or all of
                 a dataset of its own ("off").
+            prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
+                the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
+                your own.
         """
         self._outside("distribute_dataset")
-        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard)
+        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch)
 
-    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Iterable[Any]]) -> PerReplicaDataset:
-        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None
+    ) -> PerReplicaDataset:
+        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``.
+
+        Args:
+            fn: gives this worker's iterable of per-replica batches.
+            prefetch: how many rounds of them to read ahead; None and 0 as in ``distribute_dataset``.
+        """
         self._outside("distribute_datasets_from_function")
-        return PerReplicaDataset(fn, self.devices, workers=self.workers)
+        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch)
 
     def find_batch_size(
         self,
