@@ -212,8 +212,10 @@ class MirroredModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, inside a replica of its copy, outside of all."""
-        for duplicate in self._copies if get_replica_context() is None else [self._here()]:
-            duplicate.zero_grad(set_to_none)
+        # What looks at a step's calls would take the look at a ".grad" for the step's own, and wait for all replicas.
+        with torch._C.DisableTorchFunction():
+            for duplicate in self._copies if get_replica_context() is None else [self._here()]:
+                duplicate.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> MirroredModule:
         """Applies ``fn`` to the user's module and its children, then gives all copies the same weights."""

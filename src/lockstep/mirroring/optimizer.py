@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.exchange import Copies, GradientExchange
+from lockstep.mirroring.given_sums import GivenSums
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.mirroring.updaters import HeldState
@@ -120,7 +121,10 @@ class MirroredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._holds_sums:
+        replica = context.local_replica
+        given = self._given.given_to(replica)
+        self._given.take_back(replica, all_but_first=given)
+        if given or self._holds_sums:
             self._update.apply(context)
             self._holds_sums = False
             return loss
@@ -158,8 +162,30 @@ class MirroredOptimizer(Optimizer):
             self._owner.run(self.sum_gradients)
             return
         self._check_owner(context)
+        self._given.take_back(context.local_replica)
         self._update.sum(context)
         self._holds_sums = True
+
+    def give_sums(self, context: ReplicaContext) -> None:
+        """Lets the calling replica's parameters hold the summed gradients, for a step that looks at them.
+
+        Every replica must call it; what a replica has been given already stays. ``step`` takes replica 0's then.
+        """
+        replica = context.local_replica
+        if not self._given.given_to(replica):
+            with torch._C.DisableTorchFunction():
+                self._given.take_back(replica)
+                self._update.sum(context)
+                self._given.give(context)
+
+    def gradient_assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
+        """Notes that a step assigns the ".grad" of one of the calling replica's parameters."""
+        self._given.assigned(context.local_replica, parameter, value)
+
+    @property
+    def parameters(self) -> Sequence[Copies]:
+        """Per parameter its copies, one per local replica."""
+        return self._parameters
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
         """Scales what ``sum_gradients`` left so that its global norm is at most ``clip_norm``; returns the norm before.
@@ -206,6 +232,7 @@ class MirroredOptimizer(Optimizer):
                 total is a tensor: there whoever reads it has to see to it.
         """
         self._check_owner(context)
+        self._given.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
         return result
@@ -235,6 +262,8 @@ class MirroredOptimizer(Optimizer):
                         parameter.grad = None
                     else:
                         parameter.grad = torch.zeros_like(parameter.grad)
+        for replica in range(len(self._owner.devices)) if context is None else (context.local_replica,):
+            self._given.forget(replica)
         if context is None:
             self._holds_sums = False
 
@@ -301,11 +330,13 @@ class MirroredOptimizer(Optimizer):
                         "that module's parameters"
                     )
                 self._parameters.append(copies)
+        exchange = self._make_exchange(self._parameters, self._groups)
+        self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
         self._update = LockstepUpdate(
             self._plain,
             self._parameters,
             self._groups,
-            self._make_exchange(self._parameters, self._groups),
+            exchange,
             on_gpus=all(device.kind == "GPU" for device in self._owner.devices),
         )
 
@@ -315,6 +346,11 @@ class MirroredOptimizer(Optimizer):
                 "step(closure) evaluates the closure in every replica; call it inside the function that strategy.run "
                 "runs, or call step() outside without a closure"
             )
+        replicas = range(len(self._owner.devices))
+        if self._parameters and all(map(self._given.given_to, replicas)):
+            self._holds_sums = True
+            for replica in replicas:
+                self._given.take_back(replica, all_but_first=True)
         if self._holds_sums:
             self._check_only_sums()
         else:

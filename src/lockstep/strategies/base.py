@@ -91,7 +91,7 @@ class Strategy(Executor):
             )
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
-        if len(self.devices) > 1:
+        if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
             self._guard_steps(self._mirrored.guards(len(self.devices)))
         observer = current_observer()
         if observer is not None:
