@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
 
 from lockstep.data.structure import RowList, RowTuple
 from lockstep.errors import DataError
@@ -29,6 +30,11 @@ def rows_of(leaf: Any) -> int | None:
 def has_rows(leaf: Any) -> bool:
     """Whether a leaf has rows to divide."""
     return rows_of(leaf) is not None
+
+
+def view_leaves(view: Any) -> list[Any]:
+    """The leaves of a replica's arguments; a list of rows is one."""
+    return tree_leaves(view, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
 
 
 def is_plain(leaf: Any) -> bool:

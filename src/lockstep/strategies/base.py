@@ -21,6 +21,7 @@ from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
 from lockstep.data.layout import Lists
+from lockstep.data.leaves import rows_of, view_leaves
 from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
@@ -291,8 +292,8 @@ class Strategy(Executor):
 
 
 def _rows(view: Any) -> int | None:
-    """The length of the first tensor among a replica's arguments: its shard's, for messages."""
-    for leaf in tree_leaves(view):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return leaf.shape[0]
+    """The rows of the first of a replica's arguments that has any: its shard's, for messages."""
+    for leaf in view_leaves(view):
+        if (rows := rows_of(leaf)) is not None:
+            return rows
     return None
