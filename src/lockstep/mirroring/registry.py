@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -21,6 +21,7 @@ from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
+from lockstep.mirroring.param_groups import guard_groups
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
@@ -139,6 +140,8 @@ class MirroredObjects:
         for module in self.modules:
             if module.align():
                 self._guarded = -1
+        for optimizer in self.optimizers:
+            guard_groups(optimizer.plain)  # loading a state_dict makes them anew
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.
@@ -153,6 +156,24 @@ class MirroredObjects:
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards
+
+    @contextmanager
+    def clearing_after_failure(self, replicas: int) -> Iterator[None]:
+        """Around a run: if one replica fails, the gradients that the others have made go.
+
+        Args:
+            replicas: how many local ones there are. One leaves what a plain program would.
+        """
+        if replicas == 1:
+            yield
+            return
+        before = [(optimizer, optimizer.gradient_marks()) for optimizer in self.optimizers]
+        try:
+            yield
+        except BaseException:
+            for optimizer, marks in before:
+                optimizer.run_failed(marks)
+            raise
 
     def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
         """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""

@@ -110,8 +110,10 @@ class Ownership:
         self.known: dict[int, _Known] = {}
         self.weights: dict[int, list[ref[nn.Parameter]]] = {}
         self.foreign: list[set[int]] = [set() for _ in range(replicas)]
+        self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
             name_of, divided = type(module.module).__name__, module.is_part or module.shares_weights
+            self.divided |= divided
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
                     self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of, divided)
@@ -272,7 +274,7 @@ class StepGuard:
         known = self._known.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             self._check_foreign(func, tensor, known)
-        elif tensor.requires_grad and torch.is_grad_enabled():
+        elif tensor.requires_grad and torch.is_grad_enabled() and not self._ownership.divided:
             self._check_unmirrored(tensor)
 
     def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, known: _Known) -> None:

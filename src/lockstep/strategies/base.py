@@ -96,7 +96,11 @@ class Strategy(Executor):
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [partial(fn, *positional, **named) for positional, named in views]
-        with entered(self), self._mirrored.first_run_checked(fn):
+        with (
+            entered(self),
+            self._mirrored.first_run_checked(fn),
+            self._mirrored.clearing_after_failure(len(self.devices)),
+        ):
             return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
