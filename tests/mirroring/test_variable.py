@@ -188,6 +188,6 @@ def test_inside_a_merge_call_it_is_as_outside(make_strategy: MakeStrategy):
         variable.assign(torch.tensor(mine()))
         context = get_replica_context()
         assert context is not None
-        return context.merge_call(variable.read_value)  # type: ignore[no-any-return]
+        return context.merge_call(lambda _strategy: variable.read_value())  # type: ignore[no-any-return]
 
     assert float(strategy.run(step)) == 3.0

@@ -67,7 +67,7 @@ def test_outside_every_scope_one_device_in_the_caller_s_thread(fresh_devices: De
         context = get_replica_context()
         assert context is not None
         gathered = context.all_gather(context.all_reduce("sum", x), 0)
-        return context.merge_call(lambda value: value * 2, (gathered,))  # type: ignore[no-any-return]
+        return context.merge_call(lambda _strategy, value: value * 2, (gathered,))  # type: ignore[no-any-return]
 
     assert isinstance(get_strategy(), DefaultStrategy)
     assert get_strategy() is get_strategy()
