@@ -74,8 +74,9 @@ class Strategy(Executor):
             kwargs: likewise.
 
         Returns:
-            The structure that ``fn`` returned, with a PerReplica for each leaf; a leaf that is the very same object on
-            all replicas comes back bare.
+            The structure that ``fn`` returned, with a PerReplica for each leaf. A leaf that is the very same object on
+            all replicas comes back bare, and so does a plain value (a number, a text, None) that is equal on all;
+            ``local_results`` gives one value per replica either way.
 
         Raises:
             TypeError: ``args`` is not a tuple or list.
