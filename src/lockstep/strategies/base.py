@@ -33,7 +33,7 @@ from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
 from lockstep.strategies.executor import Executor
-from lockstep.strategies.scope import entered
+from lockstep.strategies.scope import Scope, entered
 
 R = TypeVar("R")
 
@@ -56,11 +56,13 @@ class Strategy(Executor):
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the strategy that ``ls.Model`` and ``ls.get_strategy`` find inside the ``with`` block.
 
+        The object may be kept, entered many times, and entered inside itself.
+
         Raises:
             UsageError: (on entering) another strategy's scope is open, or this is inside a replica.
         """
         self._outside("scope")
-        return entered(self)
+        return Scope(self)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Runs ``fn`` once per replica and waits for all.
