@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.collectives.caller import caller
+from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.errors import UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -318,6 +319,7 @@ def _write_once(
 
     Every replica must come here. Raises a UsageError where they would not write the same.
     """
+    args, kwargs = as_read((args, kwargs))  # variables, which have other values there
     mine = _Write(func, args, kwargs, targets)
     context.meet(f"in-place change of a weight ({getattr(func, '__name__', func)})", mine, _combine)
     return returned

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.across import gather_across, reduce_across
 from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
@@ -107,7 +108,8 @@ class Strategy(Executor):
 
         Args:
             op: "sum" or "mean", or an ``ls.ReduceOp``.
-            value: a PerReplica, or a structure of them. A plain value counts once per replica for the sum.
+            value: a PerReplica or a variable, or a structure of them. A plain value counts once per replica for
+                the sum.
             axis: also reduce along this dimension of each value; the mean is then the total sum over the total
                 count, so uneven shards come out right.
 
@@ -115,7 +117,7 @@ class Strategy(Executor):
             The same structure with a tensor (on replica 0's device) or number for each leaf.
         """
         self._outside("reduce")
-        op = ReduceOp.of(op)
+        op, value = ReduceOp.of(op), for_reduction(value)
         if (
             op is ReduceOp.MEAN
             and axis is None
@@ -127,10 +129,12 @@ class Strategy(Executor):
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
         self._outside("gather")
-        return self._map_values(partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis), value)
+        gather = partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis)
+        return self._map_values(gather, by_replica(value))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of the local replicas, one item each; a plain value is every replica's."""
+        """The values of the local replicas, one item each; a plain value is every replica's. Of a variable, copies."""
+        value = by_replica(value)
         return tuple(self._view(value, replica) for replica in range(len(self.devices)))
 
     @overload
@@ -179,7 +183,7 @@ class Strategy(Executor):
         made = MirroredVariable(
             self, value, self.devices, self.workers, aggregation=aggregation, synchronization=synchronization
         )
-        self._mirrored.variables.add(made)
+        self._mirrored.add_variable(made)
         return made
 
     def distribute_dataset(self, dataset: Iterable[Any], *, shard: Shard = "batch") -> DistributedDataset:
