@@ -49,7 +49,7 @@ class MirroredObjects:
         self._guarded = -1
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
-        self.variables: WeakSet[MirroredVariable] = WeakSet()
+        self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
 
     @property
     def modules(self) -> tuple[MirroredModule, ...]:
@@ -130,13 +130,28 @@ class MirroredObjects:
                 summing = torch.optim.SGD(own, lr=0.0)
                 self._adopted.append(self.mirror_optimizer(strategy, summing, strategy.devices, strategy.workers))
 
+    @property
+    def variables(self) -> tuple[MirroredVariable, ...]:
+        """Those still in use, in the order of making."""
+        return tuple(self._variables.values())
+
+    def add_variable(self, variable: MirroredVariable) -> None:
+        """Knows a variable as long as somebody uses it."""
+        self._variables[id(variable)] = variable
+
     def parameters(self) -> set[int]:
         """The ids of all parameters, any replica's copies, of the modules."""
         copies = (duplicate for module in self.modules for duplicate in module.copies)
         return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
 
     def align(self) -> None:
-        """Before a run: gives all copies what the user has changed in the first."""
+        """Before a run: gives all copies what the user has changed in the first.
+
+        Raises:
+            UsageError: a variable's values were changed so that they differ.
+        """
+        for variable in self.variables:
+            variable.check_unchanged()
         for module in self.modules:
             if module.align():
                 self._guarded = -1

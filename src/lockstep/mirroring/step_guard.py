@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.collectives.caller import caller
+from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
 from lockstep.mirroring.averages import tensor_digest
@@ -333,7 +334,8 @@ class StepGuard:
         if any(self._ownership.weight_of(each) for each in tensors):
             if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
                 return PROCEED  # which torch refuses
-            write = _Write(func, args if call is None else call, kwargs, tensors)
+            read, named = as_read((args if call is None else call, kwargs))  # variables have other values there
+            write = _Write(func, read, named, tensors)
             name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
             context.meet(name, write, partial(_write_once, context.workers, self._ownership))
             return target

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.across import gather_across, reduce_across
 from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
@@ -33,7 +34,7 @@ from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
 from lockstep.strategies.executor import Executor
-from lockstep.strategies.scope import entered
+from lockstep.strategies.scope import Scope, entered
 
 R = TypeVar("R")
 
@@ -56,11 +57,13 @@ class Strategy(Executor):
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the strategy that ``ls.Model`` and ``ls.get_strategy`` find inside the ``with`` block.
 
+        The object may be kept, entered many times, and entered inside itself.
+
         Raises:
             UsageError: (on entering) another strategy's scope is open, or this is inside a replica.
         """
         self._outside("scope")
-        return entered(self)
+        return Scope(self)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Runs ``fn`` once per replica and waits for all.
@@ -74,8 +77,9 @@ class Strategy(Executor):
             kwargs: likewise.
 
         Returns:
-            The structure that ``fn`` returned, with a PerReplica for each leaf; a leaf that is the very same object on
-            all replicas comes back bare.
+            The structure that ``fn`` returned, with a PerReplica for each leaf. A leaf that is the very same object on
+            all replicas comes back bare, and so does a plain value (a number, a text, None) that is equal on all;
+            ``local_results`` gives one value per replica either way.
 
         Raises:
             TypeError: ``args`` is not a tuple or list.
@@ -108,7 +112,8 @@ class Strategy(Executor):
 
         Args:
             op: "sum" or "mean", or an ``ls.ReduceOp``.
-            value: a PerReplica, or a structure of them. A plain value counts once per replica for the sum.
+            value: a PerReplica or a variable, or a structure of them. A plain value counts once per replica for
+                the sum.
             axis: also reduce along this dimension of each value; the mean is then the total sum over the total
                 count, so uneven shards come out right.
 
@@ -116,7 +121,7 @@ class Strategy(Executor):
             The same structure with a tensor (on replica 0's device) or number for each leaf.
         """
         self._outside("reduce")
-        op = ReduceOp.of(op)
+        op, value = ReduceOp.of(op), for_reduction(value)
         if (
             op is ReduceOp.MEAN
             and axis is None
@@ -128,10 +133,12 @@ class Strategy(Executor):
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
         self._outside("gather")
-        return self._map_values(partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis), value)
+        gather = partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis)
+        return self._map_values(gather, by_replica(value))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of the local replicas, one item each; a plain value is every replica's."""
+        """The values of the local replicas, one item each; a plain value is every replica's. Of a variable, copies."""
+        value = by_replica(value)
         return tuple(self._view(value, replica) for replica in range(len(self.devices)))
 
     @overload
@@ -180,7 +187,7 @@ class Strategy(Executor):
         made = MirroredVariable(
             self, value, self.devices, self.workers, aggregation=aggregation, synchronization=synchronization
         )
-        self._mirrored.variables.add(made)
+        self._mirrored.add_variable(made)
         return made
 
     def distribute_dataset(self, dataset: Iterable[Any], *, shard: Shard = "batch") -> DistributedDataset:
