@@ -131,11 +131,10 @@ def one_device(name: str) -> nn.Sequential:
     optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
     for x, y in batches():
         total: dict[int, Tensor] = {}
-        rows = -(-len(x) // 4)
-        for replica in range(4):
+        shards = zip(x.tensor_split(4), y.tensor_split(4), strict=True)
+        for replica, (shard_x, shard_y) in enumerate(shards):
             optimizer.zero_grad()
-            shard = slice(replica * rows, (replica + 1) * rows)
-            (F.cross_entropy(module(x[shard]), y[shard], reduction="none").sum() / len(x)).backward()
+            (F.cross_entropy(module(shard_x), shard_y, reduction="none").sum() / len(x)).backward()
             CHANGES[name](list(module.parameters()), replica)
             for index, parameter in enumerate(module.parameters()):
                 if parameter.grad is not None:

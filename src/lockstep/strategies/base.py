@@ -21,6 +21,7 @@ from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
+from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding, WholeModels
@@ -99,7 +100,7 @@ class Strategy(Executor):
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [partial(fn, *positional, **named) for positional, named in views]
+        bodies = [told_of_no_rows(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
         with (
             entered(self),
             self._mirrored.first_run_checked(fn),
@@ -190,7 +191,9 @@ class Strategy(Executor):
         self._mirrored.add_variable(made)
         return made
 
-    def distribute_dataset(self, dataset: Iterable[Any], *, shard: Shard = "batch") -> DistributedDataset:
+    def distribute_dataset(
+        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None
+    ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
         Every worker must call it, and iterate over what it gives in the same way.
@@ -199,14 +202,24 @@ class Strategy(Executor):
             dataset: any iterable of global batches.
             shard: what each worker takes: its part of every batch ("batch"), its part of the files ("file"), or all of
                 a dataset of its own ("off").
+            prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
+                the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
+                your own.
         """
         self._outside("distribute_dataset")
-        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard)
+        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch)
 
-    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Iterable[Any]]) -> PerReplicaDataset:
-        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None
+    ) -> PerReplicaDataset:
+        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``.
+
+        Args:
+            fn: gives this worker's iterable of per-replica batches.
+            prefetch: how many rounds of them to read ahead; None and 0 as in ``distribute_dataset``.
+        """
         self._outside("distribute_datasets_from_function")
-        return PerReplicaDataset(fn, self.devices, workers=self.workers)
+        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch)
 
     def find_batch_size(
         self,
@@ -235,7 +248,7 @@ class Strategy(Executor):
             start: the size to begin with.
             limit: the largest size of interest, such as the number of examples; None is without end, and only for steps
                 that run out of memory some time.
-            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are full.
+            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are equal.
             memory_mb: the most MB (2**20 bytes) that this process may have resident, for replicas on a CPU. None is
                 what it has now and 0.8 of what the machine, or the control group, has available. Batches that are
                 read ahead come on top.
