@@ -7,7 +7,7 @@ weights are in the user's hands. How copies are made and who shares storage is `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.averages import averages, weights_digest
-from lockstep.mirroring.batch_norm import has_sync_batch_norm
+from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
 from lockstep.mirroring.copies import align
 from lockstep.mirroring.holding import Pipelined
@@ -41,6 +41,7 @@ class MirroredModule(nn.Module):
         pipeline: how a step passes through it, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
+        sync_batchnorm: whether statistics of a batch have to be those of the global batch.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class MirroredModule(nn.Module):
         *,
         is_part: bool = False,
         shares_weights: bool = False,
+        sync_batchnorm: bool = False,
     ) -> None:
         super().__init__()
         # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
@@ -64,6 +66,7 @@ class MirroredModule(nn.Module):
         self.is_part = is_part
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
+        self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
 
     @property
@@ -82,7 +85,10 @@ class MirroredModule(nn.Module):
         if context is None:
             return here(*args, **kwargs)
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
-        guard = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        if context.local_replica in self._unchecked and here.training and not alone:
+            self._unchecked.discard(context.local_replica)
+            guard = RefusingOtherBatchNorms()
         if self._compiled is not None and isinstance(guard, nullcontext):
             return self._compiled(context.local_replica, here.training, args, kwargs)
         with guard:
