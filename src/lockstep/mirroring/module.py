@@ -6,9 +6,9 @@ weights are in the user's hands. How copies are made and who shares storage is `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,13 @@ from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 _SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
+
+
+class HoldsBack(Protocol):
+    """What a module asks of the optimizers of its strategy."""
+
+    def held(self, module: nn.Module, replicas: Sequence[int], /) -> AbstractContextManager[None]:
+        """Inside the block no backward pass through ``module`` in these local replicas sends gradients."""
 
 
 class MirroredModule(nn.Module):
@@ -42,6 +49,9 @@ class MirroredModule(nn.Module):
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
         sync_batchnorm: whether statistics of a batch have to be those of the global batch.
+
+    Attributes:
+        optimizers: the mirrored optimizers of the strategy.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class MirroredModule(nn.Module):
         self.is_part = is_part
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
+        self.optimizers: Iterable[HoldsBack] = ()
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
 
@@ -93,6 +104,30 @@ class MirroredModule(nn.Module):
             return self._compiled(context.local_replica, here.training, args, kwargs)
         with guard:
             return here(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Announces backward passes that are not the last before the optimizer's step, as DDP's ``no_sync`` does.
+
+        Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
+        pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
+        Inside a replica it is about that replica's passes, outside about all of this worker's.
+
+        Example:
+            >>> import torch, lockstep as ls
+            >>> strategy = ls.MirroredStrategy()
+            >>> mirrored = strategy.mirror(torch.nn.Linear(2, 1))
+            >>> def step(x, y):
+            ...     with mirrored.no_sync():
+            ...         mirrored(x).sum().backward()
+            ...     mirrored(y).sum().backward()
+        """
+        context = get_replica_context()
+        replicas = range(len(self._copies)) if context is None else (context.local_replica,)
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.held(self.module, replicas))
+            yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
         """Has ``torch.compile`` make one code for the copies, at their first call in replicas; None is without again.

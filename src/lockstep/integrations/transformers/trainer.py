@@ -204,7 +204,8 @@ class Trainer(transformers.Trainer):
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if shard.count:
-            with weighing(Share(shard.count, shard.total)) as share, guard_single_row(copy, (), shard.inputs):
+            sends = nullcontext() if self.accelerator.sync_gradients else self._mirrored_module.no_sync()
+            with sends, weighing(Share(shard.count, shard.total)) as share, guard_single_row(copy, (), shard.inputs):
                 loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
         if self.accelerator.sync_gradients:
             self._mirrored_optimizer.sum_gradients()
