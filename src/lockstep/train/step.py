@@ -7,6 +7,7 @@ They run in replica threads on the replica's own shard; the loops in ``loop.py``
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
