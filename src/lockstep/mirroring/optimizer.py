@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -269,6 +270,17 @@ class MirroredOptimizer(Optimizer):
     def not_fused(self) -> str | None:
         """Why updates are not made by torch's fused kernels for GPUs; None where they are."""
         return self._update.updaters.not_fused
+
+    def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside the block no backward pass of these local replicas sends gradients to other workers.
+
+        Args:
+            module: the user's module; where this optimizer steps none of its parameters, nothing is held.
+            replicas: numbers of local replicas.
+        """
+        own = {id(copies[0]) for copies in self._parameters}
+        steps = any(id(parameter) in own for parameter in module.parameters())
+        return self._update.held(replicas) if steps else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the current replica's gradients; outside a replica those of all."""

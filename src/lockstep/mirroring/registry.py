@@ -90,6 +90,7 @@ class MirroredObjects:
                 is_part=self._holding.parts,
                 shares_weights=self._holding.shares_weights,
             )
+            mirrored.optimizers = self.optimizers
             self._modules[id(mirrored.module)] = mirrored
             self._guarded = -1
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):

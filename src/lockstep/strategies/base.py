@@ -162,7 +162,8 @@ class Strategy(Executor):
         Args:
             target: a module, which becomes replica 0's copy and is moved to its device in place; or an optimizer over
                 parameters of mirrored modules.
-            sync_batchnorm: batch norms (replaced in place) take their statistics from the whole global batch.
+            sync_batchnorm: batch norms take their statistics from the whole global batch, as torch.nn.SyncBatchNorm
+                does without being asked.
             memory_format: of a module's weights; "auto" is channels_last where there are 2-d convolutions.
 
         Raises:
