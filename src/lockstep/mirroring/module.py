@@ -118,10 +118,16 @@ class MirroredModule(nn.Module):
             self._workers.attach(weights_digest(self.module))
             self._workers.exchange("comparison of the weights")
 
-    def align(self) -> None:
-        """Gives all copies the training mode, the frozen parameters and the storage of the user's module."""
+    def align(self) -> bool:
+        """Gives all copies the training mode, the frozen parameters and the storage of the user's module.
+
+        Returns:
+            Whether weights have other memory than before.
+        """
+        moved = False
         for replica, duplicate in enumerate(self._copies[1:], start=1):
-            align(self.module, duplicate, alias=replica in self._groups[0])
+            moved |= align(self.module, duplicate, alias=replica in self._groups[0])
+        return moved
 
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.

@@ -21,6 +21,7 @@ from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
 from lockstep.mirroring.plain_call import refusing_plain_calls
+from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.issue import code_of
 
@@ -40,6 +41,9 @@ class MirroredObjects:
         self._holding = holding
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._checked: WeakSet[type | CodeType] = WeakSet()
+        self._claims = Claims()
+        self._guards: tuple[StepGuard, ...] = ()
+        self._guarded = -1
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self.variables: WeakSet[MirroredVariable] = WeakSet()
 
@@ -83,6 +87,7 @@ class MirroredObjects:
                 shares_weights=self._holding.shares_weights,
             )
             self._modules[id(mirrored.module)] = mirrored
+            self._guarded = -1
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
             raise UsageError(
                 "this module is mirrored already, and keeps the settings that it was mirrored with; "
@@ -114,7 +119,21 @@ class MirroredObjects:
     def align(self) -> None:
         """Before a run: gives all copies what the user has changed in the first."""
         for module in self.modules:
-            module.align()
+            if module.align():
+                self._guarded = -1
+
+    def guards(self, replicas: int) -> tuple[StepGuard, ...]:
+        """What looks at each local replica's calls in the next run, after ``align``.
+
+        Args:
+            replicas: how many local ones there are, more than one.
+        """
+        self._claims.clear()
+        if self._guarded != len(self._modules):
+            ownership = Ownership(self.modules, replicas)
+            self._guards = tuple(StepGuard(replica, ownership, self._claims) for replica in range(replicas))
+            self._guarded = len(self._modules)
+        return self._guards
 
     def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
         """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""

@@ -71,6 +71,18 @@ _ATTENTION = F.scaled_dot_product_attention
 _DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | drawing.DROPOUTS.keys() | {F.rrelu, _ATTENTION}
 
 
+PROCEED: Any = object()
+"""What a guard answers where a call is to be made as it is."""
+
+Guard = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Given a torch function, its arguments and keyword arguments: PROCEED, or the result that stands for the call's."""
+
+
+def is_random(func: Callable[..., Any]) -> bool:
+    """Whether a torch function draws random numbers."""
+    return func in _DRAWING
+
+
 def replica_generator(seed: int, replica: int) -> torch.Generator:
     """A CPU generator whose numbers depend on the seed and the replica's number, and on nothing else."""
     digest = hashlib.sha256(f"{seed}/{replica}".encode()).digest()
@@ -92,6 +104,9 @@ class ReplicaRandom(TorchFunctionMode):
         generator: a CPU generator that no other thread draws from.
         applies: asked before each draw; where it says no, torch's default generator is used. None is always.
         instead: other functions of torch -> what is called for them. Here, since every mode costs time at every call.
+
+    Attributes:
+        guard: asked before every call of a torch function; None asks nobody.
     """
 
     def __init__(
@@ -104,6 +119,7 @@ class ReplicaRandom(TorchFunctionMode):
         self.generator = generator
         self._applies = applies
         self._instead = instead
+        self.guard: Guard | None = None
         self._entered: list[Token[GeneratorHere | None]] = []
 
     def __enter__(self) -> ReplicaRandom:
@@ -119,6 +135,10 @@ class ReplicaRandom(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.guard is not None:
+            result = self.guard(func, args, kwargs)
+            if result is not PROCEED:
+                return result
         if func not in _DRAWING or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return self._instead.get(func, func)(*args, **kwargs)
         if func in _TAKES_GENERATOR:

@@ -33,7 +33,7 @@ from lockstep.replicas.gpu import GpuReplica, GpuTurn, RunStreams
 from lockstep.replicas.host_memory import keep_freed_memory
 from lockstep.replicas.issue import IssuePolicy
 from lockstep.replicas.linear import linear, onednn_is_faster
-from lockstep.replicas.random import ReplicaRandom, in_a_replica, replica_generator
+from lockstep.replicas.random import Guard, ReplicaRandom, in_a_replica, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
 if TYPE_CHECKING:
@@ -184,6 +184,15 @@ class ReplicaRunner:
     def generators(self) -> ReplicaGenerators:
         """Where the replicas' random numbers stand."""
         return ReplicaGenerators(self._devices, [random.generator for random in self._random], self._gpu)
+
+    def guard(self, guards: Sequence[Guard | None]) -> None:
+        """Has each replica's calls of torch functions looked at from the next run on.
+
+        Args:
+            guards: one per replica, in replica order.
+        """
+        for random, guard in zip(self._random, guards, strict=True):
+            random.guard = guard
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         """The memory of each replica's GPU, or share of one, in replica order; those on a CPU are left out."""

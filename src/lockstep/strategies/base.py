@@ -90,6 +90,8 @@ class Strategy(Executor):
             )
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
+        if len(self.devices) > 1:
+            self._guard_steps(self._mirrored.guards(len(self.devices)))
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)

@@ -15,6 +15,7 @@ from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.device_driver import driver_of
 from lockstep.replicas.device_memory import DeviceMemory
 from lockstep.replicas.generators import ReplicaGenerators
+from lockstep.replicas.random import Guard
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.scope import current_strategy
 
@@ -54,6 +55,9 @@ class DefaultStrategy(Strategy):
 
     def close(self) -> None:
         """There is nothing to end."""
+
+    def _guard_steps(self, guards: Sequence[Guard]) -> None:
+        """There is one replica."""
 
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]

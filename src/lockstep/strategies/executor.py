@@ -14,6 +14,7 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.replicas.device_memory import DeviceMemory
 from lockstep.replicas.generators import ReplicaGenerators
+from lockstep.replicas.random import Guard
 
 
 class Executor(ABC):
@@ -39,6 +40,10 @@ class Executor(ABC):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         """Runs one body per replica, each in its replica context, and returns their results."""
+
+    @abstractmethod
+    def _guard_steps(self, guards: Sequence[Guard]) -> None:
+        """Has the replicas' calls of torch functions looked at, each by its guard; where there are several."""
 
     @abstractmethod
     def trial(self) -> AbstractContextManager[None]:

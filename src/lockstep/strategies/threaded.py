@@ -16,6 +16,7 @@ from lockstep.mirroring.optimizer import MakeExchange
 from lockstep.replicas.device_memory import DeviceMemory
 from lockstep.replicas.generators import ReplicaGenerators
 from lockstep.replicas.observer import current_observer
+from lockstep.replicas.random import Guard
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
 
@@ -79,6 +80,9 @@ class ThreadedStrategy(Strategy):
         """
         self._runner.close()
         self._workers.close()
+
+    def _guard_steps(self, guards: Sequence[Guard]) -> None:
+        self._runner.guard(guards)
 
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]

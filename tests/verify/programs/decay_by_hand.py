@@ -1,4 +1,4 @@
-"""Fault: the weights, which the replicas share, shrink once per replica."""
+"""Fault: the weights shrink the more the more replicas there are."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ def step(batch):
     optimizer.zero_grad()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(0.99)
+            weight.mul_(0.99**strategy.num_replicas_in_sync)
 
 
 batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 24, 8)]
