@@ -90,6 +90,13 @@ class MirroredModule(nn.Module):
         """One copy per local replica."""
         return self._copies
 
+    def twins(self, replica: int) -> Iterator[tuple[int, nn.Module | torch.Tensor]]:
+        """The id of each part, parameter and buffer of the user's module, and a local replica's copy of it."""
+        mine, theirs = self._copies[0], self._copies[replica]
+        yield from zip(map(id, mine.modules()), theirs.modules(), strict=True)
+        yield from zip(map(id, mine.parameters()), theirs.parameters(), strict=True)
+        yield from zip(map(id, mine.buffers()), theirs.buffers(), strict=True)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside a replica, replica 0's."""
         here, context = self._here(), get_replica_context()

@@ -89,6 +89,7 @@ class MirroredObjects:
                 pipeline=self._holding.pipeline(module),
                 is_part=self._holding.parts,
                 shares_weights=self._holding.shares_weights,
+                known=self._known,
             )
             mirrored.optimizers = self.optimizers
             self._modules[id(mirrored.module)] = mirrored
@@ -199,6 +200,10 @@ class MirroredObjects:
             return nullcontext()
         self._checked.add(key)
         return refusing_plain_calls(self.modules)
+
+    def _known(self, replica: int) -> dict[int, Any]:
+        """The id of each module, parameter and buffer of the users' modules -> this replica's copy of it."""
+        return {mine: theirs for module in self.modules for mine, theirs in module.twins(replica)}
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
         """The id of each parameter of a user's module -> its copies, one per replica."""
