@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -136,6 +136,21 @@ class MirroredObjects:
         for module in self.modules:
             if module.align():
                 self._guarded = -1
+
+    def note(self) -> None:
+        """After a run: what is changed in the users' modules from here on is changed outside replicas."""
+        for module in self.modules:
+            module.outside_changes.note()
+
+    @contextmanager
+    def changes_spread(self) -> Iterator[None]:
+        """What to run a program's function in, that runs once for all replicas in the middle of a run."""
+        self.note()
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.outside_changes.run_begins()
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.

@@ -100,8 +100,15 @@ class Strategy(Executor):
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [partial(fn, *positional, **named) for positional, named in views]
-        with entered(self), self._mirrored.first_run_checked(fn):
-            return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
+        try:
+            with entered(self), self._mirrored.first_run_checked(fn):
+                return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
+        finally:
+            self._mirrored.note()
+
+    def changes_spread(self) -> AbstractContextManager[None]:
+        """Opens a block in the middle of a run whose changes to the users' modules reach all copies."""
+        return self._mirrored.changes_spread()
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces per-replica values to one.
