@@ -17,6 +17,7 @@ from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.averages import averages, weights_digest
 from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm
+from lockstep.mirroring.buffer_sync import OutsideChanges
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
 from lockstep.mirroring.copies import align
 from lockstep.mirroring.holding import Pipelined
@@ -38,7 +39,8 @@ class MirroredModule(nn.Module):
 
     Inside a replica everything (the call, ``parameters()``, attributes) is that replica's copy; outside it is the
     user's own module. ``load_state_dict``, ``train``, ``eval`` and ``apply`` of this object reach all copies. Floating
-    buffers, such as batch-norm statistics, are per replica and are averaged when read outside.
+    buffers, such as batch-norm statistics, are per replica and are averaged when read outside; one that is set outside,
+    here or in the user's module, is set in all copies.
 
     Args:
         owner: the strategy.
@@ -81,6 +83,7 @@ class MirroredModule(nn.Module):
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
         self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
+        self._outside_changes = OutsideChanges(self._copies, self._groups)
 
     @property
     def module(self) -> nn.Module:
@@ -103,6 +106,8 @@ class MirroredModule(nn.Module):
         """Runs the current replica's copy; outside a replica, replica 0's."""
         here, context = self._here(), get_replica_context()
         if context is None:
+            if here.training and self._workers.alone and len(self._copies) > 1:
+                self.sync_buffers()  # the pass goes on with what all replicas have counted
             return here(*args, **kwargs)
         if self.on_call is not None:
             self.on_call(self, args, kwargs)
@@ -176,10 +181,15 @@ class MirroredModule(nn.Module):
         Returns:
             Whether weights have other memory than before.
         """
-        moved = False
+        moved = self._outside_changes.run_begins()
         for replica, duplicate in enumerate(self._copies[1:], start=1):
             moved |= align(self.module, duplicate, alias=replica in self._groups[0])
         return moved
+
+    @property
+    def outside_changes(self) -> OutsideChanges:
+        """What gives all copies what is changed outside replicas in the user's module."""
+        return self._outside_changes
 
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.
@@ -194,6 +204,7 @@ class MirroredModule(nn.Module):
             for buffers, mean in zip(self._buffer_copies(), self._means(), strict=True):
                 for buffer in buffers:
                     buffer.copy_(mean)
+        self._outside_changes.note()
 
     def train(self, mode: bool = True) -> MirroredModule:
         """Sets the training mode, inside a replica of its copy, outside of all.
@@ -332,6 +343,7 @@ class MirroredModule(nn.Module):
             for buffers in self._buffer_copies():
                 for buffer in buffers[1:]:
                     buffer.copy_(buffers[0])
+        self._outside_changes.note()
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
         return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
@@ -339,9 +351,13 @@ class MirroredModule(nn.Module):
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.no_grad():
             means = self._means()
-            return [(buffers[0], mean) for buffers, mean in zip(self._buffer_copies(), means, strict=True)]
+            copies = list(self._buffer_copies())
+            for buffers, mean in zip(copies, means, strict=True):
+                self._outside_changes.note_read(mean, buffers)
+            return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
 
     def _means(self) -> list[torch.Tensor]:
+        self._outside_changes.spread()
         return averages(list(self._buffer_copies()), self._workers)
 
     def _averages(self) -> dict[int, torch.Tensor]:

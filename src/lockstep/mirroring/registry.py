@@ -161,6 +161,21 @@ class MirroredObjects:
         for optimizer in self.optimizers:
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
 
+    def note(self) -> None:
+        """After a run: what is changed in the users' modules from here on is changed outside replicas."""
+        for module in self.modules:
+            module.outside_changes.note()
+
+    @contextmanager
+    def changes_spread(self) -> Iterator[None]:
+        """What to run a program's function in, that runs once for all replicas in the middle of a run."""
+        self.note()
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.outside_changes.run_begins()
+
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.
 

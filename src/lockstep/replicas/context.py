@@ -162,7 +162,8 @@ def _call_merged(
     args = [merge(column) for column in zip(*(args for args, _ in all_given), strict=True)]
     kwargs = {name: merge([given[name] for _, given in all_given]) for name in all_given[0][1]}
     try:
-        return fn(strategy, *args, **kwargs)
+        with strategy.changes_spread():
+            return fn(strategy, *args, **kwargs)
     except TypeError:
         _check_takes(fn, strategy, args, kwargs)
         raise

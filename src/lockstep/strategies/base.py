@@ -109,8 +109,15 @@ class Strategy(Executor):
             distributed = any(isinstance(leaf, PerReplica) for leaf in given)
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
-        with entered(self), looking, self._mirrored.clearing_after_failure(len(self.devices)):
-            return merge(self._execute(fn, bodies, rows))
+        try:
+            with entered(self), looking, self._mirrored.clearing_after_failure(len(self.devices)):
+                return merge(self._execute(fn, bodies, rows))
+        finally:
+            self._mirrored.note()
+
+    def changes_spread(self) -> AbstractContextManager[None]:
+        """Opens a block in the middle of a run whose changes to the users' modules reach all copies."""
+        return self._mirrored.changes_spread()
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces per-replica values to one.
