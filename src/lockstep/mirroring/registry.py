@@ -122,6 +122,7 @@ class MirroredObjects:
         for module in self.modules:
             if module.align():
                 self._guarded = -1
+            module.begin_run()
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.
