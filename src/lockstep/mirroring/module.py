@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.averages import averages, weights_digest
+from lockstep.mirroring.averages import BufferAverages, weights_digest
 from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm
 from lockstep.mirroring.buffer_sync import OutsideChanges
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
@@ -80,6 +80,7 @@ class MirroredModule(nn.Module):
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
         self.optimizers: Iterable[HoldsBack] = ()
+        self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
         self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
@@ -111,6 +112,7 @@ class MirroredModule(nn.Module):
             return here(*args, **kwargs)
         if self.on_call is not None:
             self.on_call(self, args, kwargs)
+        self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
         guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
         if context.local_replica in self._unchecked and here.training and not alone:
@@ -191,33 +193,61 @@ class MirroredModule(nn.Module):
         """What gives all copies what is changed outside replicas in the user's module."""
         return self._outside_changes
 
+    def begin_run(self) -> None:
+        """Before each run: where evaluation follows training, all replicas evaluate with the same buffers."""
+        if self._buffer_averages.begin_run():
+            self.sync_buffers()
+
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.
 
-        With several workers every one must call it, as everything that reads buffers outside replicas.
+        With several workers every one must call it. Until replicas train again, each worker by itself may read the
+        state then.
 
         Raises:
             UsageError: called inside a replica.
         """
         self._outside("sync_buffers")
+        self._outside_changes.spread()
         with torch.no_grad():
-            for buffers, mean in zip(self._buffer_copies(), self._means(), strict=True):
+            for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
                 for buffer in buffers:
                     buffer.copy_(mean)
+        self._buffer_averages.note_equal()
         self._outside_changes.note()
+
+    def exchange_buffers(self, *, always: bool = True) -> None:
+        """Brings the averages of all workers' buffers for reads that follow, and leaves the replicas theirs.
+
+        Every worker must call it.
+
+        Args:
+            always: also where no run since the last time can have changed them.
+        """
+        if not self._workers.alone and (always or self._buffer_averages.trained):
+            self._outside_changes.spread()
+            with torch.no_grad():
+                self._buffer_averages.exchange()
+
+    def note_pass(self) -> None:
+        """Notes that a local replica has passed through the module by another way than a call of this object."""
+        self._buffer_averages.passed = True
 
     def train(self, mode: bool = True) -> MirroredModule:
         """Sets the training mode, inside a replica of its copy, outside of all.
 
-        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same statistics.
+        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same
+        statistics; with several workers the next run does it, where they all are. Inside a replica it does not.
         """
         if get_replica_context() is not None:
-            self._here().train(mode)
+            here = self._here().train(mode)
+            self._buffer_averages.set_mode_in_replica(here, mode)
             return self
+        self._buffer_averages.mode_in_replicas = False
         for duplicate in self._copies:
             duplicate.train(mode)
         self.training = mode
-        if not mode:
+        if not mode and self._workers.alone:
             self.sync_buffers()
         return self
 
@@ -230,7 +260,11 @@ class MirroredModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The current copy's buffers by name; outside a replica their averages."""
+        """The current copy's buffers by name; outside a replica their averages.
+
+        Raises:
+            UsageError: other workers may have changed theirs since the last ``sync_buffers``.
+        """
         here = self._here()
         named = here.named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
@@ -251,9 +285,18 @@ class MirroredModule(nn.Module):
         return self._here().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The plain module's, same keys; outside a replica with averaged buffers."""
+        """The plain module's, same keys; outside a replica with averaged buffers.
+
+        Only of a model that is divided among workers must all of them ask for it.
+
+        Raises:
+            UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
+        """
+        outside = get_replica_context() is None
+        if outside and self.is_part:
+            self.exchange_buffers()
         state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
-        if get_replica_context() is None:
+        if outside:
             averages = {buffer.data_ptr(): mean for buffer, mean in self._averaged_pairs()}
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.data_ptr() in averages and value.numel():
@@ -343,6 +386,7 @@ class MirroredModule(nn.Module):
             for buffers in self._buffer_copies():
                 for buffer in buffers[1:]:
                     buffer.copy_(buffers[0])
+            self._buffer_averages.note_equal()
         self._outside_changes.note()
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -350,15 +394,11 @@ class MirroredModule(nn.Module):
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.no_grad():
-            means = self._means()
-            copies = list(self._buffer_copies())
+            self._outside_changes.spread()
+            means, copies = self._buffer_averages.read(), list(self._buffer_copies())
             for buffers, mean in zip(copies, means, strict=True):
                 self._outside_changes.note_read(mean, buffers)
             return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
-
-    def _means(self) -> list[torch.Tensor]:
-        self._outside_changes.spread()
-        return averages(list(self._buffer_copies()), self._workers)
 
     def _averages(self) -> dict[int, torch.Tensor]:
         return {id(buffer): mean for buffer, mean in self._averaged_pairs()}

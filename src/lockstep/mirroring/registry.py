@@ -156,6 +156,7 @@ class MirroredObjects:
         for variable in self.variables:
             variable.check_unchanged()
         for module in self.modules:
+            module.begin_run()
             if module.align():
                 self._guarded = -1
         for optimizer in self.optimizers:

@@ -106,6 +106,7 @@ def _train_in_stages(job: Job, pipeline: Pipelined, state: ReplicaState, item: A
         return 0.0, 0.0
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(job, state, batch)
+    job.module.note_pass()
     with job.precision.autocast(), scores_stay_divided():
         pipeline.train(batch.x, rows, sums.examine)
     return sums.total, sums.count
