@@ -35,9 +35,10 @@ FIRST_LOOKS = 8
 nothing that tells means apart, such as no padding, or a last layer of zeros. A GPU would have to be waited for, and
 records its steps, so only the first is."""
 LAST_LOOK = 64
-CERTAIN = 5e-4
-"""A larger difference, relative to the parts' totals, is none of rounding."""
-SUSPECT = 1e-5
+SUSPECT = 100
+"""Differences of more roundings than this, of the loss's own dtype, are told."""
+CERTAIN = 4096
+"""Differences of more than this are none of rounding. Half precision, which the loss may have computed with, has 16."""
 _WAYS = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
@@ -51,12 +52,14 @@ class LossSums:
         count: by which the totals of all replicas are divided.
         assumed: whether it was a scalar that is taken as the mean over the rows.
         beside: the labels of means that went into it and do not count alike for sure.
+        rounding: of the loss's dtype, relative.
     """
 
     total: Tensor
     count: Tensor | float
     assumed: bool = False
     beside: Sequence[Labels] = ()
+    rounding: float = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +140,20 @@ def _sums_of(loss: Loss, shard: _Rows, *, divided: bool) -> LossSums:
     weight = shard.batch.sample_weight
     with LossCalls() as calls:
         returned = loss(shard.outputs, shard.batch.y)
+    rounding = _rounding(returned)
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
-        return LossSums(*loss_sums(returned, shard.rows, weight))
+        return LossSums(*loss_sums(returned, shard.rows, weight), rounding=rounding)
     pair, summed = calls.pair_of(returned), calls.sum_of(returned)
     if pair is not None:
-        return LossSums(*loss_sums(pair, shard.rows))
+        return LossSums(*loss_sums(pair, shard.rows), rounding=rounding)
     if summed is not None and divided:
         raise ConfigError(
             f"the loss {_name(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
             f"times larger as the global batch has rows, or {_WAYS}"
         )
-    return LossSums(*loss_sums(returned, shard.rows), assumed=True, beside=calls.labels_beside(returned))
+    total, count = loss_sums(returned, shard.rows)
+    return LossSums(total, count, assumed=True, beside=calls.labels_beside(returned), rounding=rounding)
 
 
 def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
@@ -221,26 +226,26 @@ def _compared(loss: Loss, shard: _Rows, sums: LossSums) -> _Unchecked | _Refused
     parts = [_Numbers.of(_sums_of(loss, shard.take(piece), divided=True)) for piece in pieces]
     if not all(part.finite for part in parts):
         return _Unchecked("on some of the rows alone it is not finite")
-    apart = whole.apart(parts)
-    if apart <= SUSPECT:
-        hidden = sums.assumed and shard.hides() and _depends_on_hidden(loss, shard, whole)
+    apart, suspect = whole.apart(parts), _suspect(sums.rounding)
+    if apart <= suspect:
+        hidden = sums.assumed and shard.hides() and _depends_on_hidden(loss, shard, whole, sums.rounding)
         return _Unchecked("it takes from the outputs what the module has computed over its rows") if hidden else None
     again = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
-    if whole.apart([again]) > SUSPECT:
+    if whole.apart([again]) > suspect:
         return _Unchecked("it gives another value for the same rows when it is called again")
     if shard.hides():
         return _Unchecked("the outputs hold what has no row for each example")
-    if apart <= max(CERTAIN, 16 * torch.finfo(sums.total.dtype).eps):
+    if apart <= _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
         return _Unchecked(f"its parts differ from the whole by {apart:.1g} of it, which may be rounding")
     return _Refused(_refusal(loss, shard, sums, whole, parts))
 
 
-def _depends_on_hidden(loss: Loss, shard: _Rows, whole: _Numbers) -> bool:
+def _depends_on_hidden(loss: Loss, shard: _Rows, whole: _Numbers, rounding: float) -> bool:
     try:
         other = _Numbers.of(_sums_of(loss, shard.without_hidden(), divided=True))
     except _FAILURES:
         return True
-    return not whole.apart([other]) <= SUSPECT
+    return not whole.apart([other]) <= _suspect(rounding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +277,7 @@ def _apart(whole: float, parts: Sequence[float]) -> float:
 
 def _refusal(loss: Loss, shard: _Rows, sums: LossSums, whole: _Numbers, parts: Sequence[_Numbers]) -> str:
     means = [part.total / part.count for part in parts if part.count]
-    is_sum = sums.assumed and math.isclose(sum(means), whole.total / whole.count, rel_tol=CERTAIN)
+    is_sum = sums.assumed and math.isclose(sum(means), whole.total / whole.count, rel_tol=_certain(sums.rounding))
     shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
     what = (
         "the sum over the rows, expected their mean"
@@ -284,6 +289,19 @@ def _refusal(loss: Loss, shard: _Rows, sums: LossSums, whole: _Numbers, parts: S
         f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_WAYS}, which no other row has a part in. "
         "What compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
     )
+
+
+def _rounding(values: Any) -> float:
+    dtypes = {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+
+
+def _suspect(rounding: float) -> float:
+    return max(rounding * (4 if rounding > 1e-4 else SUSPECT), 1e-9)
+
+
+def _certain(rounding: float) -> float:
+    return max(rounding * (16 if rounding > 1e-4 else CERTAIN), 5e-8)
 
 
 def _name(loss: Any) -> str:
