@@ -13,17 +13,33 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from lockstep.collectives.agreement import agree
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.averages import averages, weights_digest
 from lockstep.mirroring.batch_norm import has_sync_batch_norm
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
-from lockstep.mirroring.copies import align
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 _SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
+
+
+_MADE = "_made"
+
+
+def _member(name: str) -> property:
+    """A dict of ``nn.Module``'s own, in which functions of torch look for tensors and parts: the current copy's."""
+
+    def get(self: MirroredModule) -> Any:
+        return getattr(self._here(), name)
+
+    def put(self: MirroredModule, value: Any) -> None:
+        self.__dict__[name] = value  # by nn.Module.__init__: this object has none itself
+
+    return property(get, put)
 
 
 class MirroredModule(nn.Module):
@@ -38,10 +54,16 @@ class MirroredModule(nn.Module):
         copies: one per replica; the first is the user's module.
         groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
         workers: over whose replicas buffers are averaged.
+        following: has the copies follow what is set on the user's module.
         pipeline: how a step passes through it, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
     """
+
+    _parameters = _member("_parameters")  # type: ignore[assignment]
+    _buffers = _member("_buffers")  # type: ignore[assignment]
+    _modules = _member("_modules")  # type: ignore[assignment]
+    _non_persistent_buffers_set = _member("_non_persistent_buffers_set")  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -49,6 +71,7 @@ class MirroredModule(nn.Module):
         copies: Sequence[nn.Module],
         groups: Sequence[Sequence[int]],
         workers: Workers,
+        following: Following,
         pipeline: Pipelined | None = None,
         *,
         is_part: bool = False,
@@ -60,11 +83,13 @@ class MirroredModule(nn.Module):
         self._copies = tuple(copies)
         self._groups = tuple(tuple(group) for group in groups)
         self._workers = workers
+        self.following = following
         self.pipeline = pipeline
         self.is_part = is_part
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
         self._compiled: CompiledCopies | None = None
+        self.__dict__[_MADE] = True
 
     @property
     def module(self) -> nn.Module:
@@ -75,13 +100,6 @@ class MirroredModule(nn.Module):
     def copies(self) -> tuple[nn.Module, ...]:
         """One copy per local replica."""
         return self._copies
-
-    def twins(self, replica: int) -> Iterator[tuple[int, nn.Module | torch.Tensor]]:
-        """The id of each part, parameter and buffer of the user's module, and a local replica's copy of it."""
-        mine, theirs = self._copies[0], self._copies[replica]
-        yield from zip(map(id, mine.modules()), theirs.modules(), strict=True)
-        yield from zip(map(id, mine.parameters()), theirs.parameters(), strict=True)
-        yield from zip(map(id, mine.buffers()), theirs.buffers(), strict=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside a replica, replica 0's."""
@@ -126,15 +144,28 @@ class MirroredModule(nn.Module):
             self._workers.exchange("comparison of the weights")
 
     def align(self) -> bool:
-        """Gives all copies the training mode, the frozen parameters and the storage of the user's module.
+        """Before a run: gives all copies what was set on the user's module, and its training mode and frozen weights.
+
+        Every worker must call it.
 
         Returns:
-            Whether weights have other memory than before.
+            Whether any copy has other weights or parts than before, or weights in other memory.
         """
-        moved = False
-        for replica, duplicate in enumerate(self._copies[1:], start=1):
-            moved |= align(self.module, duplicate, alias=replica in self._groups[0])
+        moved = self.following.begin()
+        fresh = self.following.take_fresh()
+        if fresh and not self._workers.alone and not self.shares_weights:
+            self._take_from_chief(fresh)
         return moved
+
+    def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
+        """What was given to the module after mirroring has the chief's numbers too, as all had at mirroring."""
+        agree(self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh])
+        with torch.no_grad():
+            self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
+            for mine, *others in fresh:
+                for other in others:
+                    if other.data_ptr() != mine.data_ptr():
+                        other.copy_(mine)
 
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.
@@ -253,6 +284,63 @@ class MirroredModule(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._here(), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets it on the current replica's copy; outside on the user's module, which all copies follow."""
+        own = self.__dict__
+        if _MADE not in own:
+            super().__setattr__(name, value)
+            return
+        if name in own or name == "_compiled_call_impl" or isinstance(vars(MirroredModule).get(name), property):
+            object.__setattr__(self, name, value)
+        if name == "training" or name not in own:
+            setattr(self._here(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._here(), name)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers it on the user's module, which all copies follow. Outside replicas only."""
+        self._outside("register_parameter")
+        self._here().register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().add_module(name, module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._here()[key]  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._here()[key] = value  # type: ignore[index]
+
+    def __delitem__(self, key: Any) -> None:
+        del self._here()[key]  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self._here())  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._here())  # type: ignore[call-overload, no-any-return]
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(self._here())  # type: ignore[call-overload, no-any-return]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._here()  # type: ignore[operator]
+
+    def __bool__(self) -> bool:
+        return bool(self._here())
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._here())})
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError("a mirrored module belongs to its strategy's threads; copy or save its state_dict() instead")
 
@@ -278,6 +366,7 @@ class MirroredModule(nn.Module):
             raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
 
     def _spread(self) -> None:
+        self.following.follow()
         with torch.no_grad():
             weights = [] if self.shares_weights else list(self.module.parameters())
             self._workers.broadcast("loaded weights", [*weights, *self.module.buffers()])
@@ -289,6 +378,8 @@ class MirroredModule(nn.Module):
                     buffer.copy_(buffers[0])
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        if get_replica_context() is None:
+            self.following.follow()
         return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

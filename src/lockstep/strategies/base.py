@@ -96,7 +96,7 @@ class Strategy(Executor):
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [partial(fn, *positional, **named) for positional, named in views]
-        with entered(self), self._mirrored.first_run_checked(fn):
+        with entered(self), self._mirrored.settled(), self._mirrored.first_run_checked(fn):
             return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
