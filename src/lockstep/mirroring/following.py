@@ -25,7 +25,6 @@ from lockstep.mirroring.watched import (
     NO_ATTRIBUTES,
     OF_HOOKS,
     OWN,
-    Container,
     Distinct,
     Place,
     Watched,
@@ -293,7 +292,7 @@ class Change:
         copying: makes this replica's copy of what is new.
     """
 
-    def __init__(self, watched: Watched, theirs: Sequence[Container | None], copying: Copying) -> None:
+    def __init__(self, watched: Watched, theirs: Sequence[Any], copying: Copying) -> None:
         self._watched = watched
         self._theirs = theirs
         self._copying = copying
@@ -346,7 +345,7 @@ class Change:
         place = self._place(number)
         while self._theirs[place.home] is None or isinstance(self._theirs[place.home], tuple):
             place = self._place(place.home)
-        self._theirs[place.home][place.key] = self._copy(place.value, place.key)  # type: ignore[index]
+        self._theirs[place.home][place.key] = self._copy(place.value, place.key)
 
     def _place(self, number: int) -> Place:
         return self._watched.places[number - 1 - len(OWN)]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lockstep.collectives.agreement import agree
@@ -44,7 +45,7 @@ def mirror_module(
         module: the user's module.
         devices: one per local replica.
         workers: all workers, who get the chief's weights.
-        sync_batchnorm: replace batch norms (in place) by ones over the global batch.
+        sync_batchnorm: have batch norms take their statistics over the global batch; torch's SyncBatchNorm always does.
         memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
         pipeline: how a step passes through the module, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
@@ -64,8 +65,8 @@ def mirror_module(
             f"{type(module).__name__} is on the meta device and has no numbers yet; ls.ParallelStrategy gives such a "
             'model its first ones, for any other make it outside torch.device("meta")'
         )
-    if sync_batchnorm:
-        module = convert_sync_batch_norm(module)
+    # torch's own synchronised batch norm asks for it by its class.
+    convert_sync_batch_norm(module, _BatchNorm if sync_batchnorm else nn.SyncBatchNorm)
     layout = _layout(module, memory_format)
     with in_memory_of(devices[0]):
         _place(module, devices[0], layout)
@@ -76,9 +77,16 @@ def mirror_module(
     watch_plain_steps()
     groups = storage_groups(devices)
     copies = _copies(module, devices, groups, peers)
-    following = Following(copies, [device.torch_device for device in devices], groups, peers)
     return MirroredModule(
-        owner, copies, groups, workers, following, pipeline, is_part=is_part, shares_weights=shares_weights
+        owner,
+        copies,
+        groups,
+        workers,
+        Following(copies, [device.torch_device for device in devices], groups, peers),
+        pipeline,
+        is_part=is_part,
+        shares_weights=shares_weights,
+        sync_batchnorm=sync_batchnorm,
     )
 
 

@@ -6,9 +6,10 @@ weights are in the user's hands. How copies are made and who shares storage is `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NoReturn
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from lockstep.collectives.agreement import agree
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.averages import averages, weights_digest
-from lockstep.mirroring.batch_norm import has_sync_batch_norm
+from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
 from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
@@ -42,6 +43,13 @@ def _member(name: str) -> property:
     return property(get, put)
 
 
+class HoldsBack(Protocol):
+    """What a module asks of the optimizers of its strategy."""
+
+    def held(self, module: nn.Module, replicas: Sequence[int], /) -> AbstractContextManager[None]:
+        """Inside the block no backward pass through ``module`` in these local replicas sends gradients."""
+
+
 class MirroredModule(nn.Module):
     """One copy of a module per replica. Made by ``strategy.mirror(module)``.
 
@@ -58,12 +66,16 @@ class MirroredModule(nn.Module):
         pipeline: how a step passes through it, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
+        sync_batchnorm: whether statistics of a batch have to be those of the global batch.
+
+    Attributes:
+        optimizers: the mirrored optimizers of the strategy.
     """
 
-    _parameters = _member("_parameters")  # type: ignore[assignment]
-    _buffers = _member("_buffers")  # type: ignore[assignment]
-    _modules = _member("_modules")  # type: ignore[assignment]
-    _non_persistent_buffers_set = _member("_non_persistent_buffers_set")  # type: ignore[assignment]
+    _parameters = _member("_parameters")
+    _buffers = _member("_buffers")
+    _modules = _member("_modules")
+    _non_persistent_buffers_set = _member("_non_persistent_buffers_set")
 
     def __init__(
         self,
@@ -76,6 +88,7 @@ class MirroredModule(nn.Module):
         *,
         is_part: bool = False,
         shares_weights: bool = False,
+        sync_batchnorm: bool = False,
     ) -> None:
         super().__init__()
         # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
@@ -88,6 +101,8 @@ class MirroredModule(nn.Module):
         self.is_part = is_part
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
+        self.optimizers: Iterable[HoldsBack] = ()
+        self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
         self.__dict__[_MADE] = True
 
@@ -107,11 +122,38 @@ class MirroredModule(nn.Module):
         if context is None:
             return here(*args, **kwargs)
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
-        guard = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        if context.local_replica in self._unchecked and here.training and not alone:
+            self._unchecked.discard(context.local_replica)
+            guard = RefusingOtherBatchNorms()
         if self._compiled is not None and isinstance(guard, nullcontext):
             return self._compiled(context.local_replica, here.training, args, kwargs)
         with guard:
             return here(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Announces backward passes that are not the last before the optimizer's step, as DDP's ``no_sync`` does.
+
+        Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
+        pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
+        Inside a replica it is about that replica's passes, outside about all of this worker's.
+
+        Example:
+            >>> import torch, lockstep as ls
+            >>> strategy = ls.MirroredStrategy()
+            >>> mirrored = strategy.mirror(torch.nn.Linear(2, 1))
+            >>> def step(x, y):
+            ...     with mirrored.no_sync():
+            ...         mirrored(x).sum().backward()
+            ...     mirrored(y).sum().backward()
+        """
+        context = get_replica_context()
+        replicas = range(len(self._copies)) if context is None else (context.local_replica,)
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.held(self.module, replicas))
+            yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
         """Has ``torch.compile`` make one code for the copies, at their first call in replicas; None is without again.
@@ -315,25 +357,26 @@ class MirroredModule(nn.Module):
         self._here().add_module(name, module)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._here()[key]  # type: ignore[index]
+        return operator.getitem(self._as_container(), key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._here()[key] = value  # type: ignore[index]
+        operator.setitem(self._as_container(), key, value)
 
     def __delitem__(self, key: Any) -> None:
-        del self._here()[key]  # type: ignore[attr-defined]
+        operator.delitem(self._as_container(), key)
 
     def __len__(self) -> int:
-        return len(self._here())  # type: ignore[arg-type]
+        return len(self._as_container())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._here())  # type: ignore[call-overload, no-any-return]
+        return iter(self._as_container())
 
     def __reversed__(self) -> Iterator[Any]:
-        return reversed(self._here())  # type: ignore[call-overload, no-any-return]
+        last_first: Iterator[Any] = reversed(self._as_container())
+        return last_first
 
     def __contains__(self, key: object) -> bool:
-        return key in self._here()  # type: ignore[operator]
+        return bool(key in self._as_container())
 
     def __bool__(self) -> bool:
         return bool(self._here())
@@ -346,6 +389,10 @@ class MirroredModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
+
+    def _as_container(self) -> Any:
+        """The current copy, which may have items as Sequential has, or says that it has none."""
+        return self._here()
 
     def _here(self) -> nn.Module:
         context = get_replica_context()

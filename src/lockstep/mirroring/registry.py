@@ -22,6 +22,7 @@ from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
+from lockstep.mirroring.param_groups import guard_groups
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
@@ -49,7 +50,7 @@ class MirroredObjects:
         self._guarded = -1
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
-        self.variables: WeakSet[MirroredVariable] = WeakSet()
+        self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
 
     @property
     def modules(self) -> tuple[MirroredModule, ...]:
@@ -92,6 +93,7 @@ class MirroredObjects:
                 shares_weights=self._holding.shares_weights,
                 peers=self._followings,
             )
+            mirrored.optimizers = self.optimizers
             self._modules[id(mirrored.module)] = mirrored
             self._guarded = -1
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
@@ -132,16 +134,33 @@ class MirroredObjects:
                 summing = torch.optim.SGD(own, lr=0.0)
                 self._adopted.append(self.mirror_optimizer(strategy, summing, strategy.devices, strategy.workers))
 
+    @property
+    def variables(self) -> tuple[MirroredVariable, ...]:
+        """Those still in use, in the order of making."""
+        return tuple(self._variables.values())
+
+    def add_variable(self, variable: MirroredVariable) -> None:
+        """Knows a variable as long as somebody uses it."""
+        self._variables[id(variable)] = variable
+
     def parameters(self) -> set[int]:
         """The ids of all parameters, any replica's copies, of the modules."""
         copies = (duplicate for module in self.modules for duplicate in module.copies)
         return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
 
     def align(self) -> None:
-        """Before a run: gives all copies what the user has changed in the first."""
+        """Before a run: gives all copies what the user has changed in the first.
+
+        Raises:
+            UsageError: a variable's values were changed so that they differ.
+        """
+        for variable in self.variables:
+            variable.check_unchanged()
         for module in self.modules:
             if module.align():
                 self._guarded = -1
+        for optimizer in self.optimizers:
+            guard_groups(optimizer.plain)  # loading a state_dict makes them anew
 
     def follow(self) -> None:
         """Between runs, the same for who asks what all copies have: parts, weights and buffers are alike."""
@@ -177,6 +196,24 @@ class MirroredObjects:
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards
+
+    @contextmanager
+    def clearing_after_failure(self, replicas: int) -> Iterator[None]:
+        """Around a run: if one replica fails, the gradients that the others have made go.
+
+        Args:
+            replicas: how many local ones there are. One leaves what a plain program would.
+        """
+        if replicas == 1:
+            yield
+            return
+        before = [(optimizer, optimizer.gradient_marks()) for optimizer in self.optimizers]
+        try:
+            yield
+        except BaseException:
+            for optimizer, marks in before:
+                optimizer.run_failed(marks)
+            raise
 
     def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
         """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""

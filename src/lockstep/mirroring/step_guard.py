@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.collectives.caller import caller
+from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
 from lockstep.mirroring.averages import tensor_digest
@@ -110,8 +111,10 @@ class Ownership:
         self.known: dict[int, _Known] = {}
         self.weights: dict[int, list[ref[nn.Parameter]]] = {}
         self.foreign: list[set[int]] = [set() for _ in range(replicas)]
+        self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
             name_of, divided = type(module.module).__name__, module.is_part or module.shares_weights
+            self.divided |= divided
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
                     self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of, divided)
@@ -272,7 +275,7 @@ class StepGuard:
         known = self._known.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             self._check_foreign(func, tensor, known)
-        elif tensor.requires_grad and torch.is_grad_enabled():
+        elif tensor.requires_grad and torch.is_grad_enabled() and not self._ownership.divided:
             self._check_unmirrored(tensor)
 
     def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, known: _Known) -> None:
@@ -331,7 +334,8 @@ class StepGuard:
         if any(self._ownership.weight_of(each) for each in tensors):
             if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
                 return PROCEED  # which torch refuses
-            write = _Write(func, args if call is None else call, kwargs, tensors)
+            read, named = as_read((args if call is None else call, kwargs))  # variables have other values there
+            write = _Write(func, read, named, tensors)
             name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
             context.meet(name, write, partial(_write_once, context.workers, self._ownership))
             return target
