@@ -6,6 +6,7 @@ weights are in the user's hands. How copies are made and who shares storage is `
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -13,18 +14,34 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from lockstep.collectives.agreement import agree
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.averages import BufferAverages, weights_digest
 from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm
 from lockstep.mirroring.buffer_sync import OutsideChanges
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
-from lockstep.mirroring.copies import align
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 _SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
+
+
+_MADE = "_made"
+
+
+def _member(name: str) -> property:
+    """A dict of ``nn.Module``'s own, in which functions of torch look for tensors and parts: the current copy's."""
+
+    def get(self: MirroredModule) -> Any:
+        return getattr(self._here(), name)
+
+    def put(self: MirroredModule, value: Any) -> None:
+        self.__dict__[name] = value  # by nn.Module.__init__: this object has none itself
+
+    return property(get, put)
 
 
 class HoldsBack(Protocol):
@@ -47,6 +64,7 @@ class MirroredModule(nn.Module):
         copies: one per replica; the first is the user's module.
         groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
         workers: over whose replicas buffers are averaged.
+        following: has the copies follow what is set on the user's module.
         pipeline: how a step passes through it, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
@@ -57,12 +75,18 @@ class MirroredModule(nn.Module):
         optimizers: the mirrored optimizers of the strategy.
     """
 
+    _parameters = _member("_parameters")
+    _buffers = _member("_buffers")
+    _modules = _member("_modules")
+    _non_persistent_buffers_set = _member("_non_persistent_buffers_set")
+
     def __init__(
         self,
         owner: object,
         copies: Sequence[nn.Module],
         groups: Sequence[Sequence[int]],
         workers: Workers,
+        following: Following,
         pipeline: Pipelined | None = None,
         *,
         is_part: bool = False,
@@ -75,6 +99,7 @@ class MirroredModule(nn.Module):
         self._copies = tuple(copies)
         self._groups = tuple(tuple(group) for group in groups)
         self._workers = workers
+        self.following = following
         self.pipeline = pipeline
         self.is_part = is_part
         self.shares_weights = shares_weights
@@ -85,6 +110,7 @@ class MirroredModule(nn.Module):
         self._compiled: CompiledCopies | None = None
         self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
         self._outside_changes = OutsideChanges(self._copies, self._groups)
+        self.__dict__[_MADE] = True
 
     @property
     def module(self) -> nn.Module:
@@ -95,13 +121,6 @@ class MirroredModule(nn.Module):
     def copies(self) -> tuple[nn.Module, ...]:
         """One copy per local replica."""
         return self._copies
-
-    def twins(self, replica: int) -> Iterator[tuple[int, nn.Module | torch.Tensor]]:
-        """The id of each part, parameter and buffer of the user's module, and a local replica's copy of it."""
-        mine, theirs = self._copies[0], self._copies[replica]
-        yield from zip(map(id, mine.modules()), theirs.modules(), strict=True)
-        yield from zip(map(id, mine.parameters()), theirs.parameters(), strict=True)
-        yield from zip(map(id, mine.buffers()), theirs.buffers(), strict=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside a replica, replica 0's."""
@@ -178,15 +197,29 @@ class MirroredModule(nn.Module):
             self._workers.exchange("comparison of the weights")
 
     def align(self) -> bool:
-        """Gives all copies the training mode, the frozen parameters and the storage of the user's module.
+        """Before a run: gives all copies what was set on the user's module, and its training mode and frozen weights.
+
+        Every worker must call it.
 
         Returns:
-            Whether weights have other memory than before.
+            Whether any copy has other weights or parts than before, or weights in other memory.
         """
-        moved = self._outside_changes.run_begins()
-        for replica, duplicate in enumerate(self._copies[1:], start=1):
-            moved |= align(self.module, duplicate, alias=replica in self._groups[0])
+        moved = self.following.begin()
+        moved |= self._outside_changes.run_begins()
+        fresh = self.following.take_fresh()
+        if fresh and not self._workers.alone and not self.shares_weights:
+            self._take_from_chief(fresh)
         return moved
+
+    def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
+        """What was given to the module after mirroring has the chief's numbers too, as all had at mirroring."""
+        agree(self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh])
+        with torch.no_grad():
+            self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
+            for mine, *others in fresh:
+                for other in others:
+                    if other.data_ptr() != mine.data_ptr():
+                        other.copy_(mine)
 
     @property
     def outside_changes(self) -> OutsideChanges:
@@ -352,11 +385,73 @@ class MirroredModule(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._here(), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets it on the current replica's copy; outside on the user's module, which all copies follow."""
+        own = self.__dict__
+        if _MADE not in own:
+            super().__setattr__(name, value)
+            return
+        if name in own or name == "_compiled_call_impl" or isinstance(vars(MirroredModule).get(name), property):
+            object.__setattr__(self, name, value)
+        if name == "training" or name not in own:
+            setattr(self._here(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._here(), name)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers it on the user's module, which all copies follow. Outside replicas only."""
+        self._outside("register_parameter")
+        self._here().register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().add_module(name, module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return operator.getitem(self._as_container(), key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        operator.setitem(self._as_container(), key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        operator.delitem(self._as_container(), key)
+
+    def __len__(self) -> int:
+        return len(self._as_container())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._as_container())
+
+    def __reversed__(self) -> Iterator[Any]:
+        last_first: Iterator[Any] = reversed(self._as_container())
+        return last_first
+
+    def __contains__(self, key: object) -> bool:
+        return bool(key in self._as_container())
+
+    def __bool__(self) -> bool:
+        return bool(self._here())
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._here())})
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError("a mirrored module belongs to its strategy's threads; copy or save its state_dict() instead")
 
     def __repr__(self) -> str:
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
+
+    def _as_container(self) -> Any:
+        """The current copy, which may have items as Sequential has, or says that it has none."""
+        return self._here()
 
     def _here(self) -> nn.Module:
         context = get_replica_context()
@@ -377,6 +472,7 @@ class MirroredModule(nn.Module):
             raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
 
     def _spread(self) -> None:
+        self.following.follow()
         with torch.no_grad():
             weights = [] if self.shares_weights else list(self.module.parameters())
             self._workers.broadcast("loaded weights", [*weights, *self.module.buffers()])
@@ -390,6 +486,8 @@ class MirroredModule(nn.Module):
         self._outside_changes.note()
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        if get_replica_context() is None:
+            self.following.follow()
         return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -75,6 +75,7 @@ class MirroredOptimizer(Optimizer):
         self._make_exchange = make_exchange
         self._holds_sums = False
         self._lost: str = ""
+        self._parameters: list[Sequence[nn.Parameter]] = []
         self._prepare()
 
     @property
@@ -400,8 +401,9 @@ class MirroredOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         guard_groups(self._plain)
-        self._parameters: list[Sequence[nn.Parameter]] = []
-        mirrored = self._find_copies()
+        # Those of a layer that the user has replaced since are no module's any more; a plain optimizer keeps them too.
+        mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
+        found: list[Sequence[nn.Parameter]] = []
         for group in self._plain.param_groups:
             for parameter in group["params"]:
                 copies = mirrored.get(id(parameter))
@@ -411,7 +413,8 @@ class MirroredOptimizer(Optimizer):
                         "mirrored; call strategy.mirror(module) first, keep what it returns, and give the optimizer "
                         "that module's parameters"
                     )
-                self._parameters.append(copies)
+                found.append(copies)
+        self._parameters = found
         exchange = self._make_exchange(self._parameters, self._groups)
         self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
         self._update = LockstepUpdate(

@@ -17,6 +17,7 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
@@ -79,6 +80,7 @@ class MirroredObjects:
         mirrored = self._modules.get(id(module))
         if mirrored is None:
             peers = self._holding.peers(workers)
+            self.follow()
             mirrored = mirror_module(
                 owner,
                 module,
@@ -89,7 +91,7 @@ class MirroredObjects:
                 pipeline=self._holding.pipeline(module),
                 is_part=self._holding.parts,
                 shares_weights=self._holding.shares_weights,
-                known=self._known,
+                peers=self._followings,
             )
             mirrored.optimizers = self.optimizers
             self._made += 1
@@ -177,6 +179,27 @@ class MirroredObjects:
             for module in self.modules:
                 module.outside_changes.run_begins()
 
+    def follow(self) -> None:
+        """Between runs, the same for who asks what all copies have: parts, weights and buffers are alike."""
+        for module in self.modules:
+            if module.following.follow():
+                self._guarded = -1
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """After the run in the block: what replicas have set on their copies is as it should be.
+
+        Raises:
+            UsageError: they have given their copies weights, or parts that the others have not.
+        """
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            for module in self.modules:
+                module.following.end(failed=failed)
+
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.
 
@@ -220,12 +243,12 @@ class MirroredObjects:
         self._looked_at[key] = self._made
         return True
 
-    def _known(self, replica: int) -> dict[int, Any]:
-        """The id of each module, parameter and buffer of the users' modules -> this replica's copy of it."""
-        return {mine: theirs for module in self.modules for mine, theirs in module.twins(replica)}
+    def _followings(self) -> list[Following]:
+        return [module.following for module in self.modules]
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
         """The id of each parameter of a user's module -> its copies, one per replica."""
+        self.follow()
         every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in self.modules)
         return {id(copies[0]): copies for module in every for copies in module}
 

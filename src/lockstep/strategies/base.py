@@ -110,7 +110,12 @@ class Strategy(Executor):
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
         try:
-            with entered(self), looking, self._mirrored.clearing_after_failure(len(self.devices)):
+            with (
+                entered(self),
+                self._mirrored.settled(),
+                looking,
+                self._mirrored.clearing_after_failure(len(self.devices)),
+            ):
                 return merge(self._execute(fn, bodies, rows))
         finally:
             self._mirrored.note()
