@@ -49,9 +49,13 @@ def dropped(parameters: list[nn.Parameter], _: int) -> None:
 
 
 def by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
-    """Of one worker alone: the others have changed nothing, and must exchange again all the same."""
+    """Of one worker alone: the others have changed nothing, and must exchange again all the same.
+
+    Behind the back of what watches the step, which would give each replica the sums.
+    """
     if replica == 3:
-        written_to(parameters, replica)
+        with torch._C.DisableTorchFunction():
+            written_to(parameters, replica)
 
 
 CHANGES: dict[str, Change] = {

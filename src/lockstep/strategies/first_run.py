@@ -70,8 +70,8 @@ class FirstRun:
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
         captured = {name: (value, _state(value)) for name, value in self._captured()}
-        buffers = [_counting_buffers(copy) for module in self._modules for copy in module.copies]
-        before = [buffer.clone() for each in buffers for buffer in each.values()]
+        buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
+        before = [[{name: each.clone() for name, each in copy.items()} for copy in copies] for copies in buffers]
         drawn = _stream_states()
         for module in self._modules:
             module.on_call = self._called
@@ -148,12 +148,10 @@ class FirstRun:
                 f"{len(self._rows)} replicas does; return the value from the step, and change it after strategy.run"
             )
 
-    def _tell_of_buffers(self, before: Sequence[torch.Tensor]) -> None:
-        values = iter(before)
-        for module in self._modules:
+    def _tell_of_buffers(self, before: Sequence[Sequence[dict[str, torch.Tensor]]]) -> None:
+        for module, olds in zip(self._modules, before, strict=True):
             copies = [_counting_buffers(copy) for copy in module.copies]
-            olds = [{name: next(values) for name in buffers} for buffers in copies]
-            for name in copies[0]:
+            for name in sorted(set.intersection(*map(set, (*copies, *olds)))):
                 now, old = [each[name] for each in copies], [each[name] for each in olds]
                 if not self._alike(now, old):
                     how = "averaged" if now[0].is_floating_point() else "replica 0's"
@@ -169,6 +167,8 @@ class FirstRun:
             return True
         if any(not torch.equal(now[0].cpu(), other.cpu()) for other in now[1:]):
             return False
+        if now[0].shape != old[0].shape:
+            return True
         added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
         rows = self._rows[0] or 0
         counts_rows = rows > 1 and bool((added == rows).any())
