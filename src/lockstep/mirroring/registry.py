@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import CodeType
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -17,6 +18,7 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.holding import Holding
+from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
@@ -40,6 +42,7 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._holding = holding
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
+        self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._checked: WeakSet[type | CodeType] = WeakSet()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
@@ -51,6 +54,19 @@ class MirroredObjects:
     def modules(self) -> tuple[MirroredModule, ...]:
         """Those still in use, in the order of mirroring."""
         return tuple(self._modules.values())
+
+    def mirror_metric(
+        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Workers
+    ) -> MirroredMetric:
+        """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
+
+        Raises:
+            UsageError: its value cannot be merged from the replicas'.
+        """
+        mirrored = self._metrics.get(id(metric))
+        if mirrored is None:
+            mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
+        return mirrored
 
     def mirror_module(
         self,
@@ -71,6 +87,7 @@ class MirroredObjects:
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
+        self._mirror_metrics_in(module, partial(self.mirror_metric, owner, devices=devices, workers=workers))
         module = self._holding.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
@@ -94,6 +111,13 @@ class MirroredObjects:
                 "give sync_batchnorm and memory_format when you mirror it first"
             )
         return mirrored
+
+    def _mirror_metrics_in(self, module: nn.Module, mirror: Callable[[nn.Module], MirroredMetric]) -> None:
+        for name, child in module._modules.items():
+            if is_metric(child):
+                module._modules[name] = mirror(child)  # type: ignore[arg-type]
+            elif child is not None:
+                self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
         self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers

@@ -12,6 +12,7 @@ costs 0.3 us more by it.
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 from lockstep.collectives.caller import caller
 from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.errors import UsageError
+from lockstep.mirroring.metric import metric_being_updated
 from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.random import PROCEED, is_random
@@ -50,7 +52,8 @@ _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "
 """Properties through which values, and gradients, flow."""
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
-_SPECIAL = _EMBEDDINGS | {_SET_DATA}
+_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
+_SPECIAL = _EMBEDDINGS | {_SET_DATA, _SET_GRAD_MODE}
 
 
 def _writers() -> frozenset[Any]:
@@ -203,6 +206,8 @@ class StepGuard:
     def _check_special(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _EMBEDDINGS:
             self._check_embedding(args, kwargs)
+        elif func is _SET_GRAD_MODE:
+            self._check_metric()
         elif id(args[0]) in self._known:
             self._refuse_data(args[0])
 
@@ -252,6 +257,16 @@ class StepGuard:
                     "first differs from run to run; leave generator= out, since each replica draws from its own, or "
                     "give each one its own with ls.PerReplica"
                 )
+
+    def _check_metric(self) -> None:
+        metric = metric_being_updated() if "torchmetrics" in sys.modules else None
+        other = None if metric is None or get_replica_context() is None else self._claims.other(metric, self._replica)
+        if other is not None:
+            name = type(metric).__name__
+            raise UsageError(
+                f"{self._both(other)} both update one {name}; call metric = strategy.mirror(metric) "
+                "before strategy.run: each replica then updates its own, and compute() is of all rows"
+            )
 
     def _check_embedding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
