@@ -25,6 +25,7 @@ from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding, WholeModels
+from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
@@ -172,12 +173,12 @@ class Strategy(Executor):
         *,
         sync_batchnorm: bool = False,
         memory_format: MemoryFormat = "auto",
-    ) -> MirroredModule | MirroredOptimizer:
+    ) -> MirroredModule | MirroredMetric | MirroredOptimizer:
         """Gives every replica its copy of a module, or makes an optimizer's step a step of all replicas.
 
         Args:
-            target: a module, which becomes replica 0's copy and is moved to its device in place; or an optimizer over
-                parameters of mirrored modules.
+            target: a module, which becomes replica 0's copy and is moved to its device in place; an optimizer over
+                parameters of mirrored modules; or a torchmetrics metric, whose states are merged (``MirroredMetric``).
             sync_batchnorm: batch norms take their statistics from the whole global batch, as torch.nn.SyncBatchNorm
                 does without being asked.
             memory_format: of a module's weights; "auto" is channels_last where there are 2-d convolutions.
@@ -187,6 +188,10 @@ class Strategy(Executor):
             TypeError: neither a module nor an optimizer.
         """
         self._outside("mirror")
+        if isinstance(target, MirroredMetric):
+            return target
+        if is_metric(target):
+            return self._mirrored.mirror_metric(self, target, self.devices, self.workers)  # type: ignore[arg-type]
         if isinstance(target, nn.Module):
             return self._mirrored.mirror_module(
                 self, target, self.devices, self.workers, sync_batchnorm=sync_batchnorm, memory_format=memory_format
