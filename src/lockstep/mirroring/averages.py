@@ -147,10 +147,14 @@ def weights_digest(module: torch.nn.Module) -> int:
     digest = 0
     with torch.no_grad():
         for parameter in module.parameters():
-            words = _WORDS[parameter.element_size()]
-            bits = parameter.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
-            digest = (digest * 31 + int(bits)) % 2**64
+            digest = (digest * 31 + tensor_digest(parameter)) % 2**64
     return digest
+
+
+def tensor_digest(tensor: torch.Tensor) -> int:
+    """A number that tells different values apart, and costs one pass over a tensor, on its device."""
+    words = _WORDS[tensor.element_size()]
+    return int(tensor.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64))
 
 
 def _mode_of_buffers(module: nn.Module) -> bool | None:

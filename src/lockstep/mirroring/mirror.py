@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,13 +15,17 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.batch_norm import convert_sync_batch_norm
-from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels_last
+from lockstep.mirroring.copies import Copying, home_of, storage_groups, uses_channels_last
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_step import watch_plain_steps
 from lockstep.replicas.gpu import in_memory_of
 
 MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
+
+
+def _nothing(_: int) -> Mapping[int, Any]:
+    return {}
 
 
 def mirror_module(
@@ -35,6 +39,7 @@ def mirror_module(
     pipeline: Pipelined | None = None,
     is_part: bool = False,
     shares_weights: bool = False,
+    known: Callable[[int], Mapping[int, Any]] = _nothing,
 ) -> MirroredModule:
     """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
 
@@ -48,12 +53,15 @@ def mirror_module(
         pipeline: how a step passes through the module, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` has a share of the weights, its own.
+        known: per replica, the ids of modules, parameters and buffers that are mirrored already -> its copies of them,
+            so that modules that share a layer go on sharing it.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
         ConfigError: no such memory format; a module on the meta device.
         ClusterError: another worker has another module.
     """
+    _refuse_mirrored_parts(module)
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
@@ -72,13 +80,7 @@ def mirror_module(
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
     watch_plain_steps()
     groups = storage_groups(devices)
-    source = {member: group[0] for group in groups for member in group}
-    copies: list[nn.Module] = [module]
-    for replica, device in enumerate(devices[1:], start=1):
-        leader = source[replica]
-        alias = leader != replica
-        with in_memory_of(device):
-            copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
+    copies = _copies(module, devices, groups, known)
     return MirroredModule(
         owner,
         copies,
@@ -89,6 +91,39 @@ def mirror_module(
         shares_weights=shares_weights,
         sync_batchnorm=sync_batchnorm,
     )
+
+
+def _copies(
+    module: nn.Module,
+    devices: Sequence[LogicalDevice],
+    groups: Sequence[Sequence[int]],
+    known: Callable[[int], Mapping[int, Any]],
+) -> list[nn.Module]:
+    source = {member: group[0] for group in groups for member in group}
+    copyings: dict[int, Copying] = {}
+    copies = [module]
+    for replica, device in enumerate(devices[1:], start=1):
+        leader = source[replica]
+        copying = copyings[replica] = Copying(
+            home_of(module),
+            device.torch_device,
+            alias=leader != replica,
+            leader=copyings.get(leader),
+            known=known(replica),
+        )
+        with in_memory_of(device):
+            copies.append(copying.of(module, type(module).__name__))
+    return copies
+
+
+def _refuse_mirrored_parts(module: nn.Module) -> None:
+    children = (child for part in module.modules() for child in part._modules.items())
+    for name, part in children:
+        if isinstance(part, MirroredModule):
+            raise UsageError(
+                f"{type(module).__name__} has a mirrored module in it, as {name!r}; put the plain module there "
+                "(mirrored.module), of which each replica has one copy, however many mirrored modules it is in"
+            )
 
 
 def signature(module: nn.Module) -> list[str]:

@@ -91,6 +91,13 @@ class MirroredModule(nn.Module):
         """One copy per local replica."""
         return self._copies
 
+    def twins(self, replica: int) -> Iterator[tuple[int, nn.Module | torch.Tensor]]:
+        """The id of each part, parameter and buffer of the user's module, and a local replica's copy of it."""
+        mine, theirs = self._copies[0], self._copies[replica]
+        yield from zip(map(id, mine.modules()), theirs.modules(), strict=True)
+        yield from zip(map(id, mine.parameters()), theirs.parameters(), strict=True)
+        yield from zip(map(id, mine.buffers()), theirs.buffers(), strict=True)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside a replica, replica 0's."""
         here, context = self._here(), get_replica_context()
@@ -294,8 +301,10 @@ class MirroredModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, inside a replica of its copy, outside of all."""
-        for duplicate in self._copies if get_replica_context() is None else [self._here()]:
-            duplicate.zero_grad(set_to_none)
+        # What looks at a step's calls would take the look at a ".grad" for the step's own, and wait for all replicas.
+        with torch._C.DisableTorchFunction():
+            for duplicate in self._copies if get_replica_context() is None else [self._here()]:
+                duplicate.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> MirroredModule:
         """Applies ``fn`` to the user's module and its children, then gives all copies the same weights."""

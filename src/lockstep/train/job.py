@@ -11,7 +11,7 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile_config import CompileConfig
-from lockstep.train.optimizing import OptimizerLike, SchedulerLike, make_optimizer, make_scheduler
+from lockstep.train.optimizing import OptimizerLike, SchedulerLike, check_trained, make_optimizer, make_scheduler
 from lockstep.train.precision import Precision
 
 
@@ -58,4 +58,5 @@ def make_job(
     made = make_optimizer(optimizer, module.module)
     stepped = make_scheduler(scheduler, made)
     mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
+    check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
     return Job(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.module import MirroredModule
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
@@ -51,6 +52,34 @@ def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer
         )
     _check_optimizer(made, optimizer)
     return made
+
+
+def check_trained(
+    optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, mirrored: Sequence[MirroredModule]
+) -> None:
+    """Finds an optimizer of another network, as a notebook's cell leaves that is run again.
+
+    Args:
+        optimizer: over parameters of mirrored modules.
+        module: that is trained, and called in every step.
+        loss: called there too; may be a mirrored module itself, with parameters of its own.
+        mirrored: all modules of the strategy.
+
+    Raises:
+        UsageError: the optimizer holds parameters of another module than these.
+    """
+    trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
+    own = {id(parameter) for each in trained for parameter in each.parameters()}
+    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+    if not others:
+        return
+    owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
+    kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
+    raise UsageError(
+        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of shape "
+        f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
+        "compile a function of them that makes one"
+    )
 
 
 def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -56,7 +56,7 @@ class Precision:
         if not self._needs_scaler:
             return None
         if self._scale is None:
-            context.merge_call(lambda counts: self._begin(context, counts), (count,))
+            context.merge_call(lambda _strategy, counts: self._begin(context, counts), (count,))
         return self._scale
 
     @property
