@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
@@ -160,6 +160,14 @@ def _checked(dataset: Any) -> Iterable[Any]:
         raise DataError(
             f"received a {type(dataset).__name__}, expected an iterable of global batches; "
             "give a DataLoader, or a list of batches"
+        )
+    # Its items are rows: batches are what a DataLoader makes of them. Data sets that are no torch.utils.data.Dataset,
+    # as Hugging Face's, may have batches as items.
+    if isinstance(dataset, Dataset) and not isinstance(dataset, Iterable):
+        kind = type(dataset).__name__
+        raise DataError(
+            f"received a {kind}, whose items are rows, expected an iterable of global batches; give a DataLoader of "
+            f"it, such as DataLoader(dataset, batch_size=64), or batch_size=None where the items of {kind} are batches"
         )
     if not isinstance(dataset, (_Indexed, Iterable)):
         raise DataError(

@@ -12,6 +12,7 @@ costs 0.3 us more by it.
 from __future__ import annotations
 
 import builtins
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.collectives.caller import caller
+from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
 from lockstep.mirroring.averages import tensor_digest
+from lockstep.mirroring.metric import metric_being_updated
 from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.random import PROCEED, is_random
@@ -55,7 +58,8 @@ _SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
 _PLAIN = (int, float, complex, str, tuple, type(None))
-_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD}
+_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
+_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE}
 
 
 def _writers() -> frozenset[Any]:
@@ -110,8 +114,10 @@ class Ownership:
         self.known: dict[int, _Known] = {}
         self.weights: dict[int, list[ref[nn.Parameter]]] = {}
         self.foreign: list[set[int]] = [set() for _ in range(replicas)]
+        self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
             name_of, divided = type(module.module).__name__, module.is_part or module.shares_weights
+            self.divided |= divided
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
                     self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of, divided)
@@ -239,6 +245,9 @@ class StepGuard:
         if func in _EMBEDDINGS:
             self._check_embedding(args, kwargs)
             return
+        if func is _SET_GRAD_MODE:
+            self._check_metric()
+            return
         parameter, context = args[0], get_replica_context()
         known = self._known.get(id(parameter))
         if context is None or known is None or known.replica != self._replica or not known.is_of(parameter):
@@ -272,7 +281,7 @@ class StepGuard:
         known = self._known.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             self._check_foreign(func, tensor, known)
-        elif tensor.requires_grad and torch.is_grad_enabled():
+        elif tensor.requires_grad and torch.is_grad_enabled() and not self._ownership.divided:
             self._check_unmirrored(tensor)
 
     def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, known: _Known) -> None:
@@ -307,6 +316,16 @@ class StepGuard:
                     "give each one its own with ls.PerReplica"
                 )
 
+    def _check_metric(self) -> None:
+        metric = metric_being_updated() if "torchmetrics" in sys.modules else None
+        other = None if metric is None or get_replica_context() is None else self._claims.other(metric, self._replica)
+        if other is not None:
+            name = type(metric).__name__
+            raise UsageError(
+                f"{self._both(other)} both update one {name}; call metric = strategy.mirror(metric) "
+                "before strategy.run: each replica then updates its own, and compute() is of all rows"
+            )
+
     def _check_embedding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
         if isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and get_replica_context() is not None:
@@ -331,7 +350,8 @@ class StepGuard:
         if any(self._ownership.weight_of(each) for each in tensors):
             if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
                 return PROCEED  # which torch refuses
-            write = _Write(func, args if call is None else call, kwargs, tensors)
+            read, named = as_read((args if call is None else call, kwargs))  # variables have other values there
+            write = _Write(func, read, named, tensors)
             name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
             context.meet(name, write, partial(_write_once, context.workers, self._ownership))
             return target

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep.checkpoint.kinds import check_kind
 from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.callbacks.given_path import given_path
 
 
 class CSVLogger(Callback):
@@ -22,6 +24,9 @@ class CSVLogger(Callback):
         separator: between the fields.
         append: go on in an existing file instead of writing it anew, as a training that is resumed should.
 
+    Raises:
+        ConfigError: ``filename`` is empty.
+
     Example:
         >>> callback = CSVLogger("log.csv")
     """
@@ -30,7 +35,7 @@ class CSVLogger(Callback):
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         super().__init__()
-        self.filename = Path(filename)
+        self.filename = Path(given_path(filename, "CSVLogger(filename)"))
         self.separator = separator
         self.append = append
         self._file: TextIO | None = None
@@ -60,6 +65,7 @@ class CSVLogger(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cuts off, with ``append``, the lines of epochs that are trained once more."""
+        check_kind(state, {"bytes": int} if state else dict, "CSVLogger")
         if self.append and self._file is not None and self._file.tell() > state["bytes"]:
             self._file.truncate(state["bytes"])
             self._columns = self._existing_columns()

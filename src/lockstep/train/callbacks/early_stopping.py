@@ -7,17 +7,26 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.checkpoint.kinds import check_kind
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.callbacks.monitor import Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
+
+_SAVED: Any = {
+    "weights": dict[str, Tensor] | None,
+    "best": float | None,
+    "wait": int,
+    "stopped_epoch": int,
+    "best_epoch": int,
+}
 
 
 class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` epochs. Arguments as in Keras.
 
     Args:
-        monitor: a name of the logs.
+        monitor: a name of the logs; a name that they lack is an error at the end of the first epoch.
         min_delta: a smaller change is no improvement.
         patience: epochs without improvement after which training stops.
         verbose: 1 writes a line when it stops or restores.
@@ -69,10 +78,14 @@ class EarlyStopping(Callback):
         self._watch.begin(self.model.metrics)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Looks at the epoch's number, and stops training when patience is at its end."""
+        """Looks at the epoch's number, and stops training when patience is at its end.
+
+        Raises:
+            ConfigError: the logs lack the number; or "auto" cannot tell which direction is better.
+        """
         if epoch < self.start_from_epoch:
             return
-        value = self._watch.read(logs)
+        value = self._watch.require(logs, validated=bool(self.params.get("validated")))
         if value is None:
             return
         self.wait += 1
@@ -102,6 +115,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on waiting where ``state_dict`` was taken."""
+        check_kind(state, _SAVED, "EarlyStopping")
         self._best_weights = state["weights"]
         self.best, self.wait = state["best"], state["wait"]
         self.stopped_epoch, self.best_epoch = state["stopped_epoch"], state["best_epoch"]
