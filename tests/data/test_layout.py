@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
+from lockstep.collectives.per_replica import select
+from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
+from lockstep.data.distributed import DistributedDataset
 from lockstep.data.layout import BatchLayout
 from lockstep.data.shards import per_replica_batch, split_batch
 from lockstep.errors import ConfigError, DataError
@@ -306,3 +310,40 @@ def test_a_list_of_arrays_is_one_of_rows_too():
 def test_a_mistake_is_no_list_of_rows(batch: Any):
     with pytest.raises(DataError):
         per_replica_batch(batch, 2)
+
+
+def shards_of(workers: Workers, make: Callable[[Workers], Iterable[Any]], devices: Any, **named: Any) -> list[Any]:
+    own = devices[: workers.replicas[workers.index]]
+    data = DistributedDataset(make(workers), own, workers=workers, **named)
+    return [[select(batch, replica, len(own)) for replica in range(len(own))] for batch in data]
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [*((name, False) for name in COLLATES), *((name, True) for name in COLLATES if name != "a list of lists")],
+)
+def test_several_workers_cut_lists_as_one_does(split_cpu, run_workers, name: str, whole: bool):
+    def make(_: Workers) -> Iterable[Any]:
+        loader = DataLoader(Detection(), batch_size=4, collate_fn=COLLATES[name])
+        return list(loader) if whole else loader
+
+    lists = "rows" if whole else "auto"  # a list of batches says nothing of its rows
+    found = run_workers((1, 2), partial(shards_of, lists=lists), make, split_cpu(2))
+    batches = list(make(OneWorker(1)))
+    for number, batch in enumerate(batches):
+        parts = [shard for of_worker in found for shard in of_worker[number]]
+        assert [row for part in parts for row in rows_of(name, part)] == rows_of(name, batch)
+        assert [len(rows_of(name, part)) for part in parts] == ([2, 1, 1] if number == 0 else [1, 1, 1])
+
+
+def test_a_worker_without_data_gets_empty_lists(split_cpu, run_workers):
+    def make(workers: Workers) -> Iterable[Any]:
+        return [(images(3, 4), ("a", "b", "c"), torch.ones(3, 1))][workers.index :]
+
+    found = run_workers((2, 2), partial(shards_of, shard="off", lists="rows"), make, split_cpu(2))
+    assert [[[len(each) for each in shard] for shard in of_worker[0]] for of_worker in found] == [
+        [[2, 2, 2], [1, 1, 1]],
+        [[0, 0, 0], [0, 0, 0]],
+    ]
+    assert isinstance(found[1][0][0][0], list)
+    assert isinstance(found[1][0][0][1], tuple)
