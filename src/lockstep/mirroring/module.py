@@ -69,6 +69,7 @@ class MirroredModule(nn.Module):
         sync_batchnorm: whether statistics of a batch have to be those of the global batch.
 
     Attributes:
+        on_call: told of each call in a replica, with its arguments; None tells nobody.
         optimizers: the mirrored optimizers of the strategy.
     """
 
@@ -104,6 +105,7 @@ class MirroredModule(nn.Module):
         self.optimizers: Iterable[HoldsBack] = ()
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
+        self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
         self.__dict__[_MADE] = True
 
     @property
@@ -121,6 +123,8 @@ class MirroredModule(nn.Module):
         here, context = self._here(), get_replica_context()
         if context is None:
             return here(*args, **kwargs)
+        if self.on_call is not None:
+            self.on_call(self, args, kwargs)
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
         guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
         if context.local_replica in self._unchecked and here.training and not alone:

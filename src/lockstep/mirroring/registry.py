@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
 from lockstep.mirroring.param_groups import guard_groups
-from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
@@ -44,7 +43,8 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._holding = holding
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
-        self._checked: WeakSet[type | CodeType] = WeakSet()
+        self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
+        self._made = 0  # modules so far
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
@@ -94,6 +94,7 @@ class MirroredObjects:
                 peers=self._followings,
             )
             mirrored.optimizers = self.optimizers
+            self._made += 1
             self._modules[id(mirrored.module)] = mirrored
             self._guarded = -1
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
@@ -215,14 +216,16 @@ class MirroredObjects:
                 optimizer.run_failed(marks)
             raise
 
-    def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
-        """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""
+    def is_first_run(self, fn: Callable[..., Any]) -> bool:
+        """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
+        while isinstance(fn, partial):
+            fn = fn.func
         key = code_of(fn)
-        # The check is a hook on all modules, which torch.compile would take for a part of the compiled one.
-        if key in self._checked or any(module.is_compiled for module in self.modules):
-            return nullcontext()
-        self._checked.add(key)
-        return refusing_plain_calls(self.modules)
+        # Looking takes hooks, which torch.compile would take for a part of the compiled module.
+        if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
+            return False
+        self._looked_at[key] = self._made
+        return True
 
     def _followings(self) -> list[Following]:
         return [module.following for module in self.modules]

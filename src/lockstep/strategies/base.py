@@ -7,7 +7,7 @@ MirroredStrategy, MultiWorkerMirroredStrategy and the default strategy are the i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -35,6 +35,7 @@ from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
 from lockstep.strategies.executor import Executor
+from lockstep.strategies.first_run import FirstRun
 from lockstep.strategies.scope import Scope, entered
 
 R = TypeVar("R")
@@ -101,13 +102,15 @@ class Strategy(Executor):
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [told_of_no_rows(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
-        with (
-            entered(self),
-            self._mirrored.settled(),
-            self._mirrored.first_run_checked(fn),
-            self._mirrored.clearing_after_failure(len(self.devices)),
-        ):
-            return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
+        rows = [_rows(view) for view in views]
+        looking: AbstractContextManager[None] = nullcontext()
+        if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
+            given = tree_leaves((args, kwargs))
+            distributed = any(isinstance(leaf, PerReplica) for leaf in given)
+            first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
+            bodies, looking = [first.body(body) for body in bodies], first.looked_at()
+        with entered(self), looking, self._mirrored.settled(), self._mirrored.clearing_after_failure(len(self.devices)):
+            return merge(self._execute(fn, bodies, rows))
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces per-replica values to one.
