@@ -70,8 +70,7 @@ class FirstRun:
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
         captured = {name: (value, _state(value)) for name, value in self._captured()}
-        buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
-        before = [[{name: each.clone() for name, each in copy.items()} for copy in copies] for copies in buffers]
+        before = [[_values(_counting_buffers(copy)) for copy in module.copies] for module in self._modules]
         drawn = _stream_states()
         for module in self._modules:
             module.on_call = self._called
@@ -151,7 +150,7 @@ class FirstRun:
     def _tell_of_buffers(self, before: Sequence[Sequence[dict[str, torch.Tensor]]]) -> None:
         for module, olds in zip(self._modules, before, strict=True):
             copies = [_counting_buffers(copy) for copy in module.copies]
-            for name in sorted(set.intersection(*map(set, (*copies, *olds)))):
+            for name in [name for name in copies[0] if all(name in each for each in (*copies, *olds))]:
                 now, old = [each[name] for each in copies], [each[name] for each in olds]
                 if not self._alike(now, old):
                     how = "averaged" if now[0].is_floating_point() else "replica 0's"
@@ -247,6 +246,10 @@ def _counting_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module by name, but those of norms, whose statistics are known."""
     known = {id(buffer) for part in module.modules() if isinstance(part, _NormBase) for buffer in part.buffers()}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in known}
+
+
+def _values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _same_objects(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
