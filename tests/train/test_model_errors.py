@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import CallbackError, ConfigError, DataError, NonFiniteLossError, UsageError
@@ -193,3 +194,112 @@ def test_a_metric_that_raises_is_named(make_strategy: MakeStrategy, batches: Bat
         model.fit(batches, verbose=0)
 
     assert "metric 'share', updated with (outputs, targets)" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_an_optimizer_of_another_network_is_refused(make_strategy: MakeStrategy, batches: Batches, as_function: bool):
+    """As a notebook's cell leaves it that makes the network anew: the old optimizer's network is mirrored still."""
+    with make_strategy(2).scope():
+        first = Model(nn.Linear(3, 1))
+        old = torch.optim.SGD(first.module.parameters(), 0.1)
+        first.compile(optimizer=old, loss=nn.functional.mse_loss)
+        second = Model(nn.Sequential(nn.Linear(3, 1)))
+        for optimizer in (old, first.optimizer):
+            with pytest.raises(UsageError, match=r"2 parameters that are not the model's.*'weight'.*another Linear"):
+                second.compile(optimizer=(lambda _, own=optimizer: own) if as_function else optimizer, loss=torch.sub)
+
+
+def test_an_optimizer_with_parameters_of_another_network_beside_its_own_is_refused(make_strategy: MakeStrategy):
+    backbone = nn.Linear(3, 4)
+    with make_strategy(2).scope():
+        first = Model(nn.Sequential(backbone, nn.Linear(4, 1)))
+        old = torch.optim.SGD(first.module.parameters(), 0.1)
+        second = Model(nn.Sequential(backbone, nn.Linear(4, 1)))
+        with pytest.raises(UsageError, match=r"2 parameters.*'1\.weight' of shape \(1, 4\)"):
+            second.compile(optimizer=old, loss=nn.functional.mse_loss)
+
+
+def test_an_optimizer_over_a_part_of_the_network_trains_that(make_strategy: MakeStrategy, batches: Batches):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    plain = copy.deepcopy(module)
+    with make_strategy(2).scope():
+        model = Model(module)
+        model.compile(optimizer=torch.optim.SGD(module[1].parameters(), 0.05), loss=nn.functional.mse_loss)
+    model.fit(batches, verbose=0)
+    optimizer = torch.optim.SGD(plain[1].parameters(), 0.05)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(x), y).backward()
+        optimizer.step()
+
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+class OwnLoss:
+    def compute_loss(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["train_step", "test_step", "predict_step", "compute_loss", "forward"])
+def test_steps_in_a_subclass_are_refused_when_it_is_defined(name: str):
+    with pytest.raises(UsageError, match=f"class Distiller defines {name}"):
+        type("Distiller", (Model,), {name: lambda self, batch: None})
+
+
+def test_steps_of_a_mixin_or_set_on_an_object_are_refused_too(model: Model):
+    with pytest.raises(UsageError, match=r"class Mixed defines compute_loss.*strategy\.run"):
+        type("Mixed", (OwnLoss, Model), {})
+    with pytest.raises(UsageError, match="train_step"):
+        model.train_step = lambda batch: None  # type: ignore[attr-defined]
+
+
+def test_a_subclass_with_other_methods_trains(make_strategy: MakeStrategy, batches: Batches):
+    class Named(Model):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module)
+            self.name = "mine"
+
+        def last_loss(self) -> float:
+            return self.history.history["loss"][-1]
+
+    with make_strategy(2).scope():
+        model = Named(nn.Linear(3, 1))
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.functional.mse_loss)
+    model.fit(batches, verbose=0)
+
+    assert model.last_loss() > 0
+
+
+ROWS = TensorDataset(torch.zeros(8, 3), torch.zeros(8, 1))
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return ROWS[row]
+
+
+class Batches8(Rows):
+    """Says how it is iterated, so its batches are its own."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield ROWS[0:8]
+
+
+@pytest.mark.parametrize("data", [ROWS, Subset(ROWS, [0, 1]), ConcatDataset([ROWS, ROWS]), Rows()])
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_a_dataset_of_rows_is_refused_with_the_loader_that_makes_batches(model: Model, call: str, data: Any):
+    with pytest.raises(DataError, match=f"{type(data).__name__}.*DataLoader"):
+        getattr(model, call)(data, verbose=0)
+    with pytest.raises(DataError, match=f"{type(data).__name__}.*DataLoader"):
+        model.strategy.distribute_dataset(data)
+    with pytest.raises(DataError, match="DataLoader"):
+        model.fit([ROWS[0:8]], validation_data=data, verbose=0)
+
+
+@pytest.mark.parametrize("data", [[ROWS[0:8]], DataLoader(ROWS, 4), DataLoader(Rows(), 4), Batches8()])
+def test_what_gives_batches_is_taken(model: Model, data: Any):
+    assert model.fit(data, verbose=0).epoch == [0]

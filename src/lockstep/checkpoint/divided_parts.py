@@ -47,6 +47,7 @@ class DividedModulePart(Part):
 
     def state(self) -> PartState:
         """What this worker holds of the weights; buffers are averaged in it, and each worker's own beside it."""
+        self._module.exchange_buffers()
         averages = dict(self._module.named_buffers())
         regions = self._part.regions()
         tensors = {name: averages.get(name, tensor) for name, tensor in self._part.own_tensors().items()}

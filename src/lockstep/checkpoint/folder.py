@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.checkpoint.record import (
@@ -19,6 +19,7 @@ from lockstep.checkpoint.record import (
     new_checkpoint,
     read_checkpoint,
     read_record,
+    run_of,
     write_checkpoint,
 )
 from lockstep.checkpoint.whole_folder import clear_leftovers, original_name, remove_folder, replaced_folders
@@ -126,15 +127,15 @@ class CheckpointFolder:
         for path, _ in later:
             self.remove(path)
 
-    def prune(self, keep: int | None, step: int, best: Path | None) -> None:
-        """Removes all checkpoints up to ``step`` but the last ``keep`` of them and the best.
+    def prune(self, keep: int | None, step: int, best: Path | None, *, run: str | None = None) -> None:
+        """Removes all checkpoints up to ``step`` but the last ``keep`` and the best; those of ``run`` alone, if given.
 
         Raises:
             CheckpointError: one cannot be removed.
         """
         if keep is None:
             return
-        earlier = [path for number, path in self._by_step() if number <= step]
+        earlier = [path for number, path in self._by_step() if number <= step and run in (None, run_of(path))]
         for path in earlier[: max(0, len(earlier) - keep)]:
             if path != best:
                 self.remove(path)
@@ -161,11 +162,22 @@ class CheckpointFolder:
 
     def remove_all(self) -> None:
         """Removes all checkpoints, what killed writers left, and the folder if nothing else is in it."""
-        for path in self.paths():
+        self._remove(self.paths())
+        self.remove_if_empty()
+
+    def remove_run(self, run: str) -> None:
+        """Removes the checkpoints of one run, and what killed writers left."""
+        self._remove([path for path in self.paths() if run_of(path) == run])
+
+    def remove_if_empty(self) -> None:
+        """Removes the folder if nothing is in it."""
+        with suppress(OSError):  # something is in it, it is gone already, or it is the working directory
+            self.path.rmdir()
+
+    def _remove(self, paths: list[Path]) -> None:
+        for path in paths:
             self.remove(path)
         self._clear()
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            self.path.rmdir()
 
     def _by_step(self) -> list[tuple[int, Path]]:
         try:

@@ -166,6 +166,21 @@ class CheckpointManager:
         self.wait()
         on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
 
+    def remove_own(self, *, with_folder: bool) -> None:
+        """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
+
+        Args:
+            with_folder: the folder too, if it is empty then.
+        """
+
+        def remove() -> None:
+            self._folder.remove_run(self.run)
+            if with_folder:
+                self._folder.remove_if_empty()
+
+        self.wait()
+        on_chief(self._checkpoint.workers, "checkpoints removed", remove)
+
     def __enter__(self) -> Self:
         return self
 
@@ -204,4 +219,4 @@ class CheckpointManager:
 
     def _prune(self, step: int) -> None:
         best = None if self._best is None else self._folder.best(maximise=self._best == "max")
-        self._folder.prune(self._keep, step, best)
+        self._folder.prune(self._keep, step, best, run=self.run)

@@ -24,6 +24,7 @@ class ModulePart(Part):
 
     def state(self) -> PartState:
         """The weights with averaged buffers, and the buffers of each copy, those that no state_dict has included."""
+        self._module.exchange_buffers()
         state = self._module.state_dict()
         return PartState(
             shared={key: value for key, value in state.items() if not isinstance(value, torch.Tensor)},

@@ -110,6 +110,19 @@ def read_record(path: Path) -> Record:
     return _record(_read_document(path))
 
 
+def run_of(path: Path) -> str | None:
+    """The run that the folder ``path`` names as its own, also where files of it are damaged; None where none is named.
+
+    It tells a run's own checkpoints from all else that may have such a name.
+    """
+    try:
+        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    run = document.get("run") if isinstance(document, dict) and document.get("format") == FORMAT else None
+    return run if isinstance(run, str) else None
+
+
 def weights_of(path: Path) -> dict[str, str]:
     """By name the files or folders, in the checkpoint ``path``, that have modules' weights.
 

@@ -1,7 +1,8 @@
 """Distributed datasets: any iterable of batches, seen as structures with one value per replica, on its device.
 
 ``DistributedDataset`` divides global batches; ``PerReplicaDataset`` takes batches that a function made per replica.
-Both can be iterated many times, and both read ahead. What the data is, and its order, stay the source's business.
+Both can be iterated many times, and read ahead where that changes nothing. What the data is, and its order, stay the
+source's business.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
@@ -20,15 +21,16 @@ from lockstep.data.iterated import Distributed
 from lockstep.data.meeting import Alone, Meeting, OwnBatches, SameBatches
 from lockstep.data.own_rows import OwnRows
 from lockstep.data.passes import Passes
+from lockstep.data.prefetch import DEPTH, checked_depth
 from lockstep.data.readers import CutBatches, LocalBatches, Reader, Rounds
-from lockstep.data.skipping import loads_by_index
+from lockstep.data.skipping import loads_by_index, read_ahead_unasked
 from lockstep.errors import ConfigError, DataError
 
 Shard = Literal["batch", "file", "off"]
 
 
 class DistributedDataset(Distributed):
-    """Global batches, each divided among the replicas: ceil(rows / replicas) each until none are left.
+    """Global batches, each divided among the replicas: shard sizes differ by at most one, the larger ones first.
 
     Args:
         dataset: any iterable of global batches: a DataLoader, a list, a Hugging Face dataset in torch format whose
@@ -39,11 +41,15 @@ class DistributedDataset(Distributed):
             being on all workers. "file": the data is divided by ``dataset.shard(num_shards=, index=)`` first. "off":
             all that its own dataset gives. With "file" and "off" a batch is divided among the worker's own replicas,
             and workers whose data has ended give empty batches until the last one has ended.
-        prefetch: how many batches to read ahead; 0 reads in the caller's thread.
+        prefetch: how many batches to read ahead in a thread; 0 reads each one when it is asked for, in the caller's
+            thread. None is 2 for a DataLoader, a list and a Hugging Face dataset, and 0 for what may look at the
+            training's state, such as a replay buffer: a generator, an iterable or a sampler of your own, and a
+            DataLoader without processes over an ``IterableDataset`` of your own. A map-style dataset that looks at it
+            needs ``prefetch=0``, since it would see a state up to two steps old.
 
     Raises:
         DataError: what is no iterable of batches, or cannot be divided so.
-        ConfigError: ``shard`` is unknown.
+        ConfigError: ``shard`` is unknown, or ``prefetch`` is no number of batches.
 
     Example:
         >>> import lockstep as ls, torch
@@ -59,14 +65,14 @@ class DistributedDataset(Distributed):
         *,
         workers: Workers | None = None,
         shard: Shard = "batch",
-        prefetch: int = 2,
+        prefetch: int | None = None,
     ) -> None:
         if shard not in get_args(Shard):
             raise ConfigError(f'shard={shard!r} is unknown; choose "batch", "file" or "off"')
         workers = workers or OneWorker(len(devices))
         source = _checked(dataset)
         reader = _shared_reader(source, workers) if shard == "batch" else _own_reader(source, workers, shard)
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=_depth(reader, prefetch)))
 
 
 class PerReplicaDataset(Distributed):
@@ -79,7 +85,7 @@ class PerReplicaDataset(Distributed):
         fn: called once, with this worker's ``InputContext``; returns an iterable of per-replica batches for it.
         devices: the local replicas' devices, in replica order.
         workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
-        prefetch: how many rounds to read ahead; 0 reads in the caller's thread.
+        prefetch: how many rounds to read ahead; None and 0 as in ``DistributedDataset``.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class PerReplicaDataset(Distributed):
         devices: Sequence[LogicalDevice],
         *,
         workers: Workers | None = None,
-        prefetch: int = 2,
+        prefetch: int | None = None,
     ) -> None:
         workers = workers or OneWorker(len(devices))
         context = InputContext(
@@ -97,7 +103,7 @@ class PerReplicaDataset(Distributed):
             num_replicas_in_sync=workers.num_replicas,
         )
         reader = Rounds(_checked(fn(context)), len(devices))
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=_depth(reader, prefetch)))
 
 
 def _shared_reader(dataset: Iterable[Any], workers: Workers) -> Reader:
@@ -114,6 +120,12 @@ def _shared_reader(dataset: Iterable[Any], workers: Workers) -> Reader:
 def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard) -> Reader:
     own = own_files(dataset, workers) if shard == "file" else dataset
     return LocalBatches(own, workers.replicas[workers.index])
+
+
+def _depth(reader: Reader, prefetch: int | None) -> int:
+    if prefetch is None:
+        return DEPTH if read_ahead_unasked(reader.dataset) else 0
+    return checked_depth(prefetch)
 
 
 def _meeting(reader: Reader, workers: Workers) -> Meeting:
@@ -134,6 +146,14 @@ def _checked(dataset: Any) -> Iterable[Any]:
         raise DataError(
             f"received a {type(dataset).__name__}, expected an iterable of global batches; "
             "give a DataLoader, or a list of batches"
+        )
+    # Its items are rows: batches are what a DataLoader makes of them. Data sets that are no torch.utils.data.Dataset,
+    # as Hugging Face's, may have batches as items.
+    if isinstance(dataset, Dataset) and not isinstance(dataset, Iterable):
+        kind = type(dataset).__name__
+        raise DataError(
+            f"received a {kind}, whose items are rows, expected an iterable of global batches; give a DataLoader of "
+            f"it, such as DataLoader(dataset, batch_size=64), or batch_size=None where the items of {kind} are batches"
         )
     if not isinstance(dataset, (_Indexed, Iterable)):
         raise DataError(

@@ -1,8 +1,9 @@
 """A global batch divided into shards: pure functions, and views of the batch's own memory wherever it is a tensor's.
 
-    8 rows, 3 replicas -> 3, 3, 2      4 rows, 3 replicas -> 2, 2, 0      (ceil(rows / replicas) until none are left)
+    8 rows, 3 replicas -> 3, 3, 2      4 rows, 3 replicas -> 2, 1, 1      2 rows, 3 replicas -> 1, 1, 0
 
-The first replicas are full, the last short or empty; no row is dropped, padded or doubled.
+Sizes differ by at most one and the larger shards come first, so that only a batch with fewer rows than replicas leaves
+a shard empty. No row is dropped, padded or doubled.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,14 +27,14 @@ _MOST_LEAVES_SHOWN = 8
 
 
 def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
-    """How many of ``rows`` rows each replica gets.
+    """How many of ``rows`` rows each replica gets: balanced, the larger shards first.
 
     Example:
-        >>> shard_sizes(4, 3)
-        (2, 2, 0)
+        >>> shard_sizes(9, 4)
+        (3, 2, 2, 2)
     """
-    full = -(-rows // num_replicas)
-    return tuple(min(full, max(0, rows - replica * full)) for replica in range(num_replicas))
+    rows_each, larger = divmod(rows, num_replicas)
+    return tuple(rows_each + (replica < larger) for replica in range(num_replicas))
 
 
 def batch_rows(batch: Any) -> int:
@@ -87,7 +89,7 @@ def local_cut(rows: int, workers: Workers) -> LocalCut:
     Example:
         >>> from lockstep.collectives.workers import OneWorker
         >>> local_cut(4, OneWorker(3))
-        LocalCut(start=0, sizes=(2, 2, 0))
+        LocalCut(start=0, sizes=(2, 1, 1))
     """
     sizes, first = shard_sizes(rows, workers.num_replicas), workers.first_replica
     return LocalCut(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
@@ -150,7 +152,13 @@ def has_rows(leaf: Any) -> bool:
 
 
 def _divide(leaf: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    return leaf.split(sizes) if has_rows(leaf) else (leaf,) * len(sizes)
+    if not has_rows(leaf):
+        return (leaf,) * len(sizes)
+    starts = accumulate(sizes, initial=0)
+    shards = (leaf.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False))
+    # A step may change its shard in place. Views would hand that to autograd as a change of the whole batch, and count
+    # it as a change of what the other replicas have kept for their backward passes.
+    return tuple(shards) if leaf.requires_grad else tuple(shard.data for shard in shards)
 
 
 def _narrowed(leaf: Any, part: LocalCut) -> Any:

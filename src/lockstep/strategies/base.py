@@ -7,7 +7,7 @@ MirroredStrategy, MultiWorkerMirroredStrategy and the default strategy are the i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -21,6 +21,7 @@ from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
+from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding, WholeModels
@@ -35,6 +36,7 @@ from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
 from lockstep.strategies.executor import Executor
+from lockstep.strategies.first_run import FirstRun
 from lockstep.strategies.scope import Scope, entered
 
 R = TypeVar("R")
@@ -95,15 +97,27 @@ class Strategy(Executor):
             )
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
-        if len(self.devices) > 1:
+        if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
             self._guard_steps(self._mirrored.guards(len(self.devices)))
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [partial(fn, *positional, **named) for positional, named in views]
+        bodies = [told_of_no_rows(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
+        rows = [_rows(view) for view in views]
+        looking: AbstractContextManager[None] = nullcontext()
+        if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
+            given = tree_leaves((args, kwargs))
+            distributed = any(isinstance(leaf, PerReplica) for leaf in given)
+            first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
+            bodies, looking = [first.body(body) for body in bodies], first.looked_at()
         try:
-            with entered(self), self._mirrored.first_run_checked(fn):
-                return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
+            with (
+                entered(self),
+                self._mirrored.settled(),
+                looking,
+                self._mirrored.clearing_after_failure(len(self.devices)),
+            ):
+                return merge(self._execute(fn, bodies, rows))
         finally:
             self._mirrored.note()
 
@@ -165,7 +179,8 @@ class Strategy(Executor):
         Args:
             target: a module, which becomes replica 0's copy and is moved to its device in place; an optimizer over
                 parameters of mirrored modules; or a torchmetrics metric, whose states are merged (``MirroredMetric``).
-            sync_batchnorm: batch norms (replaced in place) take their statistics from the whole global batch.
+            sync_batchnorm: batch norms take their statistics from the whole global batch, as torch.nn.SyncBatchNorm
+                does without being asked.
             memory_format: of a module's weights; "auto" is channels_last where there are 2-d convolutions.
 
         Raises:
@@ -198,7 +213,9 @@ class Strategy(Executor):
         self._mirrored.add_variable(made)
         return made
 
-    def distribute_dataset(self, dataset: Iterable[Any], *, shard: Shard = "batch") -> DistributedDataset:
+    def distribute_dataset(
+        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None
+    ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
         Every worker must call it, and iterate over what it gives in the same way.
@@ -207,14 +224,24 @@ class Strategy(Executor):
             dataset: any iterable of global batches.
             shard: what each worker takes: its part of every batch ("batch"), its part of the files ("file"), or all of
                 a dataset of its own ("off").
+            prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
+                the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
+                your own.
         """
         self._outside("distribute_dataset")
-        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard)
+        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch)
 
-    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Iterable[Any]]) -> PerReplicaDataset:
-        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None
+    ) -> PerReplicaDataset:
+        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``.
+
+        Args:
+            fn: gives this worker's iterable of per-replica batches.
+            prefetch: how many rounds of them to read ahead; None and 0 as in ``distribute_dataset``.
+        """
         self._outside("distribute_datasets_from_function")
-        return PerReplicaDataset(fn, self.devices, workers=self.workers)
+        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch)
 
     def find_batch_size(
         self,
@@ -243,7 +270,7 @@ class Strategy(Executor):
             start: the size to begin with.
             limit: the largest size of interest, such as the number of examples; None is without end, and only for steps
                 that run out of memory some time.
-            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are full.
+            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are equal.
             memory_mb: the most MB (2**20 bytes) that this process may have resident, for replicas on a CPU. None is
                 what it has now and 0.8 of what the machine, or the control group, has available. Batches that are
                 read ahead come on top.

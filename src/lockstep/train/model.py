@@ -31,6 +31,7 @@ from lockstep.train.fit_settings import Epochs, Verbose, agree_on_fit, with_prog
 from lockstep.train.history import History
 from lockstep.train.job import Job, make_job
 from lockstep.train.optimizing import OptimizerLike, SchedulerLike
+from lockstep.train.own_steps import refuse_own_steps
 from lockstep.train.precision import Precision, PrecisionName
 from lockstep.train.prediction import run_prediction
 from lockstep.train.saving import checkpoint_of, load_weights, save_weights
@@ -44,6 +45,8 @@ class Model:
     """Trains and runs a module on the strategy whose scope it is made in; without a scope, on one device.
 
     The module stays the user's own: its parameters are trained in place, and an optimizer made over them stays valid.
+    A step of one's own (``train_step``, ``compute_loss`` and so on in a subclass) is refused: that is a loop with
+    ``strategy.run``.
 
     Args:
         module: any ``nn.Module``, or a mirrored one.
@@ -75,6 +78,15 @@ class Model:
         self.stop_training = False
         self.history = History()
         self.clock = StepClock()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        above = cls.__mro__[: cls.__mro__.index(Model)]
+        refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
+        object.__setattr__(self, name, value)
 
     @property
     def module(self) -> nn.Module:
@@ -120,7 +132,9 @@ class Model:
             optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
                 None to evaluate only.
             loss: ``loss(outputs, targets)``, returning one value per example (any shape whose first dimension is the
-                rows), a pair (total, count), or a scalar mean over the examples.
+                rows), a pair (total, count), or a scalar mean. The means of torch's losses, of masks and of chosen
+                values are divided by what they count in the whole batch; any other scalar is a mean over the examples,
+                and compared with its parts in the first step.
             metrics: name to torchmetrics Metric, updated with (outputs, targets).
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
@@ -133,6 +147,8 @@ class Model:
 
         Raises:
             ConfigError: a value that cannot be used.
+            UsageError: an optimizer over other parameters than the module's, or a loss with parameters that it does
+                not train.
         """
         if loss is None:
             raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
@@ -242,7 +258,12 @@ class Model:
             return run_prediction(self.strategy, self._module, precision, feed, callbacks=called, clock=self.clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas."""
+        """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
+
+        At the end of an epoch, of ``fit`` and of ``evaluate`` a worker may ask for it by itself; between the batches
+        all must, and of a model that is divided among them.
+        """
+        self._module.exchange_buffers(always=False)
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.module import MirroredModule
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
@@ -51,6 +54,70 @@ def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer
         )
     _check_optimizer(made, optimizer)
     return made
+
+
+def check_trained(
+    optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, mirrored: Sequence[MirroredModule]
+) -> None:
+    """Finds an optimizer of another network, as a notebook's cell leaves that is run again.
+
+    Args:
+        optimizer: over parameters of mirrored modules.
+        module: that is trained, and called in every step.
+        loss: called there too; may be a mirrored module itself, with parameters of its own.
+        mirrored: all modules of the strategy.
+
+    Raises:
+        UsageError: the optimizer holds parameters of another module than these.
+    """
+    trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
+    own = {id(parameter) for each in trained for parameter in each.parameters()}
+    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+    if not others:
+        return
+    owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
+    kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
+    raise UsageError(
+        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of shape "
+        f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
+        "compile a function of them that makes one"
+    )
+
+
+def check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object) -> None:
+    """Finds weights of the loss's own that nothing would train, or every replica for itself.
+
+    Args:
+        optimizer: that ``fit`` will use.
+        module: that is trained, whose parameters the loss may hold too.
+        loss: as it was given to ``compile``.
+
+    Raises:
+        UsageError: a plain module with parameters that ask for gradients, or a mirrored one with some that the
+            optimizer does not hold.
+    """
+    while isinstance(loss, (partial, MethodType)):
+        loss = loss.func if isinstance(loss, partial) else loss.__self__
+    if not isinstance(loss, torch.nn.Module):
+        return
+    others = {id(parameter) for parameter in module.parameters()}
+    own = {name: each for name, each in loss.named_parameters() if each.requires_grad and id(each) not in others}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    missing = [name for name, each in own.items() if id(each) not in held]
+    if not isinstance(loss, MirroredModule) and own:
+        raise UsageError(
+            f"the loss is a {type(loss).__name__} with trained parameters of its own, such as {next(iter(own))!r}, of "
+            "which every replica needs a copy; in the strategy's scope call loss = strategy.mirror(loss), make the "
+            "optimizer from the parameters of the module and of the loss, and give both to compile; if the loss is not "
+            "to be trained, call loss.requires_grad_(False)"
+        )
+    if missing:
+        kind = type(loss.module if isinstance(loss, MirroredModule) else loss).__name__
+        raise UsageError(
+            f"the loss is a {kind} with trained parameters of its own that the optimizer does not hold, such as "
+            f"{missing[0]!r}; make the optimizer from the parameters of the module and of the loss, or call "
+            "loss.requires_grad_(False) if the loss is not to be trained"
+        )
 
 
 def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lockstep.errors import ConfigError
-from lockstep.train.callbacks import BackupAndRestore, EarlyStopping, LambdaCallback
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.errors import CallbackError, CheckpointError, ConfigError
+from lockstep.train.callbacks import (
+    BackupAndRestore,
+    CSVLogger,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    TensorBoard,
+)
 from lockstep.train.callbacks.backup_and_restore import SAVED_AND_STOPPED
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.model import Model
@@ -119,8 +127,6 @@ def test_another_thread_than_the_main_one_trains_without_listening(model: Model,
 def test_it_saves_as_often_as_told(
     model: Model, batches: Batches, tmp_path: Path, freq: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    from lockstep.checkpoint.manager import CheckpointManager
-
     saved: list[int] = []
     save: Callable[..., Path] = CheckpointManager.save
     monkeypatch.setattr(CheckpointManager, "save", lambda self, step: (saved.append(step), save(self, step))[1])
@@ -159,3 +165,83 @@ def test_states_go_back_to_callbacks_of_their_kind(model: Model):
 def test_an_unknown_frequency_is_refused(freq: Any):
     with pytest.raises(ConfigError, match=r"BackupAndRestore\(save_freq=.*\); give 'epoch', a number of batches, or"):
         BackupAndRestore("backup", save_freq=freq)
+
+
+@pytest.mark.parametrize("make", [BackupAndRestore, ModelCheckpoint, CSVLogger, TensorBoard])
+@pytest.mark.parametrize("path", ["", "  ", b"", None])
+def test_an_empty_path_is_refused_not_taken_for_the_working_directory(make: Callable[[Any], Any], path: Any):
+    with pytest.raises(ConfigError, match=make.__name__):
+        make(path)
+
+
+def test_at_the_end_it_removes_its_own_folders_alone(model: Model, batches: Batches, tmp_path: Path):
+    CheckpointManager(model.checkpoint(), tmp_path).save(1)
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "notes").write_text("of an experiment")
+
+    with pytest.warns(UserWarning, match="step-00000002 is no checkpoint"):
+        model.fit(batches, epochs=3, callbacks=[BackupAndRestore(tmp_path, save_freq=4)], verbose=0)
+
+    assert model.training_state.position.step > 4
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert (tmp_path / "step-00000002" / "notes").read_text() == "of an experiment"
+
+
+def test_the_checkpoints_of_another_callback_stay(model: Model, batches: Batches, tmp_path: Path):
+    kept = ModelCheckpoint(tmp_path, save_weights_only=False, save_freq=2, monitor="loss")
+
+    model.fit(batches, epochs=2, callbacks=[kept, BackupAndRestore(tmp_path, save_freq=5)], verbose=0)
+
+    assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("theirs", ["a checkpoint", "anything else"])
+def test_what_it_did_not_make_is_not_replaced(model: Model, batches: Batches, tmp_path: Path, theirs: str):
+    def put(batch: int, logs: Any) -> None:
+        if batch == 1 and theirs == "a checkpoint":
+            CheckpointManager(model.checkpoint(), tmp_path).save(3)
+        elif batch == 1:
+            (tmp_path / "step-00000003").mkdir()
+            (tmp_path / "step-00000003" / "notes").touch()
+
+    callbacks = [LambdaCallback(on_train_batch_end=put), BackupAndRestore(tmp_path)]
+    with pytest.raises(CheckpointError, match="step-00000003"):
+        model.fit(batches, callbacks=callbacks, verbose=0)
+
+    assert names(tmp_path / "step-00000003") != []
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_that_was_there_before_stays(model: Model, batches: Batches, tmp_path: Path, made: bool):
+    folder = tmp_path / "backup"
+    if not made:
+        folder.mkdir()
+
+    def fail(epoch: int, logs: Any) -> None:
+        assert names(folder) == ["step-00000003"]
+        raise KeyError
+
+    with pytest.raises(CallbackError):
+        model.fit(
+            batches,
+            epochs=2,
+            callbacks=[
+                BackupAndRestore(folder),
+                LambdaCallback(on_epoch_begin=lambda e, logs: fail(e, logs) if e else None),
+            ],
+            verbose=0,
+        )
+    model.fit(batches, epochs=2, callbacks=[BackupAndRestore(folder)], verbose=0)
+
+    assert folder.exists() is not made
+    assert made or names(folder) == []
+
+
+def test_the_working_directory_may_be_meant(
+    model: Model, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    model.fit(batches, callbacks=[BackupAndRestore(".", save_freq=1)], verbose=0)
+
+    assert names(tmp_path) == []

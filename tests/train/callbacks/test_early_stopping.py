@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CallbackError, ConfigError
 from lockstep.train.callbacks import EarlyStopping, LambdaCallback
 from lockstep.train.model import Model
 
@@ -94,9 +94,28 @@ def test_a_negative_patience_is_refused():
         EarlyStopping(patience=-1)
 
 
-def test_an_absent_name_warns_and_does_not_stop(model: Model):
-    with pytest.warns(UserWarning, match="EarlyStopping monitors 'val_loss'"):
-        assert play(model, EarlyStopping(), [1.0, 2.0, 3.0], name="loss") == 3
+@pytest.mark.parametrize(("monitor", "validated"), [("val_loss", False), ("accuracy", True), ("val_accuracy", True)])
+def test_an_absent_name_ends_the_first_epoch_in_an_error_with_those_that_exist(
+    model: Model, batches: list[tuple[Tensor, Tensor]], monitor: str, validated: bool
+):
+    ended: list[int] = []
+    count = LambdaCallback(on_epoch_end=lambda epoch, logs: ended.append(epoch))
+    stopping = EarlyStopping(monitor, mode="min")
+
+    with pytest.raises(CallbackError) as caught:
+        model.fit(batches, batches if validated else None, epochs=3, callbacks=[count, stopping], verbose=0)
+
+    assert ended == [0]
+    assert isinstance(caught.value.__cause__, ConfigError)
+    assert repr(monitor) in str(caught.value)
+    assert "loss, val_loss" in str(caught.value) if validated else "they have: loss." in str(caught.value)
+
+
+def test_epochs_without_a_validation_are_passed_over(model: Model, batches: list[tuple[Tensor, Tensor]]):
+    history = model.fit(batches, batches, epochs=5, callbacks=[EarlyStopping()], validation_freq=2, verbose=0)
+
+    assert history.epoch == [0, 1, 2, 3, 4]
+    assert len(history.history["val_loss"]) == 2
 
 
 def test_fit_ends_early_and_has_the_weights_of_the_best_epoch(model: Model, batches: list[tuple[Tensor, Tensor]]):

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torchmetrics.regression import MeanSquaredError
 
-from lockstep.train.callbacks import LambdaCallback
+from lockstep.errors import ConfigError
+from lockstep.train.callbacks import Callback, LambdaCallback
 from lockstep.train.model import Model
 
 
@@ -40,3 +42,27 @@ def test_the_logs_of_a_batch_are_plain_floats_of_the_epoch_so_far(model: Model, 
     assert [list(logs) for logs in seen] == [["loss", "mse"]] * 3
     assert seen[-1] == {name: values[0] for name, values in history.history.items()}
     assert seen[0] != seen[-1]
+
+
+def test_it_takes_every_hook_of_a_callback(model: Model, batches: list[tuple[Tensor, Tensor]]):
+    heard: set[str] = set()
+
+    def hear(name: str) -> Any:
+        return lambda *args: heard.add(name)
+
+    hooks = {name for name in vars(Callback) if name.startswith("on_")}
+    new = {name: hear(name) for name in hooks if not name.startswith("on_batch")}
+    old = {name: hear(name) for name in hooks if not name.startswith("on_train_batch")}
+    for given in (new, old):
+        called = [LambdaCallback(**given)]
+        model.fit(batches, batches, callbacks=called, verbose=0)
+        model.predict(batches, callbacks=called)
+
+    assert heard == hooks
+
+
+def test_one_hook_under_both_names_and_what_is_no_function_are_refused():
+    with pytest.raises(ConfigError, match="on_train_batch_end and on_batch_end"):
+        LambdaCallback(on_train_batch_end=print, on_batch_end=print)
+    with pytest.raises(ConfigError, match="on_test_end=3"):
+        LambdaCallback(on_test_end=3)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,8 @@ class Trainer(transformers.Trainer):
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if shard.count:
-            with weighing(Share(shard.count, shard.total)) as share, guard_single_row(copy, (), shard.inputs):
+            sends = nullcontext() if self.accelerator.sync_gradients else self._mirrored_module.no_sync()
+            with sends, weighing(Share(shard.count, shard.total)) as share, guard_single_row(copy, (), shard.inputs):
                 loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
         if self.accelerator.sync_gradients:
             self._mirrored_optimizer.sum_gradients()

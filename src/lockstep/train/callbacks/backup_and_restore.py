@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from lockstep.checkpoint.folder import step_name
 from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.record import run_of
+from lockstep.checkpoint.whole_folder import RECORD
+from lockstep.collectives.values import on_chief
 from lockstep.collectives.workers import Wish
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.callbacks.given_path import given_path
 from lockstep.train.callbacks.progress import write_line
 
 SAVED_AND_STOPPED = 75
@@ -39,14 +45,15 @@ class BackupAndRestore(Callback):
     SIGTERM, on any worker, while fit runs: all workers save after the same batch and end with exit code 75.
 
     Args:
-        backup_dir: the folder of the backups; for this callback and this training alone.
+        backup_dir: the folder of the backups; for this callback and this training alone. What else is in it is neither
+            replaced nor removed, and the folder itself is removed only if the callback has made it.
         save_freq: "epoch", or every this many global batches, counted over all epochs; False saves on SIGTERM only.
             With gradient accumulation a save waits for the update.
         double_checkpoint: keep the backup before the last one too.
         delete_checkpoint: remove the backups when fit ends by itself.
 
     Raises:
-        ConfigError: ``save_freq`` is neither "epoch", nor a positive integer, nor False.
+        ConfigError: ``backup_dir`` is empty, or ``save_freq`` is neither "epoch", nor a positive integer, nor False.
 
     Example:
         >>> callback = BackupAndRestore("backup", save_freq=100)
@@ -64,11 +71,12 @@ class BackupAndRestore(Callback):
         super().__init__()
         if save_freq is not False and save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
             raise ConfigError(f"BackupAndRestore(save_freq={save_freq!r}); give 'epoch', a number of batches, or False")
-        self.backup_dir = os.fspath(backup_dir)
+        self.backup_dir = given_path(backup_dir, "BackupAndRestore(backup_dir)")
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
         self._manager: CheckpointManager | None = None
+        self._made_folder = False
         self._signal = _Termination()
         self._due = self._ending = self._ended = False
 
@@ -81,8 +89,10 @@ class BackupAndRestore(Callback):
         self._due = self._ending = self._ended = False
         keep = 2 if self.double_checkpoint else 1
         self._manager = CheckpointManager(self.model.checkpoint(), self.backup_dir, keep=keep)
+        self._made_folder = not self._manager.folder.exists()  # or as the backup says that is restored
         restored = self._manager.restore_or_initialize()
-        self._manager.run = self.model.training_state.run
+        # Another name than that of the training: ModelCheckpoint's checkpoints of it are not this callback's.
+        self._manager.run = f"{self.model.training_state.run} backup"
         workers = self.model.strategy.workers
         workers.exchange("beginning of a fit with a backup")  # a signal that came too late for the fit before
         workers.settle(Wish.SAVE)
@@ -109,7 +119,15 @@ class BackupAndRestore(Callback):
         """Removes the backups, if it is to."""
         self._ended = True
         if self.delete_checkpoint and self._manager is not None:
-            self._manager.remove_all()
+            self._manager.remove_own(with_folder=self._made_folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the folder is the callback's own."""
+        return {"made_folder": self._made_folder}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Knows the folder again that ``state_dict`` was of."""
+        self._made_folder = state["made_folder"]
 
     def close(self) -> None:
         """Gives SIGTERM back to whom it belonged; one that came when training had ended is sent there once more."""
@@ -128,7 +146,10 @@ class BackupAndRestore(Callback):
     def _save(self) -> None:
         if self._manager is None:
             return
-        path = self._manager.save(self.model.training_state.position.step)
+        step, run = self.model.training_state.position.step, self._manager.run
+        place = self._manager.folder / step_name(step)
+        on_chief(self.model.strategy.workers, "place of the backup", lambda: _check_place(place, run))
+        path = self._manager.save(step)
         self._due = False
         if self._ending:
             self._say(f"SIGTERM: saved {self._place()} to {path}; start again to go on")
@@ -141,6 +162,15 @@ class BackupAndRestore(Callback):
     def _say(self, text: str) -> None:
         if self.model.strategy.workers.is_chief:
             write_line(text)
+
+
+def _check_place(place: Path, run: str) -> None:
+    """Refuses to replace what is not the callback's own; a checkpoint whose record is damaged can be nobody's."""
+    damaged = (place / RECORD).exists() and run_of(place) is None
+    if place.exists() and not damaged and run_of(place) != run:
+        raise CheckpointError(
+            f"BackupAndRestore would replace {place}, which it has not made; give it a folder of its own as backup_dir"
+        )
 
 
 class _Termination:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.callbacks.given_path import given_path
 
 
 class CSVLogger(Callback):
@@ -22,6 +23,9 @@ class CSVLogger(Callback):
         separator: between the fields.
         append: go on in an existing file instead of writing it anew, as a training that is resumed should.
 
+    Raises:
+        ConfigError: ``filename`` is empty.
+
     Example:
         >>> callback = CSVLogger("log.csv")
     """
@@ -30,7 +34,7 @@ class CSVLogger(Callback):
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         super().__init__()
-        self.filename = Path(filename)
+        self.filename = Path(given_path(filename, "CSVLogger(filename)"))
         self.separator = separator
         self.append = append
         self._file: TextIO | None = None

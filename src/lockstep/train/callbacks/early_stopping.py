@@ -17,7 +17,7 @@ class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` epochs. Arguments as in Keras.
 
     Args:
-        monitor: a name of the logs.
+        monitor: a name of the logs; a name that they lack is an error at the end of the first epoch.
         min_delta: a smaller change is no improvement.
         patience: epochs without improvement after which training stops.
         verbose: 1 writes a line when it stops or restores.
@@ -69,10 +69,14 @@ class EarlyStopping(Callback):
         self._watch.begin(self.model.metrics)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Looks at the epoch's number, and stops training when patience is at its end."""
+        """Looks at the epoch's number, and stops training when patience is at its end.
+
+        Raises:
+            ConfigError: the logs lack the number; or "auto" cannot tell which direction is better.
+        """
         if epoch < self.start_from_epoch:
             return
-        value = self._watch.read(logs)
+        value = self._watch.require(logs, validated=bool(self.params.get("validated")))
         if value is None:
             return
         self.wait += 1

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.callbacks.given_path import given_path
 from lockstep.train.callbacks.monitor import Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
 
@@ -37,8 +38,8 @@ class ModelCheckpoint(Callback):
         asynchronous: whole checkpoints are written by a thread while training goes on; see ``CheckpointManager``.
 
     Raises:
-        ConfigError: ``save_freq`` is neither "epoch" nor a positive integer, or ``keep`` or ``asynchronous`` is given
-            for weights alone.
+        ConfigError: ``filepath`` is empty, ``save_freq`` is neither "epoch" nor a positive integer, or ``keep`` or
+            ``asynchronous`` is given for weights alone.
 
     Example:
         >>> callback = ModelCheckpoint("best.safetensors", monitor="val_loss", save_best_only=True)
@@ -66,7 +67,7 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(keep={keep!r}, asynchronous={asynchronous!r}) is for whole checkpoints; give "
                 "save_weights_only=False, or leave them out"
             )
-        self.filepath = os.fspath(filepath)
+        self.filepath = given_path(filepath, "ModelCheckpoint(filepath)")
         self.monitor = monitor
         self.verbose = verbose
         self.save_best_only = save_best_only

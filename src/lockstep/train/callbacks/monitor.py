@@ -1,4 +1,4 @@
-"""Watching one number of the logs: which direction is better, what is progress, and a warning where it is absent.
+"""Watching one number of the logs: which direction is better, what is progress, and what is said where it is absent.
 
 Shared by EarlyStopping and ModelCheckpoint, so that both understand ``monitor`` and ``mode`` alike.
 """
@@ -58,6 +58,26 @@ class Monitor:
         names = ", ".join(logs) or "none"
         warnings.warn(f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {names}", stacklevel=2)
         return None
+
+    def require(self, logs: Logs, *, validated: bool) -> float | None:
+        """The monitored number; None in an epoch that was not validated, where it is a number of the validation.
+
+        Args:
+            logs: of an epoch.
+            validated: whether some epochs of this fit are.
+
+        Raises:
+            ConfigError: the logs lack it; the message lists the names that exist.
+        """
+        if self.name in logs:
+            return logs[self.name]
+        if validated and self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
+            return None
+        advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
+        raise ConfigError(
+            f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}. "
+            f"Give one of these names as monitor{advice}"
+        )
 
     def is_better(self, value: float, reference: float | None) -> bool:
         """Whether ``value`` beats ``reference`` by more than ``min_delta``; NaN beats nothing, all else beats None.

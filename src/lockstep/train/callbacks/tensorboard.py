@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.callbacks.given_path import given_path
 
 UpdateFreq = Literal["epoch", "batch"] | int
 
@@ -26,7 +27,7 @@ class TensorBoard(Callback):
         update_freq: "epoch", "batch", or every this many global batches.
 
     Raises:
-        ConfigError: ``update_freq`` is none of these.
+        ConfigError: ``log_dir`` is empty, or ``update_freq`` is none of these.
         MissingExtraError: when training begins and tensorboard is not installed.
 
     Example:
@@ -40,7 +41,7 @@ class TensorBoard(Callback):
         known = update_freq in ("epoch", "batch") or (type(update_freq) is int and update_freq > 0)
         if not known:
             raise ConfigError(f"TensorBoard(update_freq={update_freq!r}) is unknown; give 'epoch', 'batch' or a number")
-        self.log_dir = Path(log_dir)
+        self.log_dir = Path(given_path(log_dir, "TensorBoard(log_dir)"))
         self.update_freq = update_freq
         self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
         self._step = 0
