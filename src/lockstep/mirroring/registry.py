@@ -44,9 +44,9 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._holding = holding
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
-        self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
         self._made = 0  # modules so far
+        self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1

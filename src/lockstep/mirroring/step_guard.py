@@ -57,8 +57,8 @@ _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "
 _SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
-_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
 _PLAIN = (int, float, complex, str, tuple, type(None))
+_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
 _SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE}
 
 

@@ -21,6 +21,8 @@ from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
+from lockstep.data.layout import Lists
+from lockstep.data.leaves import rows_of, view_leaves
 from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
@@ -113,8 +115,8 @@ class Strategy(Executor):
         try:
             with (
                 entered(self),
-                self._mirrored.settled(),
                 looking,
+                self._mirrored.settled(),
                 self._mirrored.clearing_after_failure(len(self.devices)),
             ):
                 return merge(self._execute(fn, bodies, rows))
@@ -214,7 +216,12 @@ class Strategy(Executor):
         return made
 
     def distribute_dataset(
-        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None
+        self,
+        dataset: Iterable[Any],
+        *,
+        shard: Shard = "batch",
+        prefetch: int | None = None,
+        lists: Lists = "auto",
     ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
@@ -227,21 +234,26 @@ class Strategy(Executor):
             prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
                 the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
                 your own.
+            lists: what lists and tuples in a batch are: of one item a row ("rows"), structure ("columns"), or what
+                their lengths say ("auto"), where a list that could be both is refused.
         """
         self._outside("distribute_dataset")
-        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch)
+        return DistributedDataset(
+            dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch, lists=lists
+        )
 
     def distribute_datasets_from_function(
-        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None
+        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None, lists: Lists = "auto"
     ) -> PerReplicaDataset:
         """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``.
 
         Args:
             fn: gives this worker's iterable of per-replica batches.
             prefetch: how many rounds of them to read ahead; None and 0 as in ``distribute_dataset``.
+            lists: as there.
         """
         self._outside("distribute_datasets_from_function")
-        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch)
+        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
 
     def find_batch_size(
         self,
@@ -313,8 +325,8 @@ class Strategy(Executor):
 
 
 def _rows(view: Any) -> int | None:
-    """The length of the first tensor among a replica's arguments: its shard's, for messages."""
-    for leaf in tree_leaves(view):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return leaf.shape[0]
+    """The rows of the first of a replica's arguments that has any: its shard's, for messages."""
+    for leaf in view_leaves(view):
+        if (rows := rows_of(leaf)) is not None:
+            return rows
     return None

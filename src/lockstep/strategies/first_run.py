@@ -70,8 +70,7 @@ class FirstRun:
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
         captured = {name: (value, _state(value)) for name, value in self._captured()}
-        buffers = [_counting_buffers(copy) for module in self._modules for copy in module.copies]
-        before = [{name: buffer.clone() for name, buffer in each.items()} for each in buffers]
+        before = [[_values(_counting_buffers(copy)) for copy in module.copies] for module in self._modules]
         drawn = _stream_states()
         for module in self._modules:
             module.on_call = self._called
@@ -148,14 +147,10 @@ class FirstRun:
                 f"{len(self._rows)} replicas does; return the value from the step, and change it after strategy.run"
             )
 
-    def _tell_of_buffers(self, before: Sequence[dict[str, torch.Tensor]]) -> None:
-        values = iter(before)
-        for module in self._modules:
+    def _tell_of_buffers(self, before: Sequence[Sequence[dict[str, torch.Tensor]]]) -> None:
+        for module, olds in zip(self._modules, before, strict=True):
             copies = [_counting_buffers(copy) for copy in module.copies]
-            olds = [next(values) for _ in copies]
-            for name in copies[0]:
-                if not all(name in each for each in (*copies, *olds)):
-                    continue  # the step has made it
+            for name in [name for name in copies[0] if all(name in each for each in (*copies, *olds))]:
                 now, old = [each[name] for each in copies], [each[name] for each in olds]
                 if not self._alike(now, old):
                     how = "averaged" if now[0].is_floating_point() else "replica 0's"
@@ -171,6 +166,8 @@ class FirstRun:
             return True
         if any(not torch.equal(now[0].cpu(), other.cpu()) for other in now[1:]):
             return False
+        if now[0].shape != old[0].shape:
+            return True
         added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
         rows = self._rows[0] or 0
         counts_rows = rows > 1 and bool((added == rows).any())
@@ -249,6 +246,10 @@ def _counting_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module by name, but those of norms, whose statistics are known."""
     known = {id(buffer) for part in module.modules() if isinstance(part, _NormBase) for buffer in part.buffers()}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in known}
+
+
+def _values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _same_objects(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
