@@ -137,37 +137,6 @@ def _parameters_of(value: Any) -> Iterator[nn.Parameter]:
         yield value
 
 
-def align(source: nn.Module, duplicate: nn.Module, *, alias: bool) -> bool:
-    """Gives ``duplicate`` the training mode and the frozen parameters of ``source``: the user changes only that one.
-
-    Args:
-        source: the user's module.
-        duplicate: another replica's copy.
-        alias: they share the weights' storage; a new one (``parameter.data = ...``, ``double()``) is shared again.
-
-    Returns:
-        Whether a weight's storage was a new one.
-    """
-    moved = False
-    for ours, theirs in zip(source.modules(), duplicate.modules(), strict=True):
-        if theirs.training is not ours.training:
-            theirs.training = ours.training
-        for mine, other in zip(ours._parameters.values(), theirs._parameters.values(), strict=True):
-            if mine is not None and other is not None:
-                moved |= _align_parameter(mine, other, alias=alias)
-    return moved
-
-
-def _align_parameter(mine: nn.Parameter, other: nn.Parameter, *, alias: bool) -> bool:
-    if other.requires_grad is not mine.requires_grad:
-        other.requires_grad_(mine.requires_grad)
-    # Quantised weights are no floats, and their own class may have packed them anew, in each copy by itself.
-    if alias and mine.is_floating_point() and other.data_ptr() != mine.data_ptr():
-        other.data = mine.data
-        return True
-    return False
-
-
 def uses_channels_last(module: nn.Module) -> bool:
     """Whether ``memory_format="auto"`` means channels_last: the module has 2-d convolutions.
 

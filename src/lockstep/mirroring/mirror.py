@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,16 +16,13 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.batch_norm import convert_sync_batch_norm
 from lockstep.mirroring.copies import Copying, home_of, storage_groups, uses_channels_last
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_step import watch_plain_steps
 from lockstep.replicas.gpu import in_memory_of
 
 MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
-
-
-def _nothing(_: int) -> Mapping[int, Any]:
-    return {}
 
 
 def mirror_module(
@@ -39,7 +36,7 @@ def mirror_module(
     pipeline: Pipelined | None = None,
     is_part: bool = False,
     shares_weights: bool = False,
-    known: Callable[[int], Mapping[int, Any]] = _nothing,
+    peers: Callable[[], Iterable[Following]] = tuple,
 ) -> MirroredModule:
     """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
 
@@ -53,8 +50,7 @@ def mirror_module(
         pipeline: how a step passes through the module, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` has a share of the weights, its own.
-        known: per replica, the ids of modules, parameters and buffers that are mirrored already -> its copies of them,
-            so that modules that share a layer go on sharing it.
+        peers: gives those of all modules mirrored by the owner, so that modules that share a layer go on sharing it.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
@@ -80,12 +76,13 @@ def mirror_module(
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
     watch_plain_steps()
     groups = storage_groups(devices)
-    copies = _copies(module, devices, groups, known)
+    copies = _copies(module, devices, groups, peers)
     return MirroredModule(
         owner,
         copies,
         groups,
         workers,
+        Following(copies, [device.torch_device for device in devices], groups, peers),
         pipeline,
         is_part=is_part,
         shares_weights=shares_weights,
@@ -97,19 +94,22 @@ def _copies(
     module: nn.Module,
     devices: Sequence[LogicalDevice],
     groups: Sequence[Sequence[int]],
-    known: Callable[[int], Mapping[int, Any]],
+    peers: Callable[[], Iterable[Following]],
 ) -> list[nn.Module]:
     source = {member: group[0] for group in groups for member in group}
     copyings: dict[int, Copying] = {}
     copies = [module]
     for replica, device in enumerate(devices[1:], start=1):
         leader = source[replica]
+        known: dict[int, Any] = {}
+        for peer in peers():
+            peer.fill(replica, known)
         copying = copyings[replica] = Copying(
             home_of(module),
             device.torch_device,
             alias=leader != replica,
             leader=copyings.get(leader),
-            known=known(replica),
+            known=known,
         )
         with in_memory_of(device):
             copies.append(copying.of(module, type(module).__name__))

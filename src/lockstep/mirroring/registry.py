@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Holding
+from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
 from lockstep.mirroring.param_groups import guard_groups
-from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
@@ -43,7 +44,9 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._holding = holding
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
-        self._checked: WeakSet[type | CodeType] = WeakSet()
+        self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
+        self._made = 0  # modules so far
+        self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
@@ -55,6 +58,19 @@ class MirroredObjects:
     def modules(self) -> tuple[MirroredModule, ...]:
         """Those still in use, in the order of mirroring."""
         return tuple(self._modules.values())
+
+    def mirror_metric(
+        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Workers
+    ) -> MirroredMetric:
+        """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
+
+        Raises:
+            UsageError: its value cannot be merged from the replicas'.
+        """
+        mirrored = self._metrics.get(id(metric))
+        if mirrored is None:
+            mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
+        return mirrored
 
     def mirror_module(
         self,
@@ -75,10 +91,12 @@ class MirroredObjects:
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
+        self._mirror_metrics_in(module, partial(self.mirror_metric, owner, devices=devices, workers=workers))
         module = self._holding.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
             peers = self._holding.peers(workers)
+            self.follow()
             mirrored = mirror_module(
                 owner,
                 module,
@@ -89,9 +107,10 @@ class MirroredObjects:
                 pipeline=self._holding.pipeline(module),
                 is_part=self._holding.parts,
                 shares_weights=self._holding.shares_weights,
-                known=self._known,
+                peers=self._followings,
             )
             mirrored.optimizers = self.optimizers
+            self._made += 1
             self._modules[id(mirrored.module)] = mirrored
             self._guarded = -1
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
@@ -100,6 +119,13 @@ class MirroredObjects:
                 "give sync_batchnorm and memory_format when you mirror it first"
             )
         return mirrored
+
+    def _mirror_metrics_in(self, module: nn.Module, mirror: Callable[[nn.Module], MirroredMetric]) -> None:
+        for name, child in module._modules.items():
+            if is_metric(child):
+                module._modules[name] = mirror(child)  # type: ignore[arg-type]
+            elif child is not None:
+                self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
         self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
@@ -155,11 +181,47 @@ class MirroredObjects:
         for variable in self.variables:
             variable.check_unchanged()
         for module in self.modules:
+            module.begin_run()
             if module.align():
                 self._guarded = -1
-            module.begin_run()
         for optimizer in self.optimizers:
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
+
+    def note(self) -> None:
+        """After a run: what is changed in the users' modules from here on is changed outside replicas."""
+        for module in self.modules:
+            module.outside_changes.note()
+
+    @contextmanager
+    def changes_spread(self) -> Iterator[None]:
+        """What to run a program's function in, that runs once for all replicas in the middle of a run."""
+        self.note()
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.outside_changes.run_begins()
+
+    def follow(self) -> None:
+        """Between runs, the same for who asks what all copies have: parts, weights and buffers are alike."""
+        for module in self.modules:
+            if module.following.follow():
+                self._guarded = -1
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """After the run in the block: what replicas have set on their copies is as it should be.
+
+        Raises:
+            UsageError: they have given their copies weights, or parts that the others have not.
+        """
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            for module in self.modules:
+                module.following.end(failed=failed)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.
@@ -193,21 +255,23 @@ class MirroredObjects:
                 optimizer.run_failed(marks)
             raise
 
-    def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
-        """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""
+    def is_first_run(self, fn: Callable[..., Any]) -> bool:
+        """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
+        while isinstance(fn, partial):
+            fn = fn.func
         key = code_of(fn)
-        # The check is a hook on all modules, which torch.compile would take for a part of the compiled one.
-        if key in self._checked or any(module.is_compiled for module in self.modules):
-            return nullcontext()
-        self._checked.add(key)
-        return refusing_plain_calls(self.modules)
+        # Looking takes hooks, which torch.compile would take for a part of the compiled module.
+        if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
+            return False
+        self._looked_at[key] = self._made
+        return True
 
-    def _known(self, replica: int) -> dict[int, Any]:
-        """The id of each module, parameter and buffer of the users' modules -> this replica's copy of it."""
-        return {mine: theirs for module in self.modules for mine, theirs in module.twins(replica)}
+    def _followings(self) -> list[Following]:
+        return [module.following for module in self.modules]
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
         """The id of each parameter of a user's module -> its copies, one per replica."""
+        self.follow()
         every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in self.modules)
         return {id(copies[0]): copies for module in every for copies in module}
 
