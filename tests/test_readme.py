@@ -17,7 +17,6 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 # A bash block is run where this comment stands before it; a python block always is.
 BLOCK = re.compile(r"^(<!-- run -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w./-]+?)(?P<folder>/?)  +(?P<says>\S.*)$")
 
 
 LIMIT_S = 400  # eight workers on two cores, with other tests beside them, have taken 170
@@ -84,41 +83,3 @@ def headings(page: Path) -> list[str]:
 
 def test_the_first_commands_of_the_readme_are_demo_and_test():
     assert [line.split("#")[0].strip() for line in blocks(README, "bash")[0].splitlines()] == ["make demo", "make test"]
-
-
-@pytest.mark.parametrize("page", [README, CHINESE], ids=lambda page: page.name)
-def test_the_tree_names_every_file_of_the_package(page: Path):
-    (tree,) = [block for block in blocks(page, "text") if block.startswith("src/lockstep/")]
-    package = ROOT / "src" / "lockstep"
-    files = {file.relative_to(ROOT).as_posix() for file in package.rglob("*.py")}
-    wanted = {file for file in files if file == "src/lockstep/__init__.py" or not file.endswith("__init__.py")}
-
-    assert listed(tree) == wanted
-
-
-def listed(tree: str) -> set[str]:
-    """The files that a printed tree names: folders end in a slash, and depth is by four spaces."""
-    above: list[str] = []
-    files = set()
-    for line in tree.splitlines():
-        match = TREE_LINE.match(line)
-        assert match, f"no line of a tree: {line!r}"
-        depth = len(match["indent"]) // 4
-        path = "/".join([*above[:depth], match["name"]])
-        above = [*above[:depth], match["name"]]
-        if not match["folder"]:
-            files.add(path)
-    return files
-
-
-TREE = """\
-src/lockstep/      the package
-    errors.py      errors
-    train/         a room
-        model.py   the model
-    extras.py      more
-"""
-
-
-def test_the_tree_is_read_by_its_indent():
-    assert listed(TREE) == {"src/lockstep/errors.py", "src/lockstep/train/model.py", "src/lockstep/extras.py"}

@@ -241,7 +241,7 @@ VARIABLES = [
     ({"aggregation": "sum", "synchronization": "on_read"}, [1.0, 2.0], 3.0),
     ({"aggregation": "mean", "synchronization": "on_read"}, [1.0, 2.0], 1.5),
     ({"aggregation": "only_first", "synchronization": "on_read"}, [1.0, 2.0], 1.0),
-    ({"aggregation": "none"}, [1.0, 2.0], 1.0),
+    ({"aggregation": "none"}, [2.0, 2.0], 2.0),
     ({"aggregation": "sum"}, [4.0, 4.0], 4.0),
 ]
 

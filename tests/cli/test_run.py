@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -220,6 +221,85 @@ while True: signal.pause()
     assert process.wait(LIMIT_S) == 12
     # What a worker has started still runs while it saves.
     assert [(tmp_path / f"saved-{worker}").read_text() for worker in (0, 1)] == ["None", "None"]
+
+
+def test_a_second_sigterm_does_not_cut_short_what_the_first_allows(start_lockstep: Start, write, tmp_path: Path):
+    program = """
+import os, signal, sys
+def save(*_):
+    os.mkfifo("saving")
+    with open("saving") as allowed: allowed.read()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("ready", os.getpid(), flush=True)
+while True: signal.pause()
+"""
+    process = start_lockstep("run", "--workers", "1", "--output", "all", "--quiet", write(program))
+    handles = started_workers(process, 1)
+
+    process.terminate()
+    while not (tmp_path / "saving").exists():  # the worker has begun to save
+        assert process.poll() is None
+    process.terminate()
+    with (tmp_path / "saving").open("w"):
+        pass
+
+    assert all_end(handles)
+    assert process.wait(LIMIT_S) == 75
+
+
+def test_a_code_that_a_worker_chose_comes_before_the_signal_that_ended_another(start_lockstep: Start, write):
+    program = """
+import os, signal, sys
+if os.environ["RANK"] == "1": signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", os.getpid(), flush=True)
+while True: signal.pause()
+"""
+    process = start_lockstep("run", "--workers", "2", "--output", "all", "--quiet", write(program))
+    handles = started_workers(process, 2)
+
+    process.terminate()
+
+    assert all_end(handles)
+    assert process.wait(LIMIT_S) == 75
+
+
+@pytest.mark.parametrize("where", ["a closed pipe", "a full disk", "nowhere"])
+def test_the_workers_go_on_where_the_output_of_the_launcher_breaks(where: str, write, tmp_path: Path):
+    said = 200_000  # more than a pipe holds
+    program = write(f"import os\nprint('x' * {said})\nopen('done-' + os.environ['RANK'], 'w')")
+    words = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "2", "--output", "all", program]
+    if where == "nowhere":
+        words = ["bash", "-c", 'exec "$@" >&-', "bash", *words]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with Path("/dev/full").open("w") as full:
+        out = {"a closed pipe": writing, "a full disk": full, "nowhere": None}[where]
+        done = subprocess.run(words, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    os.close(writing)
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done-0").exists()
+    assert (tmp_path / "done-1").exists()
+    assert done.stderr.count("\n") == 2, done.stderr  # the first line is the usual one
+    assert "standard output" in done.stderr.splitlines()[1]
+    assert [len(log) for log in logs_of(tmp_path).values()] == [said + 1] * 2
+
+
+def test_the_launcher_leaves_no_file_open(write, tmp_path: Path):
+    python = [sys.executable, "-X", "dev", "-W", "always::ResourceWarning"]
+    fails_once = "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+
+    done = subprocess.run(
+        [*python, "-m", "lockstep.cli", "run", "--workers", "2", "--max-restarts", "1", "--quiet", write(fails_once)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+    assert done.returncode == 0
+    assert "unclosed" not in done.stderr
 
 
 def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):

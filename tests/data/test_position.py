@@ -31,6 +31,16 @@ class Drawing(Dataset[Tensor]):
         return 10
 
 
+class Cropped(Dataset[Tensor]):
+    """Ten examples that draw from torch's default generator alone, so that they are read ahead."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+    def __len__(self) -> int:
+        return 10
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return (torch.rand(()) + n for n in range(10))
@@ -50,6 +60,7 @@ def sampler_of_its_own() -> DataLoader[Tensor]:
 
 SOURCES: dict[str, Callable[[], Iterable[Any]]] = {
     "shuffled": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True),
+    "cropped": lambda: DataLoader(Cropped(), batch_size=3, shuffle=True),
     "weighted": lambda: DataLoader(Drawing(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 10, 10)),
     "generator": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(4)),
     "sampler": sampler_of_its_own,
@@ -66,6 +77,7 @@ SOURCES: dict[str, Callable[[], Iterable[Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:both the data and the loop")
 @pytest.mark.parametrize("consumer_draws", [False, True])
 @pytest.mark.parametrize("taken", [1, 3, 4])
 @pytest.mark.parametrize("name", SOURCES)

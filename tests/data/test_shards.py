@@ -17,16 +17,17 @@ Pair = namedtuple("Pair", ["image", "label"])
 @pytest.mark.parametrize(
     ("rows", "replicas", "sizes"),
     [
-        (4, 3, (2, 2, 0)),
+        (4, 3, (2, 1, 1)),
+        (2, 3, (1, 1, 0)),
         (8, 3, (3, 3, 2)),
         (8, 4, (2, 2, 2, 2)),
-        (9, 4, (3, 3, 3, 0)),
+        (9, 4, (3, 2, 2, 2)),
         (1, 4, (1, 0, 0, 0)),
         (0, 2, (0, 0)),
         (5, 1, (5,)),
     ],
 )
-def test_sizes_are_the_ceiling_until_none_are_left(rows, replicas, sizes):
+def test_sizes_are_balanced_the_larger_first(rows, replicas, sizes):
     assert shard_sizes(rows, replicas) == sizes
 
 
@@ -37,12 +38,13 @@ def test_no_row_is_lost_or_doubled():
             assert len(sizes) == replicas
             assert sum(sizes) == rows
             assert sorted(sizes, reverse=True) == list(sizes)
+            assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_tensor_is_divided_into_views_of_its_own_memory():
     batch = torch.arange(8.0).reshape(4, 2)
     shards = split_batch(batch, 3)
-    assert [shard.tolist() for shard in shards] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], []]
+    assert [shard.tolist() for shard in shards] == [[[0, 1], [2, 3]], [[4, 5]], [[6, 7]]]
     assert shards[1].data_ptr() == batch[2:].data_ptr()
 
 
@@ -69,8 +71,10 @@ def test_values_without_rows_go_to_every_replica_as_they_are():
         assert all(given is got for given, got in zip(single, shard[1:], strict=True))
 
 
-def test_strings_are_not_rows():
-    assert split_batch({"id": ["a", "b"], "x": torch.ones(2)}, 2)[0]["id"] == ["a", "b"]
+def test_a_list_of_strings_as_long_as_the_batch_has_one_a_row():
+    shards = split_batch({"id": ["a", "b", "c"], "all": ["a", "b"], "x": torch.ones(3)}, 2)
+    assert [shard["id"] for shard in shards] == [["a", "b"], ["c"]]
+    assert [shard["all"] for shard in shards] == [["a", "b"], ["a", "b"]]
 
 
 def test_arrays_share_their_memory_with_the_shards():

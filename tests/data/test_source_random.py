@@ -50,6 +50,7 @@ def test_what_is_read_ahead_takes_no_numbers_from_the_consumer():
     iterator.close()
 
 
+@pytest.mark.filterwarnings("ignore:both the data and the loop")
 def test_a_consumer_that_draws_changes_nothing_for_the_source_and_keeps_its_own_place():
     plain = list(cropped(4))
     torch.manual_seed(7)

@@ -138,7 +138,7 @@ def test_batches_cut_by_hand(split_cpu, run_workers: RunWorkers):
 
     found = run_workers((2, 1), lambda workers: seen(by_hand(workers, source, devices)))
 
-    assert found == [[[[0, 1, 2], [3, 4, 5]], [[0], [1]]], [[[6]], [[]]]]
+    assert found == [[[[0, 1, 2], [3, 4]], [[0], [1]]], [[[5, 6]], [[]]]]
 
 
 def test_only_the_own_rows_are_loaded(split_cpu, run_workers: RunWorkers):

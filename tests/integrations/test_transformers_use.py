@@ -229,5 +229,38 @@ def test_a_batch_norm_passes_a_shard_of_one_row(make_strategy: MakeStrategy, tin
     torch.testing.assert_close(trainer.model.norm.running_mean, averaged, rtol=0, atol=0)
 
 
+class TakesNoEmptyBatch(torch.nn.Module):
+    """As attention layers do that reshape by the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = torch.nn.Linear(3, 2).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not len(x):
+            raise RuntimeError("cannot reshape tensor of 0 elements")
+        logits = self.last(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_without_rows_no_forward_pass_runs_and_the_numbers_are_those_of_one_device(
+    make_strategy: MakeStrategy, tiny: Any, tmp_path: Any
+):
+    random = torch.Generator().manual_seed(1)
+    data = [{"x": torch.randn(3, dtype=torch.float64, generator=random), "labels": n % 2} for n in range(10)]
+
+    def outcome(base: type, per_device: int, **named: Any) -> tuple[Any, float, Any]:
+        args = tiny.arguments(str(tmp_path), per_device, num_train_epochs=2, learning_rate=0.1)
+        trainer = base(TakesNoEmptyBatch(), args, train_dataset=data, eval_dataset=data[:9], **named)
+        trainer.train()
+        return trainer.model.state_dict(), trainer.evaluate()["eval_loss"], trainer.predict(data[:9]).predictions
+
+    expected = outcome(transformers.Trainer, 8)  # batches of 8 and 2 rows, of 8 and 1
+    found = outcome(Trainer, 2, strategy=make_strategy(4))
+
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
 def test_the_facade_does_not_import_transformers():
     assert not hasattr(ls, "Trainer")

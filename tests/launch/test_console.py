@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from lockstep.launch.console import reader_for
+from lockstep.launch.console import complain, reader_for
 from lockstep.launch.streams import Streams
 
 
 def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:
     """Lets workers say something through their pipes, one after the other."""
-    with closing(Streams(tmp_path, logs=None, reader=reader_for(output))) as streams:
+    with closing(Streams(tmp_path, logs=None, reader=reader_for(output), complain=complain)) as streams:
         channels = {worker: streams.open(worker, 0, named=False) for worker in {each[0] for each in said}}
         for worker, stream, data in said:
             path = channels[worker].out if stream == "out" else channels[worker].err
@@ -45,7 +47,7 @@ def test_nobody_is_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_logs_hold_both_streams_and_restarts_have_their_own(tmp_path: Path):
-    with closing(Streams(tmp_path, logs=tmp_path, reader=reader_for("none"))) as streams:
+    with closing(Streams(tmp_path, logs=tmp_path, reader=reader_for("none"), complain=complain)) as streams:
         for attempt in (0, 1):
             channel = streams.open(3, attempt, named=True)
             for path, data in ((channel.out, b"out\n"), (channel.err, b"err\n")):
@@ -55,3 +57,67 @@ def test_logs_hold_both_streams_and_restarts_have_their_own(tmp_path: Path):
 
     for name in ("worker-3.log", "worker-3.attempt-1.log"):
         assert sorted((tmp_path / name).read_text().splitlines()) == ["err", "out"]
+
+
+class Broken(io.StringIO):
+    """A stream that takes no more, as a pipe that nobody reads."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("output", ["chief", "all"])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Broken(BrokenPipeError(32, "Broken pipe")),
+        Broken(OSError(28, "No space left on device")),
+        Broken(RuntimeError("a notebook's own")),
+        None,
+    ],
+)
+def test_pipes_are_read_on_where_what_they_say_cannot_be_passed_on_and_that_is_said_once(
+    output: str, stream: Broken | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    monkeypatch.setattr(sys, "stdout", stream)
+
+    say(tmp_path, output, *[(0, "out", b"x" * 2**16 + b"\n")] * 4, (0, "err", b"heard\n"))  # more than a pipe holds
+
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    told = lines[1 - lines.index("heard" if output == "chief" else "[0] heard")]
+    assert "standard output" in told
+    assert stream is None or str(stream.error) in told
+
+
+@pytest.mark.parametrize(("output", "before"), [("chief", ""), ("all", "[0] ")])
+def test_a_character_that_the_terminal_lacks_is_escaped(
+    output: str, before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    say(tmp_path, output, (0, "out", "naïve\n".encode()), (0, "out", b"more\n"))
+
+    assert terminal.buffer.getvalue().decode() == f"{before}na\\xefve\n{before}more\n"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_all_is_passed_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "worker-0.log").symlink_to("/dev/full")
+    with (
+        closing(Streams(tmp_path, logs=tmp_path, reader=reader_for("chief"), complain=complain)) as streams,
+        Path(streams.open(0, 0, named=False).out).open("wb", buffering=0) as pipe,
+    ):
+        pipe.write(b"a\n")
+        pipe.write(b"b\n")
+
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("a\nb\n", 1)
+    assert str(tmp_path / "worker-0.log") in err

@@ -282,6 +282,72 @@ def test_the_workers_and_what_they_started_end_with_the_process_that_launched_th
     assert list(tmp_path.glob("lockstep-*")) == [] or sign == signal.SIGKILL  # after which nobody can tidy up
 
 
+SAVED_AND_STOPPED = """
+import os, torch, lockstep as ls
+from lockstep.cli.in_workers import InWorkers
+def tell(batch, logs):
+    if batch == 0: print("begun", os.getpid(), flush=True)
+def work(*_):
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], seed=0)
+    with strategy.scope():
+        network = torch.nn.Linear(4, 1)
+        model = ls.Model(network)
+        model.compile(torch.optim.SGD(network.parameters(), 0.1), loss=torch.nn.MSELoss(reduction="none"))
+    callbacks = [ls.BackupAndRestore("backup", save_freq=False), ls.LambdaCallback(on_train_batch_end=tell)]
+    model.fit([(torch.ones(8, 4), torch.ones(8, 1))] * 10**7, verbose=0, callbacks=callbacks)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launches", "to"),
+    [
+        ("ls.launch(work, workers=2)", "launcher"),
+        ("raise SystemExit(InWorkers(workers=2).run(work, []))", "launcher"),  # as lockstep train mlm --tensor 2 does
+        ("raise SystemExit(InWorkers(workers=2).run(work, []))", "worker"),
+    ],
+)
+def test_after_sigterm_and_a_backup_the_launcher_ends_with_75_too(
+    launches: str, to: str, tmp_path: Path, python: Start
+):
+    process = python("-c", SAVED_AND_STOPPED + launches)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline().split()[1])
+
+    os.kill(worker if to == "worker" else process.pid, signal.SIGTERM)
+
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (75, "")
+    assert list((tmp_path / "backup").glob("step-*"))
+
+
+HANDLES_SIGTERM = """
+import os, signal, sys, lockstep as ls
+from lockstep.errors import ClusterError
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    print("ready", os.getpid(), flush=True)
+    while True: signal.pause()
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+try:
+    ls.launch(work, workers=1)
+except ClusterError as error:
+    print(error)
+"""
+
+
+def test_a_program_that_handles_sigterm_gets_it_when_the_workers_have_ended(python: Start):
+    process = python("-c", HANDLES_SIGTERM)
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    process.terminate()
+
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines()[0] == "handled"
+    assert "SIGTERM" in out.splitlines()[1]
+
+
 def start_method() -> str:
     return multiprocessing.get_start_method()
 

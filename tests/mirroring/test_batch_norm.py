@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.errors import ConfigError
 from lockstep.mirroring.batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]
+
+
+class NormAct(nn.BatchNorm2d):
+    """Batch norm, then a layer and an activation, written out as timm's BatchNormAct2d is."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features, eps=1e-3, momentum=0.2)
+        self.drop: nn.Module = nn.Identity()
+        self.act = nn.PReLU(num_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        output: Tensor = self.act(self.drop(x))
+        return output
+
+
+class NormOfSteps(nn.BatchNorm1d):
+    """Takes [N, T, C] through torch's own forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, 1)).view_as(input) * 2
+
+
+class NormByTorch(nn.BatchNorm1d):
+    """Calls the function under torch.nn.functional's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(int(self.training))
+        mean, var = self.running_mean, self.running_var
+        return torch.batch_norm(input, self.weight, self.bias, mean, var, self.training, 0.1, self.eps, False)
+
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(3), (3,)),
@@ -25,6 +67,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cumulative": (lambda: nn.BatchNorm1d(3, momentum=None), (3,)),
     "not affine": (lambda: nn.BatchNorm1d(3, affine=False), (3,)),
     "no running statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), (3,)),
+    "torch's synchronised": (lambda: nn.SyncBatchNorm(3), (3,)),
+    "with an activation": (lambda: NormAct(3), (3, 4, 4)),
+    "around torch's": (lambda: NormOfSteps(3), (5, 3)),
+    "by torch.batch_norm": (lambda: NormByTorch(3, affine=False), (3,)),
 }
 
 
@@ -90,8 +136,112 @@ def test_keys_parameters_and_the_user_s_module_stay(make_strategy: MakeStrategy)
 
     assert mirrored.module is module
     assert [*mirrored.state_dict()] == keys
-    assert isinstance(module[1][0], SyncBatchNorm)  # type: ignore[index]
-    assert module[1][0].weight is inner.weight  # type: ignore[index]
+    assert module[1][0] is inner  # type: ignore[index]
+    assert isinstance(inner, SyncBatchNorm)
+    assert isinstance(inner, nn.BatchNorm1d)
+    assert type(inner).__name__ == "BatchNorm1d"
+
+
+def test_a_subclass_keeps_its_forward_hooks_and_keys(make_strategy: MakeStrategy):
+    alone, ours = (nn.Sequential(nn.Conv2d(3, 4, 3), NormAct(4), nn.Flatten(), nn.Linear(64, 2)) for _ in range(2))
+    ours.load_state_dict(alone.state_dict())
+    plain = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    calls: list[int] = []
+    ours[1].register_forward_hook(lambda *_: calls.append(1))
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(ours, sync_batchnorm=True)
+    optimizer = strategy.mirror(torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9))
+    random = torch.Generator().manual_seed(0)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        (F.cross_entropy(mirrored(x), y, reduction="sum") / 11).backward()
+        optimizer.step()
+
+    for _ in range(5):
+        x = torch.randn(11, 3, 6, 6, generator=random)
+        y = torch.randint(2, (11,), generator=random)
+        plain.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        plain.step()
+        strategy.run(step, (PerReplica(x.split(4)), PerReplica(y.split(4))))
+
+    assert len(calls) == 15
+    assert isinstance(ours[1], NormAct)
+    torch.testing.assert_close(mirrored.state_dict(), alone.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_user_s_module_can_be_copied_and_saved_whole(make_strategy: MakeStrategy):
+    module = nn.Sequential(NormAct(3), nn.BatchNorm2d(3))
+    make_strategy(2).mirror(module, sync_batchnorm=True)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    x = torch.randn(5, 3, 2, 2)
+
+    for same in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert [type(part) for part in same] == [type(part) for part in module]
+        torch.testing.assert_close(same.eval()(x), module.eval()(x))
+        module.train()
+
+
+class WithoutTorchsFunction(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return (input - input.mean(0)) / input.std(0)
+
+
+class OfChunks(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([super(OfChunks, self).forward(chunk) for chunk in input.split(2)])
+
+
+class OfExamples(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        return F.batch_norm(input.reshape(1, -1, 5), None, None, training=True).view_as(input)
+
+
+class ByHand(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, torch.zeros(3), torch.ones(3), training=self.training)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: WithoutTorchsFunction(3), "WithoutTorchsFunction"),
+        (lambda: OfChunks(3), "OfChunks"),
+        (lambda: OfExamples(3), "OfExamples"),
+        (ByHand, "torch.nn.BatchNorm"),
+    ],
+)
+def test_statistics_that_cannot_be_synchronised_are_refused(
+    make: Callable[[], nn.Module], named: str, make_strategy: MakeStrategy
+):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(nn.Sequential(make()), sync_batchnorm=True)
+
+    with pytest.raises(ConfigError, match=named):
+        strategy.run(mirrored, (torch.randn(4, 3, 5),))
+    mirrored.eval()
+    strategy.run(mirrored, (torch.randn(4, 3, 5),))
+
+
+def test_a_forward_set_on_the_object_is_refused(make_strategy: MakeStrategy):
+    norm = nn.BatchNorm1d(3)
+    norm.forward = lambda x: x  # type: ignore[method-assign, assignment]
+
+    with pytest.raises(ConfigError, match="subclass of BatchNorm1d"):
+        make_strategy(2).mirror(nn.Sequential(norm), sync_batchnorm=True)
+
+
+def test_one_value_in_the_global_batch_is_refused_as_on_one_device(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(nn.BatchNorm1d(3), sync_batchnorm=True)
+
+    with pytest.raises(ValueError, match="one value per channel"):
+        strategy.run(mirrored, (PerReplica(torch.ones(1, 3).split((1, 0))),))
 
 
 def test_outside_a_replica_it_is_plain_batch_norm(make_strategy: MakeStrategy):
@@ -99,7 +249,7 @@ def test_outside_a_replica_it_is_plain_batch_norm(make_strategy: MakeStrategy):
     x = torch.randn(5, 3)
 
     torch.testing.assert_close(mirrored(x), nn.BatchNorm1d(3)(x))
-    with pytest.raises(ValueError, match="got an input of 1 dimensions; expected at least 2"):
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
         mirrored(torch.ones(3))
 
 

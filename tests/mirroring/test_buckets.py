@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import pytest
@@ -15,6 +17,10 @@ from lockstep.mirroring.buckets import BucketExchange
 
 pytestmark = pytest.mark.workers
 
+LAST = 3
+"""Of four replicas."""
+ALL, NONE = 1.0, 0.0
+"""Shares of the buckets."""
 Change = Callable[[list[nn.Parameter], int], None]
 
 
@@ -44,17 +50,18 @@ def dropped(parameters: list[nn.Parameter], _: int) -> None:
     parameters[2].grad = None
 
 
-def by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
-    """Of one worker alone: the others have changed nothing, and must exchange again all the same."""
-    if replica == 3:
-        written_to(parameters, replica)
+def added_by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
+    """On one worker alone: the others have changed nothing, and must exchange again all the same."""
+    if replica == LAST:
+        penalties = [(parameter**2).sum() for parameter in parameters]
+        torch.stack(penalties).sum().backward()  # type: ignore[no-untyped-call]
 
 
 CHANGES: dict[str, Change] = {
     "written to": written_to,
     "replaced": replaced,
     "dropped": dropped,
-    "by the last replica": by_the_last_replica,
+    "added by the last replica": added_by_the_last_replica,
 }
 
 
@@ -75,6 +82,27 @@ def train(strategy: ls.Strategy, change: Change) -> dict[str, Tensor]:
     for batch in strategy.distribute_dataset(batches()):
         strategy.run(step, (batch,))
     return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+class Warnings(logging.Handler):
+    """Keeps what is logged as a warning."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    handler = Warnings()
+    logging.getLogger("lockstep").addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logging.getLogger("lockstep").removeHandler(handler)
 
 
 FROZEN = {0: ("0.", "2."), 2: ("0.", "4.")}
@@ -109,6 +137,58 @@ def train_frozen(strategy: ls.Strategy) -> tuple[dict[str, Tensor], list[set[int
     return {name: value.clone() for name, value in module.state_dict().items()}, travelled
 
 
+def two_passes(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss in two halves of its rows, whose gradients are to be added up."""
+    losses = F.cross_entropy(module(x), y, reduction="none")
+    return losses[::2].sum(), losses[1::2].sum()
+
+
+ANNOUNCED: dict[str, set[int]] = {
+    "inside": {0, 1, 2, 3},
+    "outside": {0, 1, 2, 3},
+    "never": set(),
+    "but once": {1, 2, 3},
+}
+"""The batches whose first backward pass is in ``no_sync``, inside the step or outside it."""
+
+
+def train_in_passes(strategy: ls.Strategy, name: str) -> tuple[dict[str, Tensor], list[list[tuple[float, float]]]]:
+    """The weights; and of every batch, what share of the buckets had gone after the first pass and after the last."""
+    module = net()
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+    exchange = cast(BucketExchange, optimizer._update._exchange)
+    gone = []
+
+    def backward(half: int, batch: tuple[Tensor, Tensor]) -> float:
+        context = ls.get_replica_context()
+        assert context is not None
+        rows = context.all_reduce("sum", float(len(batch[0])))
+        (two_passes(replicated, *batch)[half] / rows).backward()
+        context.all_reduce("sum", 0.0)
+        share = len(exchange._under_way) / len(exchange._plan.buckets)
+        context.all_reduce("sum", 0.0)
+        return share
+
+    def step(batch: tuple[Tensor, Tensor], announced: bool) -> tuple[float, float]:
+        with replicated.no_sync() if announced else nullcontext():
+            first = backward(0, batch)
+        return first, backward(1, batch)
+
+    for number, batch in enumerate(strategy.distribute_dataset(batches())):
+        if name == "outside":
+            with replicated.no_sync():
+                first = strategy.local_results(strategy.run(backward, (0, batch)))
+            last = strategy.local_results(strategy.run(backward, (1, batch)))
+            gone.append(list(zip(first, last, strict=True)))
+        else:
+            gone.append(list(strategy.local_results(strategy.run(step, (batch, number in ANNOUNCED[name])))))
+        strategy.run(optimizer.step)
+        optimizer.zero_grad()
+    assert len(exchange._plan.buckets) > 1
+    return {key: value.clone() for key, value in module.state_dict().items()}, gone
+
+
 def run_job() -> dict[str, Any]:
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
@@ -116,6 +196,9 @@ def run_job() -> dict[str, Any]:
     strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(bucket_mb=0.0005))
     results: dict[str, Any] = {name: train(strategy, change) for name, change in CHANGES.items()}
     results["frozen"] = train_frozen(strategy)
+    for name in ANNOUNCED:
+        with kept_warnings() as messages:
+            results[name] = (*train_in_passes(strategy, name), messages)
     strategy.close()
     return results
 
@@ -126,22 +209,13 @@ def results() -> dict[str, Any]:
 
 
 def one_device(name: str) -> nn.Sequential:
-    """The loop by hand, shard after shard."""
+    """The loop by hand."""
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
     for x, y in batches():
-        total: dict[int, Tensor] = {}
-        rows = -(-len(x) // 4)
-        for replica in range(4):
-            optimizer.zero_grad()
-            shard = slice(replica * rows, (replica + 1) * rows)
-            (F.cross_entropy(module(x[shard]), y[shard], reduction="none").sum() / len(x)).backward()
-            CHANGES[name](list(module.parameters()), replica)
-            for index, parameter in enumerate(module.parameters()):
-                if parameter.grad is not None:
-                    total[index] = total.get(index, torch.zeros(())) + parameter.grad
-        for index, parameter in enumerate(module.parameters()):
-            parameter.grad = total.get(index)
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        CHANGES[name](list(module.parameters()), LAST)
         optimizer.step()
     return module
 
@@ -173,3 +247,38 @@ def test_only_what_is_trained_travels_and_it_is_looked_at_anew_in_every_update(r
     torch.testing.assert_close(weights, dict(module.state_dict()), rtol=1e-9, atol=1e-12)
     assert torch.equal(weights["0.weight"], net().state_dict()["0.weight"])
     assert travelled == [{4, 5}, {4, 5}, {2, 3}, {2, 3}]
+
+
+@pytest.mark.parametrize("name", ANNOUNCED)
+def test_passes_that_add_up_are_one_device_s(results: dict[str, Any], name: str):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+
+    torch.testing.assert_close(results[name][0], dict(module.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["inside", "outside"])
+def test_in_no_sync_nothing_goes_and_the_next_pass_sends_all(results: dict[str, Any], name: str):
+    _, gone, warnings = results[name]
+
+    assert gone == [[(NONE, ALL)] * 2] * 4
+    assert not warnings
+
+
+def test_passes_that_nobody_announced_go_with_the_update_and_one_warning_says_so(results: dict[str, Any]):
+    _, gone, warnings = results["never"]
+
+    assert gone == [[(ALL, ALL)] * 2] + [[(NONE, NONE)] * 2] * 3
+    assert len(warnings) == 1
+    assert "no_sync()" in warnings[0]
+
+
+def test_a_cycle_without_a_change_brings_back_the_exchange_during_the_pass(results: dict[str, Any]):
+    _, gone, warnings = results["but once"]
+
+    assert gone == [[(ALL, ALL)] * 2, [(NONE, NONE)] * 2, [(NONE, ALL)] * 2, [(NONE, ALL)] * 2]
+    assert len(warnings) == 1

@@ -249,3 +249,63 @@ def test_weights_that_the_user_exchanges_reach_every_replica_of_the_device(make_
 
     assert [[float(loss) for loss in pair] for pair in losses] == [[0.0, 0.0], [-4.0, -4.0]]
     assert torch.equal(module.weight, torch.full((1, 3), -2.0))
+
+
+def test_it_has_items_as_the_plain_module_has(make_strategy: MakeStrategy):
+    strategy, plain = make_strategy(3), net()
+    mirrored = strategy.mirror(plain)
+
+    assert len(mirrored) == 4
+    assert mirrored[0] is plain[0]
+    assert mirrored[-1] is plain[3]
+    assert [*mirrored] == [*plain]
+    assert [*mirrored[1:3]] == [*plain[1:3]]
+    assert plain[2] in [*mirrored]
+    plain.note = "mine"  # type: ignore[assignment]
+    assert "note" in dir(mirrored)
+    seen = strategy.local_results(strategy.run(lambda: (mirrored[3] is mirrored.copies[replica()][3], len(mirrored))))  # type: ignore[index]
+    assert seen == ((True, 4),) * 3
+    named = strategy.mirror(nn.ModuleDict({"a": nn.Linear(1, 1)}))
+    assert "a" in named
+    assert "b" not in named
+    assert [*named] == ["a"]
+    assert named["a"] is named.module["a"]  # type: ignore[index]
+
+
+def test_without_items_it_says_so_as_the_plain_module_does(make_strategy: MakeStrategy):
+    mirrored = make_strategy(2).mirror(nn.Linear(1, 1))
+
+    assert mirrored
+    for wrong in (lambda: len(mirrored), lambda: mirrored[0], lambda: [*mirrored], lambda: 1 in mirrored):
+        with pytest.raises(TypeError, match="Linear"):
+            wrong()
+
+
+def test_items_may_be_set(make_strategy: MakeStrategy):
+    strategy, plain = make_strategy(2), net()
+    mirrored = strategy.mirror(plain)
+    mirrored[2] = nn.Identity()
+    del mirrored[1]
+
+    assert [type(part) for part in plain] == [nn.Linear, nn.Identity, nn.Linear]
+    strategy.run(lambda: mirrored(torch.ones(2, 3)))
+    assert [[type(part) for part in duplicate] for duplicate in mirrored.copies] == [[*map(type, plain)]] * 2  # type: ignore[arg-type, call-overload]
+
+
+def test_torch_s_functional_call_takes_it(make_strategy: MakeStrategy):
+    strategy, plain = make_strategy(3), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    mirrored = strategy.mirror(plain)
+    x = torch.ones(2, 3)
+    doubled = {name: value.detach() * 2 for name, value in plain.named_parameters()}
+    expected = torch.func.functional_call(plain, doubled, (x,))
+
+    def step() -> Tensor:
+        own = {name: value * 2 for name, value in mirrored.named_parameters()}
+        return torch.func.functional_call(mirrored, own, (x,))
+
+    for output in (torch.func.functional_call(mirrored, doubled, (x,)), *strategy.local_results(strategy.run(step))):
+        torch.testing.assert_close(output, expected)
+    single = strategy.mirror(nn.Linear(3, 1))
+    weights = {name: torch.zeros_like(value) for name, value in single.named_parameters()}
+    assert torch.func.functional_call(single, weights, (x,)).eq(0).all()
+    assert not single.weight.eq(0).any()

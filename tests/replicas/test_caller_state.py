@@ -101,13 +101,13 @@ def test_the_end_of_a_replicas_autocast_changes_nothing_in_another(make_strategy
         with ExitStack() as stack:
             stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
             y = layer(x)
-            context.merge_call(lambda: None)
+            context.merge_call(lambda _strategy: None)
             if leaves and context.replica_id_in_sync_group == 1:
                 stack.close()
-            context.merge_call(lambda: None)
+            context.merge_call(lambda _strategy: None)
             if context.replica_id_in_sync_group == 0:
                 layer(torch.tanh(y)).float().square().sum().backward()
-            context.merge_call(lambda: None)
+            context.merge_call(lambda _strategy: None)
         return layer.weight.grad
 
     alone, beside = (strategy.run(twice, kwargs={"leaves": leaves})[0] for leaves in (False, True))

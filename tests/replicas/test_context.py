@@ -59,10 +59,11 @@ def test_merge_call_runs_once_with_per_replica_arguments_in_cross_replica_contex
     calls: list[Any] = []
     shared = object()
 
-    def merged(values: PerReplica[float], nested: dict[str, Any], same: object) -> Any:
+    def merged(given: MirroredStrategy, values: PerReplica[float], nested: dict[str, Any], same: object) -> Any:
         assert get_replica_context() is None
         assert in_cross_replica_context()
         assert get_strategy() is strategy
+        assert given is strategy
         calls.append(threading.get_ident())
         total = strategy.reduce("sum", values)
         assert same is shared
@@ -81,10 +82,48 @@ def test_merge_call_runs_once_with_per_replica_arguments_in_cross_replica_contex
     assert list(result["own"]) == [15.0, 25.0, 35.0]
 
 
+def test_merge_call_takes_keywords_and_merges_each_argument_by_itself(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    got: list[Any] = []
+
+    def merged(_strategy: MirroredStrategy, *args: Any, **kwargs: Any) -> None:
+        got.append((args, kwargs))
+
+    def step() -> None:
+        mine = torch.full((), float(replica()))
+        unlike = (mine, mine) if replica() else None
+        here().merge_call(merged, (unlike, mine), {"named": mine})
+
+    strategy.run(step)
+
+    ((unlike, both), named), *others = got
+    assert not others
+    assert unlike.values[0] is None
+    assert [float(value) for value in unlike.values[1]] == [1, 1]
+    assert [float(value) for value in both] == [float(value) for value in named["named"]] == [0, 1]
+
+
+def test_a_merge_call_of_a_function_without_the_strategy_says_so(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+
+    def total(values: PerReplica[int]) -> int:
+        return sum(values)
+
+    def fail(_strategy: MirroredStrategy) -> None:
+        raise TypeError("its own")
+
+    with pytest.raises(TypeError, match=r"total\(strategy, \*args.*\(values: .*first parameter"):
+        strategy.run(lambda: here().merge_call(total, (replica(),)))
+    with pytest.raises(TypeError, match="its own"):
+        strategy.run(lambda: here().merge_call(fail))
+    with pytest.raises(UsageError, match=r"0 args.*1 args"):
+        strategy.run(lambda: here().merge_call(lambda _strategy, *_: None, (1,) * replica()))
+
+
 def test_an_error_in_a_merge_call_is_raised_and_the_strategy_goes_on(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
 
-    def fail() -> None:
+    def fail(_strategy: MirroredStrategy) -> None:
         raise KeyError("of the merge")
 
     with pytest.raises(KeyError, match="of the merge"):

@@ -140,7 +140,7 @@ def test_in_a_merge_call_it_does_not_matter_who_came_last(make_strategy: MakeStr
     def step() -> tuple[Tensor, Tensor]:
         context = get_replica_context()
         assert context is not None
-        merged = context.merge_call(lambda: torch.rand(4))
+        merged = context.merge_call(lambda _strategy: torch.rand(4))
         return merged, torch.rand(4)
 
     runs = []

@@ -129,9 +129,9 @@ def test_a_dataset_through_the_strategy(make_strategy: MakeStrategy):
 
     rounds = [[shard.tolist() for shard in batch] for batch in dataset]
 
-    assert rounds == [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]
+    assert rounds == [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]
     lengths = [strategy.run(len, (batch,)) for batch in dataset]
-    assert [list(strategy.local_results(length)) for length in lengths] == [[2, 2, 0]] * 2
+    assert [list(strategy.local_results(length)) for length in lengths] == [[2, 1, 1]] * 2
 
 
 def test_a_dataset_of_per_replica_batches(make_strategy: MakeStrategy):

@@ -198,7 +198,7 @@ def test_the_caller_s_random_numbers_are_not_touched_by_replicas(four: ls.Mirror
     torch.cuda.manual_seed(5)
     first = four.run(lambda: torch.rand(4, device="cuda"))
     drawn = torch.rand(4, device="cuda")
-    second = four.run(lambda: here().merge_call(lambda: torch.rand(4, device="cuda")))
+    second = four.run(lambda: here().merge_call(lambda _strategy: torch.rand(4, device="cuda")))
 
     # torch.rand(8) and two of 4 need not draw alike; what matters is that the first 4 are the caller's own.
     torch.cuda.manual_seed(5)

@@ -57,6 +57,31 @@ def test_gradients_that_are_added_up_by_hand_are_exchanged_whole(result: dict[st
     assert_close(result["twice"], module.state_dict())
 
 
+def test_gradients_clipped_in_the_step_are_those_of_one_device(result: dict[str, Any], program: Any):
+    module, norms = program.net(), []
+    optimizer = program.OPTIMIZERS["sgd"](module.parameters())
+    for x, y, _ in program.batches():
+        program.per_example(module(x), y).mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_close(result["clipped in the step"][1], norms)
+    assert_close(result["clipped in the step"][0], module.state_dict())
+
+
+def test_weights_updated_by_hand_in_the_step_are_those_of_one_device(result: dict[str, Any], program: Any):
+    module = program.net()
+    for x, y, _ in program.batches():
+        module.zero_grad()
+        program.per_example(module(x), y).mean().backward()
+        with torch.no_grad():
+            for each in module.parameters():
+                each -= 0.1 * each.grad
+
+    assert_close(result["by hand"], module.state_dict())
+
+
 def test_collectives_reach_all_replicas(result: dict[str, Any]):
     count, found = result["replicas"], result["collectives"]
     numbers = torch.arange(count)

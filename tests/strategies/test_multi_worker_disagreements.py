@@ -147,6 +147,30 @@ def a_weight_changed_by_hand(index: int) -> None:
     compiled(strategy, module).fit(batches(), verbose=0, callbacks=[ls.LambdaCallback(on_train_batch_end=change)])
 
 
+def a_weight_changed_in_a_step(index: int) -> None:
+    strategy, module = joined(), net()
+    replicated = strategy.mirror(module)
+
+    def step() -> None:
+        with torch.no_grad():
+            next(iter(replicated.parameters())).mul_(0.5 + index)
+
+    strategy.run(step)
+    strategy.reduce("sum", 1)
+
+
+def a_plain_module_of_each_worker(index: int) -> None:
+    torch.set_num_threads(1)
+    strategy = ls.MultiWorkerMirroredStrategy(seed=7, timeout_s=60)
+    module = net()
+
+    def step(batch: Batch) -> None:
+        per_example(module(batch[0]), batch[1]).mean().backward()
+
+    for batch in strategy.distribute_dataset(batches()):
+        strategy.run(step, (batch,))
+
+
 # What the tests see of them.
 
 
@@ -185,6 +209,8 @@ OTHER_DATA = r"CollectiveError: {1} was handed other data, or has other weights,
         (data_that_ends_earlier, "{0} is at .*; {1} is at 'the end of the data, after 3 global batches'"),
         (a_collective_left_out, r"{0} is at 'reduce.*\(test_.*:\d+ in own_loop\).*; {1} is at 'optimizer update'"),
         (evaluate_beside_fit, "did not meet at the same call: {0} is at 'agree .*; {1} is at "),
+        (a_weight_changed_in_a_step, "CollectiveError: {1} .* than {0} before 'reduce"),
+        (a_plain_module_of_each_worker, "UsageError: .*mirror"),
         (a_weight_changed_by_hand, OTHER_DATA.replace("{call}", "comparison of the weights")),
     ],
 )

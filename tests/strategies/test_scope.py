@@ -31,6 +31,56 @@ def test_a_scope_makes_the_strategy_ambient_and_may_be_nested(make_strategy: Mak
     assert not in_cross_replica_context()
 
 
+def test_the_object_of_a_scope_may_be_entered_many_times_and_inside_itself(make_strategy: MakeStrategy):
+    strategy, other = make_strategy(2), make_strategy(2)
+    scope = strategy.scope()
+    for _ in range(2):
+        with scope as entered, scope:
+            with strategy.scope(), scope:
+                pass
+            assert entered is get_strategy() is strategy
+            assert strategy.local_results(strategy.run(in_cross_replica_context)) == (False, False)
+        assert not has_strategy()
+    with pytest.raises(KeyError), scope, scope:
+        raise KeyError
+    with other.scope():
+        with pytest.raises(UsageError, match="cannot be used inside the scope of"):
+            scope.__enter__()
+        assert get_strategy() is other
+    assert not has_strategy()
+
+
+def test_threads_enter_the_object_of_a_scope_each_for_itself(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    scope, seen, both_in = strategy.scope(), [], threading.Barrier(2)
+
+    def enter() -> None:
+        with scope:
+            both_in.wait(10)
+            seen.append(get_strategy() is strategy)
+        both_in.wait(10)
+        seen.append(has_strategy())
+
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+    assert sorted(seen) == [False, False, True, True]
+
+
+def test_a_scope_inside_a_replica_is_refused(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    scope = strategy.scope()
+
+    with pytest.raises(UsageError, match=r"outside strategy\.run"):
+        strategy.run(scope.__enter__)
+    with pytest.raises(UsageError, match=r"outside strategy\.run"):
+        strategy.run(strategy.scope)
+    assert not has_strategy()
+
+
 def test_a_scope_ends_with_an_error(make_strategy: MakeStrategy):
     with pytest.raises(KeyError), make_strategy(2).scope():
         raise KeyError
@@ -67,7 +117,7 @@ def test_outside_every_scope_one_device_in_the_caller_s_thread(fresh_devices: De
         context = get_replica_context()
         assert context is not None
         gathered = context.all_gather(context.all_reduce("sum", x), 0)
-        return context.merge_call(lambda value: value * 2, (gathered,))  # type: ignore[no-any-return]
+        return context.merge_call(lambda _strategy, value: value * 2, (gathered,))  # type: ignore[no-any-return]
 
     assert isinstance(get_strategy(), DefaultStrategy)
     assert get_strategy() is get_strategy()

@@ -124,7 +124,7 @@ def test_dropout_differs_between_shares_and_is_bit_equal_again():
             torch.manual_seed(11)
             compiled(strategy, module).fit(batches(), epochs=1, verbose=0)
             masks = strategy.run(lambda: nn.functional.dropout(torch.ones(64), 0.5))
-            drawn = strategy.run(lambda: ls.get_replica_context().merge_call(lambda: torch.rand(4)))
+            drawn = strategy.run(lambda: ls.get_replica_context().merge_call(lambda _strategy: torch.rand(4)))
             runs.append([*module.parameters(), *masks, drawn])
             assert not torch.equal(masks[0], masks[1])
             assert torch.equal(torch.get_rng_state(), torch.manual_seed(11).get_state()) is False  # by merge_call alone

@@ -39,7 +39,7 @@ def test_results_of_collectives_may_be_kept_and_dropped_at_any_time(three: ls.Mi
         kept = []
         for _ in range(4):
             own = torch.full((100,), float(here().replica_id_in_sync_group))
-            kept.append(here().merge_call(lambda values: values[0] + values[1] + values[2], (own,)) * 2)
+            kept.append(here().merge_call(lambda _strategy, values: values[0] + values[1] + values[2], (own,)) * 2)
             here().all_gather(own, 0).sum()
         return torch.stack(kept).sum()
 

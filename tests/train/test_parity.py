@@ -193,7 +193,7 @@ def test_the_cases_tell_an_average_of_means_from_the_truth(replicas: int):
     torch.manual_seed(0)
     module = classifier().double()
     x, y = vectors()[0]
-    shards = zip(x.split(-(-len(x) // replicas)), y.split(-(-len(x) // replicas)), strict=True)
+    shards = zip(x.tensor_split(replicas), y.tensor_split(replicas), strict=True)
 
     of_means = torch.stack([mean(module(a), b) for a, b in shards]).mean()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback as tracebacks
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -40,9 +41,11 @@ def report_failure(error: BaseException, *, traceback: bool) -> int:
     if isinstance(error, BrokenPipeError):
         return _reader_is_gone()
     failure = explain(error)
-    if traceback:
-        tracebacks.print_exception(error)
-    print(failure.line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # where nobody reads standard error either, the exit code still says it
+        if traceback:
+            tracebacks.print_exception(error)
+        print(failure.line, file=sys.stderr, flush=True)
+    let_go_of_streams()
     return failure.exit_code
 
 
@@ -63,7 +66,23 @@ def _failure(message: str, error: BaseException, exit_code: int) -> Failure:
     return Failure(line=f"lockstep: error: {' '.join(text.split())}", exit_code=exit_code)
 
 
+def let_go_of_streams() -> None:
+    """Drops what standard output or error cannot take any more.
+
+    Python would complain of it when it flushes them at its end, and end with 120 in place of the exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
 def _reader_is_gone() -> int:
-    """``lockstep data mlm | head -1``: nobody reads on. Python would complain again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """``lockstep data mlm | head -1``: nobody reads on."""
+    let_go_of_streams()
     return FAILED

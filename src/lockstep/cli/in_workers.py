@@ -47,6 +47,9 @@ class InWorkers:
         try:
             return int(job.run(again, (tuple(words),), {}))
         except ClusterError as error:
-            if isinstance(error.__cause__, LockstepError):  # which says all that there is to say
-                raise error.__cause__  # noqa: B904 - its own cause is the worker's traceback
+            ended = error.__cause__
+            if isinstance(ended, SystemExit) and isinstance(ended.code, int):
+                return ended.code  # as after SIGTERM to a worker: all have saved
+            if isinstance(ended, LockstepError):  # which says all that there is to say
+                raise ended  # noqa: B904 - its own cause is the worker's traceback
             raise

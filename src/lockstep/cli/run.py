@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lockstep.cli.failure import let_go_of_streams
 from lockstep.errors import ConfigError
+from lockstep.launch.console import complain
 
 if TYPE_CHECKING:
     from lockstep.launch.meeting import Meeting
@@ -110,7 +111,10 @@ def run(
             logs=log_dir.expanduser(),
             output=output,
         )
-        return report(launch.run(_tell_nobody if quiet else _tell))
+        try:
+            return report(launch.run(_tell_nobody if quiet else complain))
+        finally:
+            let_go_of_streams()
 
     return start
 
@@ -176,15 +180,11 @@ def report(outcome: Outcome) -> int:
     if outcome.interrupted:
         raise KeyboardInterrupt
     if outcome.last_words:
-        print(f"lockstep: the last words of worker {outcome.worker}:", file=sys.stderr)
-        print(outcome.last_words.rstrip("\n"), file=sys.stderr)
+        last_words = outcome.last_words.rstrip("\n")
+        complain(f"the last words of worker {outcome.worker}:\n{last_words}")
     if outcome.line is not None:
-        print(f"lockstep: error: {outcome.line}", file=sys.stderr, flush=True)
+        complain(f"error: {outcome.line}")
     return outcome.exit_code
-
-
-def _tell(line: str) -> None:
-    print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
 
 def _tell_nobody(line: str) -> None:

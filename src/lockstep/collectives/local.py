@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.collectives.across import gather_across, reduce_across, sum_across
+from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.collectives.workers import Workers
 
@@ -46,7 +47,7 @@ def all_reduce(member: Member, op: ReduceOp, value: Any) -> Any:
     Raises:
         ConfigError: the shapes differ between replicas.
     """
-    name = f"all_reduce({op.value})"
+    value, name = as_read(value), f"all_reduce({op.value})"
     if not isinstance(value, torch.Tensor):
         return member.meet(name, value, lambda values: reduce_across(member.workers, op, values))
     total = _AllReduceSum.apply(value, member, name)  # type: ignore[no-untyped-call]
@@ -59,7 +60,7 @@ def all_gather(member: Member, value: Any, axis: int) -> torch.Tensor:
     Raises:
         ConfigError: shapes differ in another dimension, or there is no such dimension.
     """
-    gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(value), member, axis)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(as_read(value)), member, axis)  # type: ignore[no-untyped-call]
     return gathered
 
 

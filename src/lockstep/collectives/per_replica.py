@@ -6,9 +6,12 @@ Structures are tuples, lists, dicts and named tuples, as ``torch.utils._pytree``
 
 from __future__ import annotations
 
+import struct
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lockstep.errors import ConfigError
@@ -79,8 +82,10 @@ def select(structure: Any, replica: int, num_replicas: int) -> Any:
 def merge(results: Sequence[Any]) -> Any:
     """Joins one result per replica into one structure with PerReplica leaves.
 
-    A leaf that is the very same object on all replicas comes back bare. Results of different structure (one replica
-    returned None, another a tensor) become a single PerReplica.
+    A leaf that is the very same object on all replicas comes back bare, and so does a plain value (None, a number, a
+    text, bytes, a dtype, a device) of the same type and bits on all of them: whether two equal numbers are one
+    object is the interpreter's choice. Tensors, arrays and all other objects go by identity alone. Results of different
+    structure (one replica returned None, another a tensor) become a single PerReplica.
     """
     flat = [tree_flatten(result) for result in results]
     spec = flat[0][1]
@@ -92,4 +97,32 @@ def merge(results: Sequence[Any]) -> Any:
 
 def _join(column: tuple[Any, ...]) -> Any:
     first = column[0]
-    return first if all(value is first for value in column) else PerReplica(column)
+    return first if all(_is_same(value, first) for value in column) else PerReplica(column)
+
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, frozenset, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Immutable values, whose identity is the interpreter's business: it has one object for 5, and two for 1000."""
+
+
+def _is_same(value: Any, first: Any) -> bool:
+    if value is first:
+        return True
+    if type(value) is not type(first):
+        return False
+    if isinstance(first, (float, complex)):
+        return _bits(value) == _bits(first)
+    return bool(value == first) if isinstance(first, _PLAIN) or _is_array_scalar(first) else False
+
+
+def _bits(number: complex) -> bytes:
+    """What tells 0.0 from -0.0, and a NaN from another."""
+    return struct.pack("dd", number.real, number.imag)
+
+
+def _is_array_scalar(value: Any) -> bool:
+    """Whether it is one of NumPy's numbers, of which True and False are one object each."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)

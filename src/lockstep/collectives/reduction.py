@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.errors import ConfigError
 
 
@@ -107,7 +108,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         ConfigError: it is none, and cannot become one.
     """
     try:
-        return torch.as_tensor(value)
+        return torch.as_tensor(as_read(value))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot reduce a {type(value).__name__}; give tensors or numbers ({error})") from error
 

@@ -17,7 +17,7 @@ from lockstep.data.meeting import Meeting
 from lockstep.data.position import STARTED, RandomState, begin_again, random_state
 from lockstep.data.prefetch import ClosableIterator, read_ahead
 from lockstep.data.readers import Reader
-from lockstep.data.source_random import default_state, set_default_state
+from lockstep.data.source_random import default_state, other_generators, set_default_state
 from lockstep.data.transfer import Transfer
 
 
@@ -53,7 +53,7 @@ class Passes:
         self._meeting.begin(self._reader)
         # Begun here and now, in the caller's thread: what it draws from torch's generator comes in program order.
         source = self._reader.begin(skip, transfer)
-        ahead = read_ahead(source, self._prefetch, begun=begun)
+        ahead = read_ahead(source, self._prefetch, begun=begun, others=other_generators(self.dataset), skip=skip)
         return transfer.received(self._meeting.hand_out(ahead, transfer))
 
     def random_state(self) -> RandomState:

@@ -4,8 +4,9 @@
               thread                                             its caller
 
 The thread ends with its iterator: when that is exhausted, closed or garbage-collected, and when either side fails.
-The first item is read by the consumer itself, so that what a source draws from torch's default generator to begin with
-(a DataLoader's sampler draws its seed then) is drawn in program order; ``source_random`` is about what it draws later.
+The first item is read by the consumer itself, so that what a source draws to begin with (a DataLoader's sampler draws
+its seed then) is drawn in program order; the thread begins with the first item that draws from no generator that it
+cannot have a copy of. ``source_random`` is about what is drawn later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
 
 from lockstep.collectives.rendezvous import SIGNALS_SEEN_EVERY_S
 from lockstep.data.source_random import SourceRandom
@@ -27,6 +30,9 @@ T_co = TypeVar("T_co", covariant=True)
 # How long an iterator that is dropped waits for a source in the middle of an item. The thread ends with that item
 # anyway; waiting keeps it from running beside the source's next user.
 _END_LIMIT_S = 5.0
+
+DEPTH = 2
+"""How many batches are read ahead where nobody says, of data that may be read ahead."""
 
 PASSED_OVER: Any = object()
 """Stands for an item that the source has given and nobody wants."""
@@ -42,41 +48,92 @@ class ClosableIterator(Protocol[T_co]):
     def close(self) -> None: ...
 
 
-def read_ahead(source: Iterator[T], depth: int, *, begun: Callable[[], object] | None = None) -> ClosableIterator[T]:
+def read_ahead(
+    source: Iterator[T],
+    depth: int,
+    *,
+    begun: Callable[[], object] | None = None,
+    others: Callable[[], object] | None = None,
+    skip: int = 0,
+) -> ClosableIterator[T]:
     """The items of ``source`` in order, at most ``depth`` of them read before they are asked for.
 
     Args:
         source: read by one thread at a time; its errors are raised to the consumer, with their traceback. Items that
             are ``PASSED_OVER`` are left out.
         depth: 0 reads nothing ahead and starts no thread.
-        begun: called once in the consumer's thread, when the source draws no more from torch's default generator:
-            after its first item, or at depth 0 after those passed over.
+        begun: called once in the consumer's thread, when the source is not to draw from torch's default generator as
+            it stood at the beginning any more: after those items that are passed over, or after the first one.
+        others: gives the states of the generators, beside torch's default one, that the source may draw from. As long
+            as each item changes them, items are read when they are asked for, so that they are drawn in program order.
+        skip: how many ``PASSED_OVER`` the source gives at first, if it gives any.
+    """
+    checked_depth(depth)
+    begun = begun or _nothing
+    beginning = _Beginning(source, begun, skip)
+    return _PrefetchIterator(beginning, depth, others or _nothing) if depth else _in_turn(beginning)
+
+
+def checked_depth(depth: Any) -> int:
+    """A number of batches to read ahead.
+
+    Raises:
+        ConfigError: it is none.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ConfigError(f"prefetch={depth!r} is no number of batches; give 0 to read none ahead, or 1 and more")
-    begun = begun or _nothing
-    return _PrefetchIterator(source, depth, begun) if depth else _in_turn(source, begun)
+    return depth
 
 
 def _nothing() -> None:
-    """For an iteration whose beginning nobody waits for."""
+    """For an iteration whose beginning nobody waits for, of a source that draws from no other generators."""
 
 
-def _in_turn(source: Iterator[T], begun: Callable[[], object]) -> Generator[T, None, None]:
-    wanted = (item for item in source if item is not PASSED_OVER)
-    for item in wanted:
+class _Beginning(Generic[T]):
+    """A source that is read in the consumer's thread, and tells when it has begun."""
+
+    def __init__(self, source: Iterator[T], begun: Callable[[], object], skip: int) -> None:
+        self.source = source
+        self._begun = begun
+        self._skip = skip
+
+    def read(self) -> T:
+        """The next item, PASSED_OVER or not."""
+        try:
+            item = next(self.source)
+        except StopIteration:
+            self.tell()
+            raise
+        self._skip -= item is PASSED_OVER
+        return item
+
+    def tell_if_over(self, item: T) -> None:
+        """Calls ``begun``, the first time, if ``item`` is wanted or is the last one that is passed over."""
+        if item is not PASSED_OVER or self._skip == 0:
+            self.tell()
+
+    def tell(self) -> None:
+        """Calls ``begun``, the first time."""
+        begun, self._begun = self._begun, _nothing
         begun()
-        yield item
-        break
-    else:
-        begun()
-    yield from wanted
+
+
+def _in_turn(beginning: _Beginning[T]) -> Generator[T, None, None]:
+    while True:
+        try:
+            item = beginning.read()
+        except StopIteration:
+            return
+        beginning.tell_if_over(item)
+        if item is not PASSED_OVER:
+            yield item
+        del item
 
 
 class _PrefetchIterator(Generic[T]):
-    def __init__(self, source: Iterator[T], depth: int, begun: Callable[[], object]) -> None:
-        self._source: Iterator[T] | None = source
-        self._begun = begun
+    def __init__(self, beginning: _Beginning[T], depth: int, others: Callable[[], object]) -> None:
+        self._beginning: _Beginning[T] | None = beginning
+        self._others = others
         self._queue: _Queue[T] = _Queue(depth)
         self._random: SourceRandom | None = None
         self._end: Callable[[], object] = self._queue.close
@@ -86,7 +143,7 @@ class _PrefetchIterator(Generic[T]):
 
     def __next__(self) -> T:
         try:
-            return self._queue.take() if self._source is None else self._start(self._source)
+            return self._take() if self._beginning is None else self._read_here(self._beginning)
         except StopIteration:
             self._exhausted()
             raise
@@ -96,23 +153,35 @@ class _PrefetchIterator(Generic[T]):
 
     def close(self) -> None:
         """Ends the thread; no items come after it."""
-        self._source = self._random = None
+        self._beginning = self._random = None
         self._end()
 
     def _exhausted(self) -> None:
-        random = self._random
+        random, last = self._random, self._queue.last
         self.close()
-        if random is not None:
-            random.give_back()
+        if random is not None and last is not None:
+            random.follow(*last)
 
-    def _start(self, source: Iterator[T]) -> T:
-        try:
-            first = next(source)
-        except StopIteration:
-            self._begun()
-            raise
-        self._source, self._random = None, SourceRandom()
-        self._begun()
+    def _take(self) -> T:
+        item, before, after = self._queue.take()
+        if self._random is not None:
+            self._random.follow(before, after)
+        return item
+
+    def _read_here(self, beginning: _Beginning[T]) -> T:
+        while True:
+            before = self._others()
+            item = beginning.read()
+            if self._others() == before:
+                return self._start(beginning, item)
+            beginning.tell_if_over(item)
+            if item is not PASSED_OVER:
+                return item
+
+    def _start(self, beginning: _Beginning[T], item: T) -> T:
+        source, self._beginning, self._random = beginning.source, None, SourceRandom()
+        beginning.tell()
+        self._random.begun()
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
         thread = threading.Thread(
@@ -123,20 +192,33 @@ class _PrefetchIterator(Generic[T]):
         )
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
-        return self._queue.take() if first is PASSED_OVER else first
+        return self._take() if item is PASSED_OVER else item
+
+
+class _Read(NamedTuple, Generic[T]):
+    """An item, and where the source's copy of torch's default generator was before and after it."""
+
+    item: T
+    before: Tensor
+    after: Tensor
 
 
 class _Queue(Generic[T]):
-    """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call."""
+    """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call.
+
+    Attributes:
+        last: where the copy of the default generator was before and after the source found that it had no more items.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._items: deque[T] = deque()
+        self._items: deque[_Read[T]] = deque()
+        self.last: tuple[Tensor, Tensor] | None = None
         self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
 
-    def put(self, item: T) -> bool:
+    def put(self, item: _Read[T]) -> bool:
         """Adds an item, then waits for room for another; False if nobody wants one any more."""
         with self._changed:
             if self._ended:
@@ -158,7 +240,7 @@ class _Queue(Generic[T]):
             self._error, self._ended = error, True
             self._changed.notify_all()
 
-    def take(self) -> T:
+    def take(self) -> _Read[T]:
         """The next item; the reading thread, which always finishes, ends the wait."""
         with self._changed:
             while not self._items and not self._ended:
@@ -182,11 +264,15 @@ def _read(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
     error: BaseException | None = None
     try:
         with random.mode():
+            before = random.state()
             for item in source:
-                wanted = queue.wanted if item is PASSED_OVER else queue.put(item)
+                after = random.state()
+                wanted = queue.wanted if item is PASSED_OVER else queue.put(_Read(item, before, after))
                 del item  # while the next one is made, this one is the consumer's alone
+                before = after
                 if not wanted:
                     return
+            queue.last = (before, random.state())
     except BaseException as raised:  # noqa: BLE001 - not swallowed: the consumer raises it
         error = raised
     finally:

@@ -1,4 +1,4 @@
-"""Going to a place in a source without reading what lies before, where that provably gives the same numbers.
+"""What is known of a source: whether it may be read ahead, and gone into without reading what lies before.
 
 A DataLoader whose data set is of a known kind that draws nothing, and that collates as torch does, can pass over
 batches at its sampler. Everything else is read: a data set, a sampler or a ``collate_fn`` may draw at any time, from
@@ -35,6 +35,10 @@ from lockstep.data.position import check_skip, passing_over
 _DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
+_KNOWN_SAMPLERS = ("torch", "builtins", "transformers", "accelerate")
+"""Packages whose samplers look at nothing that a training step changes."""
+
+
 def begun_later(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
     """A new iteration of ``dataset``, begun here and now, without its first ``skip`` items or with them PASSED_OVER."""
     check_skip(skip)
@@ -52,6 +56,23 @@ def loads_by_index(dataset: Any) -> TypeGuard[DataLoader[Any]]:
         and dataset.batch_sampler is not None
         and type(dataset).__iter__ is DataLoader.__iter__
         and type(dataset)._get_iterator is DataLoader._get_iterator
+    )
+
+
+def read_ahead_unasked(dataset: Any) -> bool:
+    """Whether a source gives the same batches whenever it is asked: reading ahead shows it no other training state.
+
+    A generator, an iterable or a sampler of the user's own may look at what the loop has done so far, as a replay
+    buffer does. Loading processes have copies of their own, which see nothing of it anyway.
+    """
+    if not isinstance(dataset, DataLoader):
+        return _draws_nothing(dataset) or _of_hugging_face(dataset)
+    samplers = (dataset.sampler, dataset.batch_sampler)
+    known = all(type(each).__module__.split(".")[0] in _KNOWN_SAMPLERS for each in samplers)
+    if not known or type(dataset).__iter__ is not DataLoader.__iter__:
+        return False
+    return (
+        dataset.num_workers > 0 or not isinstance(dataset.dataset, IterableDataset) or _of_hugging_face(dataset.dataset)
     )
 
 
@@ -129,3 +150,8 @@ def _draws_nothing(dataset: Any) -> bool:
         return True
     datasets = sys.modules.get("datasets")
     return datasets is not None and type(dataset) is datasets.Dataset and dataset.format["type"] != "custom"
+
+
+def _of_hugging_face(dataset: Any) -> bool:
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))

@@ -24,7 +24,7 @@ from lockstep.launch.deaths import Deaths
 from lockstep.launch.failures import Failure, Record, first_failure
 from lockstep.launch.logs import PipedLogs
 from lockstep.launch.places import record_path
-from lockstep.launch.surroundings import main_is_not_run_again
+from lockstep.launch.surroundings import hear_sigterm_once, main_is_not_run_again
 
 _POLL_S = 0.02
 _LOST_RESULT_S = 1.0
@@ -125,6 +125,7 @@ class Agent(LocalElasticAgent):
         self._attempt = self._restarts()
         with main_is_not_run_again():
             ids: dict[int, Any] = super()._start_workers(worker_group)
+        hear_sigterm_once()
         self._deaths = Deaths(ids)
         if self._until is not None:
             # While the last processes of functions end, torch waits for them and looks at nothing else.
@@ -156,7 +157,16 @@ class Agent(LocalElasticAgent):
         running = [pid for local, pid in self._pids().items() if self.exit_codes.get(local) is None]
         _ask_to_end(running, death_sig, limit_s)
         super()._shutdown(death_sig, 1)
+        self._close_files()
         self._logs.end_all()  # what the workers had started
+
+    def _close_files(self) -> None:
+        """Closes the files that torch has opened for the output of workers; it does so for those alone that it ends."""
+        if isinstance(self._pcontext, SubprocessContext):
+            for handler in self._pcontext.subprocess_handlers.values():
+                for file in (handler._stdout, handler._stderr):
+                    if file is not None:
+                        file.close()
 
     def _pids(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None and self.exit_codes else {}

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import Limits
-from lockstep.launch.console import ChiefReader
+from lockstep.launch.console import ChiefReader, complain
 from lockstep.launch.failures import Failure
 from lockstep.launch.function_worker import Call, occupy
 from lockstep.launch.job import START_METHOD, Ending, run_agent
@@ -34,6 +34,7 @@ from lockstep.launch.travel import pack_call, unpack
 # Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.launch.function_worker")
 _POLL_S = 0.02
+_SIGNALS = 128  # exit codes from here on stand for signals
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multiprocessing's RemoteTraceback
@@ -116,16 +117,24 @@ class FunctionJob:
         if self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         multiprocessing.get_context(START_METHOD).set_forkserver_preload([*PRELOADED, *self.preloaded])
-        with closing(Streams(call.folder, logs=self.log_dir, reader=ChiefReader())) as streams:
+        with closing(Streams(call.folder, logs=self.log_dir, reader=ChiefReader(), complain=complain)) as streams:
             logs = PipedLogs(streams, shares=shares, folder=call.folder, opened_by_agent=False)
             return run_agent(spec, logs, limits=self.limits, on_restart=lambda failure, restarts: None)
 
 
 def _result(ending: Ending) -> Any:
     if ending.sign is not None:
+        if ending.sign == signal.SIGTERM and signal.getsignal(ending.sign) == signal.SIG_DFL:
+            _end_as_the_workers_did(ending.own_code)
         signal.raise_signal(ending.sign)  # to whom it was meant for: KeyboardInterrupt, or the end of this process
         raise ClusterError(f"the workers were ended: {ending.sign.name} came; start them again")
     return unpack(ending.values[0])
+
+
+def _end_as_the_workers_did(code: int) -> None:
+    """After SIGTERM, which nothing in this process handles: with the exit code that the workers chose, if they did."""
+    if 1 < code < _SIGNALS:
+        raise SystemExit(code)
 
 
 def _raise(failure: Failure, num_workers: int, folder: Path) -> NoReturn:

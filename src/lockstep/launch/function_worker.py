@@ -58,10 +58,11 @@ def occupy(call: Call) -> bytes | None:
         return _pack_result(result) if worker == 0 else None
     except BaseException as error:  # noqa: BLE001 - the function's own, whatever it is; the launcher raises it again
         _record(error, call.folder, worker, attempt)
+        code = error.code if isinstance(error, SystemExit) else None
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    sys.exit(1)
+    sys.exit(code if isinstance(code, int) and code else 1)
 
 
 def _take_variables(call: Call) -> None:

@@ -38,6 +38,17 @@ class Ending:
     sign: signal.Signals | None
     exit_codes: Mapping[int, int | None]
 
+    @property
+    def own_code(self) -> int:
+        """The workers' exit code after a signal ended the launcher, as a shell shows it. Pure.
+
+        The first that a worker chose itself, as ``BackupAndRestore`` does; else that of a signal. 1 comes last, since
+        workers end with it that have lost others. 0 where none failed.
+        """
+        codes = (code for code in self.exit_codes.values() if code)
+        first = min(codes, key=lambda code: (code == 1, code < 0), default=0)
+        return 128 - first if first < 0 else first
+
 
 def run_agent(spec: WorkerSpec, logs: PipedLogs, *, limits: Limits, on_restart: OnRestart) -> Ending:
     """Starts the workers of this host and stays until all have ended; none outlives the call.

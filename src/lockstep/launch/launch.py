@@ -42,6 +42,8 @@ def launch(
         ClusterError: a worker failed; it is named, and its own exception is the cause. Or they took too long; its note
             says where each of them stood.
         MissingExtraError: cloudpickle is not installed.
+        SystemExit: SIGTERM came, which this process does not handle itself, and the workers ended with an exit code of
+            their own choice, such as the 75 of ``BackupAndRestore``: it is that code.
 
     Example:
         >>> ls.launch(lambda: os.environ["RANK"], workers=2)

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 from lockstep.errors import ConfigError
 from lockstep.launch.agent import Limits
-from lockstep.launch.console import reader_for
+from lockstep.launch.console import complain, reader_for
 from lockstep.launch.failures import Failure
 from lockstep.launch.job import Ending, run_agent
 from lockstep.launch.logs import PipedLogs
@@ -137,7 +137,7 @@ class ProgramJob:
             max_restarts=self.max_restarts,
             monitor_interval=_POLL_S,
         )
-        with closing(Streams(folder, logs=folder, reader=reader_for(self.output))) as streams:
+        with closing(Streams(folder, logs=folder, reader=reader_for(self.output), complain=complain)) as streams:
             logs = PipedLogs(streams, shares=shares, folder=folder, opened_by_agent=True)
             return run_agent(spec, logs, limits=self.limits, on_restart=_restart_teller(self.max_restarts, tell))
 
@@ -149,7 +149,7 @@ class ProgramJob:
 
     def _outcome(self, ending: Ending, folder: Path) -> Outcome:
         if ending.sign is not None:
-            return Outcome(exit_code=_code_after(ending), interrupted=ending.sign.name == "SIGINT")
+            return Outcome(exit_code=ending.own_code, interrupted=ending.sign.name == "SIGINT")
         if ending.failure is None:
             return Outcome(exit_code=0)
         failure = ending.failure
@@ -181,12 +181,6 @@ def _restart_teller(most: int, tell: Tell) -> Callable[[Failure | None, int], No
             tell(f"worker {failure.worker} {failure.what}; starting all again ({restarts} of {most})")
 
     return on_restart
-
-
-def _code_after(ending: Ending) -> int:
-    """The workers' own exit code after a signal ended the launcher: the first that is not 0."""
-    codes = [code for code in ending.exit_codes.values() if code]
-    return next((128 - code if code < 0 else code for code in codes), 0)
 
 
 def _last_words(failure: Failure, log: Path) -> str:

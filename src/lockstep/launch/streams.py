@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from lockstep.launch.places import log_path, pipe_path
+from lockstep.launch.telling import Tell
 
 Stream = Literal["out", "err"]
 STREAMS: tuple[Stream, Stream] = ("out", "err")
@@ -23,7 +24,7 @@ _CHUNK = 1 << 16
 
 
 class Reader(ABC):
-    """Somebody who reads along."""
+    """Somebody who reads along. No method may raise: the workers would wait for a thread that has stopped to read."""
 
     @abstractmethod
     def read(self, worker: int, stream: Stream, data: bytes) -> None:
@@ -61,10 +62,12 @@ class Streams:
         folder: for pipes that need a name.
         logs: the folder of the log files; None keeps none.
         reader: who reads along.
+        complain: takes a line about a log that cannot be written, once for each. Called in the thread.
     """
 
-    def __init__(self, folder: Path, *, logs: Path | None, reader: Reader) -> None:
-        self._folder, self._logs, self._reader = folder, logs, reader
+    def __init__(self, folder: Path, *, logs: Path | None, reader: Reader, complain: Tell) -> None:
+        self._folder, self._logs, self._reader, self._complain = folder, logs, reader, complain
+        self._complained: set[BinaryIO] = set()
         self._sources: dict[int, _Source] = {}  # by reading end
         self._held: list[int] = []  # writing ends, so that a pipe is never at its end while it is read
         self._files: list[BinaryIO] = []
@@ -146,6 +149,17 @@ class Streams:
         except BlockingIOError:
             return False
         if source.log is not None:
-            source.log.write(data)
+            self._keep(source.log, data)
         self._reader.read(source.worker, source.stream, data)
         return True
+
+    def _keep(self, log: BinaryIO, data: bytes) -> None:
+        """Writes to a log, as far as that is possible: the disk may be full, and have space again later."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[log.write(left) :]
+        except OSError as error:
+            if log not in self._complained:
+                self._complained.add(log)
+                self._complain(f"the log {log.name} lacks some of what its worker printed ({error}); the workers go on")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing import SignalException
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOGGERS = (
@@ -48,6 +52,21 @@ def signals_put_back() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def hear_sigterm_once() -> None:
+    """Has SIGTERM end the workers as torch's handler does, and is deaf to it from then on, while they save.
+
+    Many senders send it twice: ``timeout`` does, to its child and to its child's group. To be used while
+    ``signals_put_back``.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end_workers)
+
+
+def _end_workers(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # with SIG_IGN Python complains of one that has come
+    raise SignalException(f"process {os.getpid()} got SIGTERM", sigval=signal.SIGTERM)
 
 
 @contextmanager

@@ -4,16 +4,21 @@
     bucket k full, and k is next:  local sum in replica order -> a flat tensor -> start_sum, in the background
     update:  the buckets that are not full yet -> wait for all -> the leaders' ".grad"
 
-Workers may be in different buckets at a time, but all begin them in the order of the plan. A gradient that changes
-after its bucket has gone (a second backward pass before the update, clipping by hand) is noticed at the update, and
-all buckets go again. Frozen parameters do not travel; which ones are frozen is looked at in every update.
+Workers may be in different buckets at a time, but all begin them in the order of the plan. A backward pass that is not
+the last before the update is ``held``: its gradients stay here, and the next one sends what has added up. A gradient
+that changes after its bucket has gone (a second backward pass that nobody announced, clipping by hand) is noticed at
+the update, and all buckets go again; from then on they go at the update, until a cycle without such a change. Frozen
+parameters do not travel; which ones are frozen is looked at in every update.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, finalize
@@ -28,6 +33,10 @@ from lockstep.mirroring.exchange import Copies, GradientExchange, joined_norm
 from lockstep.mirroring.flat import views_of
 from lockstep.mirroring.gradient_marks import GradientMarks
 from lockstep.replicas.context import ReplicaContext
+
+_LOG = logging.getLogger("lockstep")
+_Taken = tuple[torch.Tensor, torch.Tensor | None, int]
+"""A parameter, its gradient at some time, and how often that had been written to."""
 
 
 class BucketExchange(GradientExchange):
@@ -62,6 +71,8 @@ class BucketExchange(GradientExchange):
         self._travel_as = travel_as
         self._marks = marks
         self._overlaps = True
+        self._warned = False
+        self._held: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
         finalize(self, _remove, self._handles)
@@ -71,9 +82,26 @@ class BucketExchange(GradientExchange):
         """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
         changed = any(bucket.changed for bucket in self._under_way)
         outdated = _trained(self._parameters) != self._trained
-        met = self._workers.exchange("optimizer update", [total, count, changed, outdated])
-        self._finish(changed=any(each for *_, each, _ in met), outdated=any(each for *_, each in met))
-        return sum(each for each, *_ in met), sum(each for _, each, *_ in met)
+        too_soon = changed or self._again or any(map(_is_changed, self._noted))
+        met = self._workers.exchange("optimizer update", [total, count, changed, outdated, too_soon])
+        totals, counts, *flags = zip(*met, strict=True)
+        changed, outdated, too_soon = map(any, flags)
+        if changed:
+            self._warn()
+        self._overlaps = not too_soon
+        self._finish(changed=changed, outdated=outdated)
+        return sum(totals), sum(counts)
+
+    @contextmanager
+    def held(self, replicas: Sequence[int]) -> Iterator[None]:
+        """Inside the block no backward pass of these local replicas sends anything: it is not the last one."""
+        with self._lock:
+            self._held.update(replicas)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held.subtract(replicas)
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         """The gradients are there since ``open``."""
@@ -91,11 +119,10 @@ class BucketExchange(GradientExchange):
         """Starts what has not gone yet, waits for everything, and writes the sums to the leaders' ".grad".
 
         Args:
-            changed: a gradient changed on some worker after its bucket went: add up anew, and from now on only here.
+            changed: a gradient changed on some worker after its bucket went: add up anew.
             outdated: other parameters than planned are trained on some worker: plan and add up anew.
         """
         arrived = self._all_arrived()
-        self._overlaps = self._overlaps and not changed
         if outdated:
             self._make_plan()
         if changed or outdated:
@@ -118,6 +145,8 @@ class BucketExchange(GradientExchange):
             for members in self._plan.buckets
         ]
         self._seen: set[tuple[int, int]] = set()
+        self._noted: list[_Taken] = []
+        self._again = False
         self._under_way: list[_Bucket] = []
         self._starting = False
 
@@ -152,14 +181,34 @@ class BucketExchange(GradientExchange):
         bucket = self._bucket_of[index]
         self._marks.note(replica)
         with self._lock:
+            if self._held[replica] > 0:
+                return
             if (replica, index) in self._seen:
+                self._again = True
                 return
             self._seen.add((replica, index))
             self._missing[bucket] -= 1
-            if not self._overlaps or self._starting or not self._next_is_full():
+            if not self._overlaps:
+                self._note(self._parameters[index][replica])
+                return
+            if self._starting or not self._next_is_full():
                 return
             self._starting = True
         self._start_full()
+
+    def _note(self, copy: torch.Tensor) -> None:
+        """Nothing goes in this cycle before the update: whether it could have, a look at the gradient then will say."""
+        with torch._C.DisableTorchFunction():
+            self._noted.append(_taken(copy))
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "gradients changed after they had been sent to the other workers, so all of them were sent again; "
+                "where several backward passes add up, run all but the last in `with mirrored.no_sync():`, and clip "
+                "what the optimizer's sum_gradients() leaves"
+            )
 
     def _next_is_full(self) -> bool:
         position = len(self._under_way)
@@ -205,7 +254,7 @@ class _Bucket:
         self._parameters = [copies[0] for copies in parameters]
         # Before anything is read: a replica may be in its next backward pass already, and then this must show.
         every = [copy for copies in parameters for copy in copies]
-        self._taken = [(copy, copy.grad, _version(copy.grad)) for copy in every]
+        self._taken = [_taken(copy) for copy in every]
         home = self._parameters[0]
         numbers = sum(parameter.numel() for parameter in self._parameters)
         # Made anew each time: the last one's memory is the gradients that the user may still hold.
@@ -221,7 +270,7 @@ class _Bucket:
     @property
     def changed(self) -> bool:
         """Whether a gradient is another one, or was written to, since it was taken."""
-        return any(copy.grad is not taken or _version(taken) != version for copy, taken, version in self._taken)
+        return any(map(_is_changed, self._taken))
 
     def wait(self, stream: Group) -> None:
         """Waits until the sums have arrived."""
@@ -276,6 +325,17 @@ def _write(flags: torch.Tensor, counts: Sequence[int]) -> None:
         end = begin + len(list(run))
         flags[begin:end].fill_(count)
         begin = end
+
+
+def _taken(parameter: torch.Tensor) -> _Taken:
+    gradient = parameter.grad
+    return parameter, gradient, _version(gradient)
+
+
+def _is_changed(taken: _Taken) -> bool:
+    """Whether the gradient is another one, or was written to, since."""
+    parameter, gradient, version = taken
+    return parameter.grad is not gradient or _version(gradient) != version
 
 
 def _version(gradient: torch.Tensor | None) -> int:

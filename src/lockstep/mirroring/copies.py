@@ -8,11 +8,14 @@ replica holds its own weights, since the user asked to see what as many real dev
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pickle import PickleError
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
@@ -27,6 +30,86 @@ def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], .
     return tuple(tuple(members) for members in groups.values())
 
 
+class Copying:
+    """Copies the user's module, or what is set on it later, for one other replica.
+
+    Args:
+        home: the device of the user's module.
+        device: the replica's.
+        alias: share the storage of the parameters, instead of copying it.
+        leader: how the replica was served whose storage is shared, or None for the user's own.
+        known: the id of what has a copy for this replica already -> that copy; such are taken as they are.
+    """
+
+    def __init__(
+        self,
+        home: torch.device,
+        device: torch.device,
+        *,
+        alias: bool,
+        leader: Copying | None = None,
+        known: Mapping[int, Any] | None = None,
+    ) -> None:
+        self._alias = alias
+        self._device = device
+        self._leader = leader
+        self._taking = _TakingTensors(home, device)
+        # deepcopy asks its memo first: what it finds there is taken as it is, so that ties survive.
+        self._memo: dict[int, Any] = dict(known or {})
+
+    def of(self, value: Any, name: str) -> Any:
+        """The replica's copy of ``value``.
+
+        Args:
+            value: a module, a parameter, or anything else that is set on a module.
+            name: what it is called in an error.
+
+        Raises:
+            UsageError: it cannot be copied.
+        """
+        for parameter in _parameters_of(value):
+            if id(parameter) not in self._memo:
+                source = parameter if self._leader is None else self._leader.twin(parameter)
+                self._memo[id(parameter)] = _copy_parameter(source, self._device, self._alias)
+        try:
+            with self._taking:
+                return copy.deepcopy(value, self._memo)
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError, PickleError) as error:
+            raise UsageError(
+                f"{name} cannot be copied for every replica ({error}); mirror a module that copy.deepcopy can copy, "
+                "and keep what it cannot copy outside the module"
+            ) from error
+
+    def twin(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The copy that was made of a parameter."""
+        found: nn.Parameter = self._memo.get(id(parameter), parameter)
+        return found
+
+
+class _TakingTensors(TorchFunctionMode):
+    """Has deepcopy take tensors with a history too, without it, and puts what was at home on the replica's device.
+
+    A tensor with a history is what hooks compute from the parameters at every call (weight_norm, pruning), or what was
+    kept of a call.
+    """
+
+    def __init__(self, home: torch.device, device: torch.device) -> None:
+        super().__init__()
+        self._home = home
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            duplicate = func(tensor, memo) if tensor.is_leaf else tensor.detach().clone()
+            memo[id(tensor)] = duplicate.to(self._device) if tensor.device == self._home else duplicate
+        return memo[id(tensor)]
+
+
 def copy_module(module: nn.Module, device: torch.device, *, alias: bool) -> nn.Module:
     """A copy of ``module`` on ``device``; tied weights stay tied.
 
@@ -38,50 +121,20 @@ def copy_module(module: nn.Module, device: torch.device, *, alias: bool) -> nn.M
     Raises:
         UsageError: the module cannot be copied.
     """
-    # deepcopy asks its memo first: parameters found there are taken as they are, so that ties survive.
-    memo = {id(parameter): _copy_parameter(parameter, device, alias) for parameter in module.parameters()}
-    try:
-        duplicate = copy.deepcopy(module, memo)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise UsageError(
-            f"{type(module).__name__} cannot be copied for every replica ({error}); "
-            "mirror a module that copy.deepcopy can copy"
-        ) from error
-    for parent in duplicate.modules():
-        for name, buffer in parent.named_buffers(recurse=False):
-            setattr(parent, name, buffer.to(device))
+    duplicate: nn.Module = Copying(home_of(module), device, alias=alias).of(module, type(module).__name__)
     return duplicate
 
 
-def align(source: nn.Module, duplicate: nn.Module, *, alias: bool) -> bool:
-    """Gives ``duplicate`` the training mode and the frozen parameters of ``source``: the user changes only that one.
-
-    Args:
-        source: the user's module.
-        duplicate: another replica's copy.
-        alias: they share the weights' storage; a new one (``parameter.data = ...``, ``double()``) is shared again.
-
-    Returns:
-        Whether a weight's storage was a new one.
-    """
-    moved = False
-    for ours, theirs in zip(source.modules(), duplicate.modules(), strict=True):
-        if theirs.training is not ours.training:
-            theirs.training = ours.training
-        for mine, other in zip(ours._parameters.values(), theirs._parameters.values(), strict=True):
-            if mine is not None and other is not None:
-                moved |= _align_parameter(mine, other, alias=alias)
-    return moved
+def home_of(module: nn.Module) -> torch.device:
+    """Where the module's tensors are."""
+    return next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
-def _align_parameter(mine: nn.Parameter, other: nn.Parameter, *, alias: bool) -> bool:
-    if other.requires_grad is not mine.requires_grad:
-        other.requires_grad_(mine.requires_grad)
-    # Quantised weights are no floats, and their own class may have packed them anew, in each copy by itself.
-    if alias and mine.is_floating_point() and other.data_ptr() != mine.data_ptr():
-        other.data = mine.data
-        return True
-    return False
+def _parameters_of(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, nn.Parameter):
+        yield value
 
 
 def uses_channels_last(module: nn.Module) -> bool:

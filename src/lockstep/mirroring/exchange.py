@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -43,6 +44,13 @@ class GradientExchange(ABC):
     @abstractmethod
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The norm of all summed gradients of the model, given each parameter's; called once, while replicas wait."""
+
+    def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside the block no backward pass of these local replicas sends gradients to other workers.
+
+        Here: none does.
+        """
+        return nullcontext()
 
     @property
     @abstractmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lockstep.collectives.agreement import agree
@@ -14,7 +15,8 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.batch_norm import convert_sync_batch_norm
-from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels_last
+from lockstep.mirroring.copies import Copying, home_of, storage_groups, uses_channels_last
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_step import watch_plain_steps
@@ -34,6 +36,7 @@ def mirror_module(
     pipeline: Pipelined | None = None,
     is_part: bool = False,
     shares_weights: bool = False,
+    peers: Callable[[], Iterable[Following]] = tuple,
 ) -> MirroredModule:
     """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
 
@@ -42,17 +45,19 @@ def mirror_module(
         module: the user's module.
         devices: one per local replica.
         workers: all workers, who get the chief's weights.
-        sync_batchnorm: replace batch norms (in place) by ones over the global batch.
+        sync_batchnorm: have batch norms take their statistics over the global batch; torch's SyncBatchNorm always does.
         memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
         pipeline: how a step passes through the module, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` has a share of the weights, its own.
+        peers: gives those of all modules mirrored by the owner, so that modules that share a layer go on sharing it.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
         ConfigError: no such memory format; a module on the meta device.
         ClusterError: another worker has another module.
     """
+    _refuse_mirrored_parts(module)
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
@@ -60,8 +65,8 @@ def mirror_module(
             f"{type(module).__name__} is on the meta device and has no numbers yet; ls.ParallelStrategy gives such a "
             'model its first ones, for any other make it outside torch.device("meta")'
         )
-    if sync_batchnorm:
-        module = convert_sync_batch_norm(module)
+    # torch's own synchronised batch norm asks for it by its class.
+    convert_sync_batch_norm(module, _BatchNorm if sync_batchnorm else nn.SyncBatchNorm)
     layout = _layout(module, memory_format)
     with in_memory_of(devices[0]):
         _place(module, devices[0], layout)
@@ -71,14 +76,54 @@ def mirror_module(
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
     watch_plain_steps()
     groups = storage_groups(devices)
+    copies = _copies(module, devices, groups, peers)
+    return MirroredModule(
+        owner,
+        copies,
+        groups,
+        workers,
+        Following(copies, [device.torch_device for device in devices], groups, peers),
+        pipeline,
+        is_part=is_part,
+        shares_weights=shares_weights,
+        sync_batchnorm=sync_batchnorm,
+    )
+
+
+def _copies(
+    module: nn.Module,
+    devices: Sequence[LogicalDevice],
+    groups: Sequence[Sequence[int]],
+    peers: Callable[[], Iterable[Following]],
+) -> list[nn.Module]:
     source = {member: group[0] for group in groups for member in group}
-    copies: list[nn.Module] = [module]
+    copyings: dict[int, Copying] = {}
+    copies = [module]
     for replica, device in enumerate(devices[1:], start=1):
         leader = source[replica]
-        alias = leader != replica
+        known: dict[int, Any] = {}
+        for peer in peers():
+            peer.fill(replica, known)
+        copying = copyings[replica] = Copying(
+            home_of(module),
+            device.torch_device,
+            alias=leader != replica,
+            leader=copyings.get(leader),
+            known=known,
+        )
         with in_memory_of(device):
-            copies.append(copy_module(copies[leader] if alias else module, device.torch_device, alias=alias))
-    return MirroredModule(owner, copies, groups, workers, pipeline, is_part=is_part, shares_weights=shares_weights)
+            copies.append(copying.of(module, type(module).__name__))
+    return copies
+
+
+def _refuse_mirrored_parts(module: nn.Module) -> None:
+    children = (child for part in module.modules() for child in part._modules.items())
+    for name, part in children:
+        if isinstance(part, MirroredModule):
+            raise UsageError(
+                f"{type(module).__name__} has a mirrored module in it, as {name!r}; put the plain module there "
+                "(mirrored.module), of which each replica has one copy, however many mirrored modules it is in"
+            )
 
 
 def signature(module: nn.Module) -> list[str]:

@@ -6,19 +6,22 @@ weights are in the user's hands. How copies are made and who shares storage is `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NoReturn
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from lockstep.collectives.agreement import agree
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.averages import averages, weights_digest
-from lockstep.mirroring.batch_norm import has_sync_batch_norm
+from lockstep.mirroring.averages import BufferAverages, weights_digest
+from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm
+from lockstep.mirroring.buffer_sync import OutsideChanges
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
-from lockstep.mirroring.copies import align
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -26,22 +29,56 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 _SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
 
 
+_MADE = "_made"
+
+
+def _member(name: str) -> property:
+    """A dict of ``nn.Module``'s own, in which functions of torch look for tensors and parts: the current copy's."""
+
+    def get(self: MirroredModule) -> Any:
+        return getattr(self._here(), name)
+
+    def put(self: MirroredModule, value: Any) -> None:
+        self.__dict__[name] = value  # by nn.Module.__init__: this object has none itself
+
+    return property(get, put)
+
+
+class HoldsBack(Protocol):
+    """What a module asks of the optimizers of its strategy."""
+
+    def held(self, module: nn.Module, replicas: Sequence[int], /) -> AbstractContextManager[None]:
+        """Inside the block no backward pass through ``module`` in these local replicas sends gradients."""
+
+
 class MirroredModule(nn.Module):
     """One copy of a module per replica. Made by ``strategy.mirror(module)``.
 
     Inside a replica everything (the call, ``parameters()``, attributes) is that replica's copy; outside it is the
     user's own module. ``load_state_dict``, ``train``, ``eval`` and ``apply`` of this object reach all copies. Floating
-    buffers, such as batch-norm statistics, are per replica and are averaged when read outside.
+    buffers, such as batch-norm statistics, are per replica and are averaged when read outside; one that is set outside,
+    here or in the user's module, is set in all copies.
 
     Args:
         owner: the strategy.
         copies: one per replica; the first is the user's module.
         groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
         workers: over whose replicas buffers are averaged.
+        following: has the copies follow what is set on the user's module.
         pipeline: how a step passes through it, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
         shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
+        sync_batchnorm: whether statistics of a batch have to be those of the global batch.
+
+    Attributes:
+        on_call: told of each call in a replica, with its arguments; None tells nobody.
+        optimizers: the mirrored optimizers of the strategy.
     """
+
+    _parameters = _member("_parameters")
+    _buffers = _member("_buffers")
+    _modules = _member("_modules")
+    _non_persistent_buffers_set = _member("_non_persistent_buffers_set")
 
     def __init__(
         self,
@@ -49,10 +86,12 @@ class MirroredModule(nn.Module):
         copies: Sequence[nn.Module],
         groups: Sequence[Sequence[int]],
         workers: Workers,
+        following: Following,
         pipeline: Pipelined | None = None,
         *,
         is_part: bool = False,
         shares_weights: bool = False,
+        sync_batchnorm: bool = False,
     ) -> None:
         super().__init__()
         # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
@@ -60,11 +99,18 @@ class MirroredModule(nn.Module):
         self._copies = tuple(copies)
         self._groups = tuple(tuple(group) for group in groups)
         self._workers = workers
+        self.following = following
         self.pipeline = pipeline
         self.is_part = is_part
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
+        self.optimizers: Iterable[HoldsBack] = ()
+        self._buffer_averages = BufferAverages(self._copies, workers)
+        self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
+        self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
+        self._outside_changes = OutsideChanges(self._copies, self._groups)
+        self.__dict__[_MADE] = True
 
     @property
     def module(self) -> nn.Module:
@@ -80,13 +126,45 @@ class MirroredModule(nn.Module):
         """Runs the current replica's copy; outside a replica, replica 0's."""
         here, context = self._here(), get_replica_context()
         if context is None:
+            if here.training and self._workers.alone and len(self._copies) > 1:
+                self.sync_buffers()  # the pass goes on with what all replicas have counted
             return here(*args, **kwargs)
+        if self.on_call is not None:
+            self.on_call(self, args, kwargs)
+        self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
-        guard = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        if context.local_replica in self._unchecked and here.training and not alone:
+            self._unchecked.discard(context.local_replica)
+            guard = RefusingOtherBatchNorms()
         if self._compiled is not None and isinstance(guard, nullcontext):
             return self._compiled(context.local_replica, here.training, args, kwargs)
         with guard:
             return here(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Announces backward passes that are not the last before the optimizer's step, as DDP's ``no_sync`` does.
+
+        Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
+        pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
+        Inside a replica it is about that replica's passes, outside about all of this worker's.
+
+        Example:
+            >>> import torch, lockstep as ls
+            >>> strategy = ls.MirroredStrategy()
+            >>> mirrored = strategy.mirror(torch.nn.Linear(2, 1))
+            >>> def step(x, y):
+            ...     with mirrored.no_sync():
+            ...         mirrored(x).sum().backward()
+            ...     mirrored(y).sum().backward()
+        """
+        context = get_replica_context()
+        replicas = range(len(self._copies)) if context is None else (context.local_replica,)
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.held(self.module, replicas))
+            yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
         """Has ``torch.compile`` make one code for the copies, at their first call in replicas; None is without again.
@@ -119,42 +197,90 @@ class MirroredModule(nn.Module):
             self._workers.exchange("comparison of the weights")
 
     def align(self) -> bool:
-        """Gives all copies the training mode, the frozen parameters and the storage of the user's module.
+        """Before a run: gives all copies what was set on the user's module, and its training mode and frozen weights.
+
+        Every worker must call it.
 
         Returns:
-            Whether weights have other memory than before.
+            Whether any copy has other weights or parts than before, or weights in other memory.
         """
-        moved = False
-        for replica, duplicate in enumerate(self._copies[1:], start=1):
-            moved |= align(self.module, duplicate, alias=replica in self._groups[0])
+        moved = self.following.begin()
+        moved |= self._outside_changes.run_begins()
+        fresh = self.following.take_fresh()
+        if fresh and not self._workers.alone and not self.shares_weights:
+            self._take_from_chief(fresh)
         return moved
+
+    def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
+        """What was given to the module after mirroring has the chief's numbers too, as all had at mirroring."""
+        agree(self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh])
+        with torch.no_grad():
+            self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
+            for mine, *others in fresh:
+                for other in others:
+                    if other.data_ptr() != mine.data_ptr():
+                        other.copy_(mine)
+
+    @property
+    def outside_changes(self) -> OutsideChanges:
+        """What gives all copies what is changed outside replicas in the user's module."""
+        return self._outside_changes
+
+    def begin_run(self) -> None:
+        """Before each run: where evaluation follows training, all replicas evaluate with the same buffers."""
+        if self._buffer_averages.begin_run():
+            self.sync_buffers()
 
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.
 
-        With several workers every one must call it, as everything that reads buffers outside replicas.
+        With several workers every one must call it. Until replicas train again, each worker by itself may read the
+        state then.
 
         Raises:
             UsageError: called inside a replica.
         """
         self._outside("sync_buffers")
+        self._outside_changes.spread()
         with torch.no_grad():
-            for buffers, mean in zip(self._buffer_copies(), self._means(), strict=True):
+            for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
                 for buffer in buffers:
                     buffer.copy_(mean)
+        self._buffer_averages.note_equal()
+        self._outside_changes.note()
+
+    def exchange_buffers(self, *, always: bool = True) -> None:
+        """Brings the averages of all workers' buffers for reads that follow, and leaves the replicas theirs.
+
+        Every worker must call it.
+
+        Args:
+            always: also where no run since the last time can have changed them.
+        """
+        if not self._workers.alone and (always or self._buffer_averages.trained):
+            self._outside_changes.spread()
+            with torch.no_grad():
+                self._buffer_averages.exchange()
+
+    def note_pass(self) -> None:
+        """Notes that a local replica has passed through the module by another way than a call of this object."""
+        self._buffer_averages.passed = True
 
     def train(self, mode: bool = True) -> MirroredModule:
         """Sets the training mode, inside a replica of its copy, outside of all.
 
-        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same statistics.
+        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same
+        statistics; with several workers the next run does it, where they all are. Inside a replica it does not.
         """
         if get_replica_context() is not None:
-            self._here().train(mode)
+            here = self._here().train(mode)
+            self._buffer_averages.set_mode_in_replica(here, mode)
             return self
+        self._buffer_averages.mode_in_replicas = False
         for duplicate in self._copies:
             duplicate.train(mode)
         self.training = mode
-        if not mode:
+        if not mode and self._workers.alone:
             self.sync_buffers()
         return self
 
@@ -167,7 +293,11 @@ class MirroredModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The current copy's buffers by name; outside a replica their averages."""
+        """The current copy's buffers by name; outside a replica their averages.
+
+        Raises:
+            UsageError: other workers may have changed theirs since the last ``sync_buffers``.
+        """
         here = self._here()
         named = here.named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
@@ -188,9 +318,18 @@ class MirroredModule(nn.Module):
         return self._here().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The plain module's, same keys; outside a replica with averaged buffers."""
+        """The plain module's, same keys; outside a replica with averaged buffers.
+
+        Only of a model that is divided among workers must all of them ask for it.
+
+        Raises:
+            UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
+        """
+        outside = get_replica_context() is None
+        if outside and self.is_part:
+            self.exchange_buffers()
         state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
-        if get_replica_context() is None:
+        if outside:
             averages = {buffer.data_ptr(): mean for buffer, mean in self._averaged_pairs()}
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.data_ptr() in averages and value.numel():
@@ -212,8 +351,10 @@ class MirroredModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, inside a replica of its copy, outside of all."""
-        for duplicate in self._copies if get_replica_context() is None else [self._here()]:
-            duplicate.zero_grad(set_to_none)
+        # What looks at a step's calls would take the look at a ".grad" for the step's own, and wait for all replicas.
+        with torch._C.DisableTorchFunction():
+            for duplicate in self._copies if get_replica_context() is None else [self._here()]:
+                duplicate.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> MirroredModule:
         """Applies ``fn`` to the user's module and its children, then gives all copies the same weights."""
@@ -244,11 +385,73 @@ class MirroredModule(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._here(), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets it on the current replica's copy; outside on the user's module, which all copies follow."""
+        own = self.__dict__
+        if _MADE not in own:
+            super().__setattr__(name, value)
+            return
+        if name in own or name == "_compiled_call_impl" or isinstance(vars(MirroredModule).get(name), property):
+            object.__setattr__(self, name, value)
+        if name == "training" or name not in own:
+            setattr(self._here(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._here(), name)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers it on the user's module, which all copies follow. Outside replicas only."""
+        self._outside("register_parameter")
+        self._here().register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().add_module(name, module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return operator.getitem(self._as_container(), key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        operator.setitem(self._as_container(), key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        operator.delitem(self._as_container(), key)
+
+    def __len__(self) -> int:
+        return len(self._as_container())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._as_container())
+
+    def __reversed__(self) -> Iterator[Any]:
+        last_first: Iterator[Any] = reversed(self._as_container())
+        return last_first
+
+    def __contains__(self, key: object) -> bool:
+        return bool(key in self._as_container())
+
+    def __bool__(self) -> bool:
+        return bool(self._here())
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._here())})
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError("a mirrored module belongs to its strategy's threads; copy or save its state_dict() instead")
 
     def __repr__(self) -> str:
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
+
+    def _as_container(self) -> Any:
+        """The current copy, which may have items as Sequential has, or says that it has none."""
+        return self._here()
 
     def _here(self) -> nn.Module:
         context = get_replica_context()
@@ -269,6 +472,7 @@ class MirroredModule(nn.Module):
             raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
 
     def _spread(self) -> None:
+        self.following.follow()
         with torch.no_grad():
             weights = [] if self.shares_weights else list(self.module.parameters())
             self._workers.broadcast("loaded weights", [*weights, *self.module.buffers()])
@@ -278,17 +482,21 @@ class MirroredModule(nn.Module):
             for buffers in self._buffer_copies():
                 for buffer in buffers[1:]:
                     buffer.copy_(buffers[0])
+            self._buffer_averages.note_equal()
+        self._outside_changes.note()
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        if get_replica_context() is None:
+            self.following.follow()
         return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.no_grad():
-            means = self._means()
-            return [(buffers[0], mean) for buffers, mean in zip(self._buffer_copies(), means, strict=True)]
-
-    def _means(self) -> list[torch.Tensor]:
-        return averages(list(self._buffer_copies()), self._workers)
+            self._outside_changes.spread()
+            means, copies = self._buffer_averages.read(), list(self._buffer_copies())
+            for buffers, mean in zip(copies, means, strict=True):
+                self._outside_changes.note_read(mean, buffers)
+            return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
 
     def _averages(self) -> dict[int, torch.Tensor]:
         return {id(buffer): mean for buffer, mean in self._averaged_pairs()}

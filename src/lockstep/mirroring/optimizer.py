@@ -6,7 +6,11 @@ savers work on it as on the plain one. What happens in a step is ``mirroring.upd
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -16,6 +20,8 @@ from torch.optim import Optimizer
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.exchange import Copies, GradientExchange
+from lockstep.mirroring.given_sums import GivenSums
+from lockstep.mirroring.param_groups import guard_groups
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.mirroring.updaters import HeldState
@@ -24,6 +30,8 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
 MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
 """Given the parameters' copies and the replicas by storage: how the gradients are summed."""
+
+_SCALER = "torch.amp.grad_scaler"
 
 
 class Owner(Protocol):
@@ -68,6 +76,8 @@ class MirroredOptimizer(Optimizer):
         self._find_copies = find_copies
         self._make_exchange = make_exchange
         self._holds_sums = False
+        self._lost: str = ""
+        self._parameters: list[Sequence[nn.Parameter]] = []
         self._prepare()
 
     @property
@@ -77,7 +87,17 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The plain optimizer's."""
+        """The plain optimizer's. In a replica they can be read only.
+
+        Raises:
+            UsageError: torch's GradScaler asks in one of several replicas, which would all unscale by one scaler.
+        """
+        if get_replica_context() is not None and len(self._owner.devices) > 1 and _asked_by(_SCALER):
+            raise UsageError(
+                "a GradScaler unscales and steps once for all replicas, and not in each; in the step keep "
+                "scaler.scale(loss).backward() and call optimizer.sum_gradients(), and after strategy.run "
+                "scaler.step(optimizer), scaler.update() and optimizer.zero_grad()"
+            )
         return self._plain.param_groups
 
     @property
@@ -116,11 +136,15 @@ class MirroredOptimizer(Optimizer):
         if context is None:
             return self._step_outside(closure)
         self._check_owner(context)
+        self._check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._holds_sums:
+        replica = context.local_replica
+        given = self._given.given_to(replica)
+        self._given.take_back(replica, all_but_first=given)
+        if given or self._holds_sums:
             self._update.apply(context)
             self._holds_sums = False
             return loss
@@ -158,8 +182,32 @@ class MirroredOptimizer(Optimizer):
             self._owner.run(self.sum_gradients)
             return
         self._check_owner(context)
+        self._check_whole()
+        self._given.take_back(context.local_replica)
         self._update.sum(context)
         self._holds_sums = True
+
+    def give_sums(self, context: ReplicaContext) -> None:
+        """Lets the calling replica's parameters hold the summed gradients, for a step that looks at them.
+
+        Every replica must call it; what a replica has been given already stays. ``step`` takes replica 0's then.
+        """
+        replica = context.local_replica
+        if not self._given.given_to(replica):
+            self._check_whole()
+            with torch._C.DisableTorchFunction():
+                self._given.take_back(replica)
+                self._update.sum(context)
+                self._given.give(context)
+
+    def gradient_assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
+        """Notes that a step assigns the ".grad" of one of the calling replica's parameters."""
+        self._given.assigned(context.local_replica, parameter, value)
+
+    @property
+    def parameters(self) -> Sequence[Copies]:
+        """Per parameter its copies, one per local replica."""
+        return self._parameters
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
         """Scales what ``sum_gradients`` left so that its global norm is at most ``clip_norm``; returns the norm before.
@@ -206,6 +254,8 @@ class MirroredOptimizer(Optimizer):
                 total is a tensor: there whoever reads it has to see to it.
         """
         self._check_owner(context)
+        self._check_whole()
+        self._given.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
         return result
@@ -224,6 +274,17 @@ class MirroredOptimizer(Optimizer):
         """Why updates are not made by torch's fused kernels for GPUs; None where they are."""
         return self._update.updaters.not_fused
 
+    def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside the block no backward pass of these local replicas sends gradients to other workers.
+
+        Args:
+            module: the user's module; where this optimizer steps none of its parameters, nothing is held.
+            replicas: numbers of local replicas.
+        """
+        own = {id(copies[0]) for copies in self._parameters}
+        steps = any(id(parameter) in own for parameter in module.parameters())
+        return self._update.held(replicas) if steps else nullcontext()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the current replica's gradients; outside a replica those of all."""
         context = get_replica_context()
@@ -233,10 +294,37 @@ class MirroredOptimizer(Optimizer):
                 for parameter in copies if context is None else [copies[context.local_replica]]:
                     if set_to_none or parameter.grad is None:
                         parameter.grad = None
-                    else:
-                        parameter.grad = torch.zeros_like(parameter.grad)
-        if context is None:
-            self._holds_sums = False
+                    else:  # in place, as torch's does
+                        if parameter.grad.grad_fn is not None:
+                            parameter.grad.detach_()
+                        else:
+                            parameter.grad.requires_grad_(False)
+                        parameter.grad.zero_()
+        for replica in range(len(self._owner.devices)) if context is None else (context.local_replica,):
+            self._given.forget(replica)
+        self._holds_sums = False
+        self._lost = ""
+
+    def gradient_marks(self) -> list[tuple[int, int]] | None:
+        """By what to tell whether a run has changed gradients that were there before it; None where none were."""
+        if not self._holds_sums and all(copies[-1].grad is None for copies in self._parameters):
+            return None
+        gradients = [parameter.grad for copies in self._parameters for parameter in copies]
+        return [(id(each), each._version) for each in gradients if each is not None]
+
+    def run_failed(self, before: list[tuple[int, int]] | None) -> None:
+        """Clears what the replicas that did not fail have left of a step. Outside replicas only.
+
+        Args:
+            before: what ``gradient_marks`` gave when the run began.
+        """
+        if before is None or self.gradient_marks() != before:
+            self.zero_grad()
+            if before is not None:
+                self._lost = (
+                    "a run failed while gradients of several runs were being added up, and they are lost; call "
+                    "optimizer.zero_grad() and begin the accumulation again"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's. Where workers share the state it is put together: all of them must call it then."""
@@ -269,10 +357,35 @@ class MirroredOptimizer(Optimizer):
         self._update.updaters.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of a mirrored module to the plain optimizer."""
+        """Adds a group of parameters of a mirrored module to the plain optimizer.
+
+        Raises:
+            UsageError: its parameters are of no mirrored module; the optimizer stays as it was.
+        """
         self._update.updaters.join()
         self._plain.add_param_group(param_group)
-        self._prepare()
+        try:
+            self._prepare()
+        except UsageError:
+            del self._plain.param_groups[-1]
+            self._prepare()
+            raise
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers on the plain optimizer, which is what the hook is given."""
+        return self._plain.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers on the plain optimizer, which is what the hook is given."""
+        return self._plain.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers on the plain optimizer, which is what the hook is given."""
+        return self._plain.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers on the plain optimizer, which is what the hook is given."""
+        return self._plain.register_load_state_dict_post_hook(hook, prepend)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Registers on the plain optimizer; the hook runs once an update."""
@@ -282,6 +395,29 @@ class MirroredOptimizer(Optimizer):
         """Registers on the plain optimizer; the hook runs once an update."""
         return self._plain.register_step_post_hook(hook)
 
+    def __getattr__(self, name: str) -> Any:
+        """What only the plain optimizer has. Its methods reach all storages of the weights, outside replicas.
+
+        Raises:
+            UsageError: (when it is called) such a method was called in one of several replicas.
+        """
+        plain = self.__dict__.get("_plain")
+        if plain is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(plain, name)
+        return _OfAllStorages(self, value) if isinstance(value, MethodType) and value.__self__ is plain else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what only the plain optimizer has on that one."""
+        own = self.__dict__
+        if "_update" in own and name not in own and name in vars(self._plain) and not hasattr(type(self), name):
+            setattr(self._plain, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._plain)})
+
     def __getstate__(self) -> NoReturn:
         raise UsageError("a mirrored optimizer belongs to its strategy's threads; save its state_dict() instead")
 
@@ -289,8 +425,10 @@ class MirroredOptimizer(Optimizer):
         return f"MirroredOptimizer({self._plain!r})"
 
     def _prepare(self) -> None:
-        self._parameters: list[Sequence[nn.Parameter]] = []
-        mirrored = self._find_copies()
+        guard_groups(self._plain)
+        # Those of a layer that the user has replaced since are no module's any more; a plain optimizer keeps them too.
+        mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
+        found: list[Sequence[nn.Parameter]] = []
         for group in self._plain.param_groups:
             for parameter in group["params"]:
                 copies = mirrored.get(id(parameter))
@@ -300,12 +438,15 @@ class MirroredOptimizer(Optimizer):
                         "mirrored; call strategy.mirror(module) first, keep what it returns, and give the optimizer "
                         "that module's parameters"
                     )
-                self._parameters.append(copies)
+                found.append(copies)
+        self._parameters = found
+        exchange = self._make_exchange(self._parameters, self._groups)
+        self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
         self._update = LockstepUpdate(
             self._plain,
             self._parameters,
             self._groups,
-            self._make_exchange(self._parameters, self._groups),
+            exchange,
             on_gpus=all(device.kind == "GPU" for device in self._owner.devices),
         )
 
@@ -315,6 +456,12 @@ class MirroredOptimizer(Optimizer):
                 "step(closure) evaluates the closure in every replica; call it inside the function that strategy.run "
                 "runs, or call step() outside without a closure"
             )
+        self._check_whole()
+        replicas = range(len(self._owner.devices))
+        if self._parameters and all(map(self._given.given_to, replicas)):
+            self._holds_sums = True
+            for replica in replicas:
+                self._given.take_back(replica, all_but_first=True)
         if self._holds_sums:
             self._check_only_sums()
         else:
@@ -338,8 +485,42 @@ class MirroredOptimizer(Optimizer):
                 "before the next backward pass"
             )
 
+    def _check_whole(self) -> None:
+        if self._lost:
+            raise UsageError(self._lost)
+
     def _check_owner(self, context: ReplicaContext) -> None:
         if context.strategy is not self._owner:
             raise UsageError(
                 "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
             )
+
+
+class _OfAllStorages:
+    """A method that only the plain optimizer has, such as schedule-free's ``train()`` and ``eval()``.
+
+    Args:
+        mirrored: its mirrored optimizer.
+        method: of the plain one.
+    """
+
+    def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
+        self._mirrored = mirrored
+        self._method = method
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if get_replica_context() is not None and len(self._mirrored._owner.devices) > 1:
+            raise UsageError(
+                f"{self._method.__qualname__} acts on what all replicas share, and was called in one of "
+                f"{len(self._mirrored._owner.devices)}; call it outside strategy.run"
+            )
+        result = self._method(*args, **kwargs)
+        if len(self._mirrored.of_storages) > 1:
+            self._mirrored.align_copies()
+        return result
+
+
+def _asked_by(module: str) -> bool:
+    """Whether the caller of the function that asks this is one of a module."""
+    return bool(sys._getframe(2).f_globals.get("__name__") == module)

@@ -8,6 +8,7 @@ norm                between the workers that hold the gradients together; what s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -77,6 +78,10 @@ class PartExchange(GradientExchange):
         summed = self._twin.sum_tensors("gradients of tied weights", gradients)
         for parameter, gradient in zip(self._tied, summed, strict=True):
             parameter.grad = gradient
+
+    def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
+        """Between the replicas; those who hold this one's other parts need not know."""
+        return self._between_replicas.held(replicas)
 
     @property
     def keeps_sums(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import CodeType
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -16,13 +17,16 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
+from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Holding
+from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
-from lockstep.mirroring.plain_call import refusing_plain_calls
+from lockstep.mirroring.param_groups import guard_groups
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
+from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.issue import code_of
 
 
@@ -40,17 +44,33 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._holding = holding
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
-        self._checked: WeakSet[type | CodeType] = WeakSet()
+        self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
+        self._made = 0  # modules so far
+        self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
+        self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
-        self.variables: WeakSet[MirroredVariable] = WeakSet()
+        self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
 
     @property
     def modules(self) -> tuple[MirroredModule, ...]:
         """Those still in use, in the order of mirroring."""
         return tuple(self._modules.values())
+
+    def mirror_metric(
+        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Workers
+    ) -> MirroredMetric:
+        """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
+
+        Raises:
+            UsageError: its value cannot be merged from the replicas'.
+        """
+        mirrored = self._metrics.get(id(metric))
+        if mirrored is None:
+            mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
+        return mirrored
 
     def mirror_module(
         self,
@@ -71,10 +91,12 @@ class MirroredObjects:
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
+        self._mirror_metrics_in(module, partial(self.mirror_metric, owner, devices=devices, workers=workers))
         module = self._holding.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
             peers = self._holding.peers(workers)
+            self.follow()
             mirrored = mirror_module(
                 owner,
                 module,
@@ -85,7 +107,10 @@ class MirroredObjects:
                 pipeline=self._holding.pipeline(module),
                 is_part=self._holding.parts,
                 shares_weights=self._holding.shares_weights,
+                peers=self._followings,
             )
+            mirrored.optimizers = self.optimizers
+            self._made += 1
             self._modules[id(mirrored.module)] = mirrored
             self._guarded = -1
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
@@ -94,6 +119,13 @@ class MirroredObjects:
                 "give sync_batchnorm and memory_format when you mirror it first"
             )
         return mirrored
+
+    def _mirror_metrics_in(self, module: nn.Module, mirror: Callable[[nn.Module], MirroredMetric]) -> None:
+        for name, child in module._modules.items():
+            if is_metric(child):
+                module._modules[name] = mirror(child)  # type: ignore[arg-type]
+            elif child is not None:
+                self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
         self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
@@ -111,43 +143,178 @@ class MirroredObjects:
         self.optimizers.add(mirrored)
         return mirrored
 
+    def adopt(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
+        """Has the gradients of a module that no optimizer steps added up, for a step that updates weights by hand.
+
+        Args:
+            context: of a replica, for its strategy.
+            parameter: a weight of the module.
+        """
+        stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
+        for module in self.modules:
+            own = [each for each in module.module.parameters() if id(each) not in stepped]
+            if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
+                strategy = context.strategy
+                summing = torch.optim.SGD(own, lr=0.0)
+                self._adopted.append(self.mirror_optimizer(strategy, summing, strategy.devices, strategy.workers))
+
+    @property
+    def variables(self) -> tuple[MirroredVariable, ...]:
+        """Those still in use, in the order of making."""
+        return tuple(self._variables.values())
+
+    def add_variable(self, variable: MirroredVariable) -> None:
+        """Knows a variable as long as somebody uses it."""
+        self._variables[id(variable)] = variable
+
     def parameters(self) -> set[int]:
         """The ids of all parameters, any replica's copies, of the modules."""
         copies = (duplicate for module in self.modules for duplicate in module.copies)
         return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
 
     def align(self) -> None:
-        """Before a run: gives all copies what the user has changed in the first."""
+        """Before a run: gives all copies what the user has changed in the first.
+
+        Raises:
+            UsageError: a variable's values were changed so that they differ.
+        """
+        for variable in self.variables:
+            variable.check_unchanged()
         for module in self.modules:
+            module.begin_run()
             if module.align():
                 self._guarded = -1
+        for optimizer in self.optimizers:
+            guard_groups(optimizer.plain)  # loading a state_dict makes them anew
+
+    def note(self) -> None:
+        """After a run: what is changed in the users' modules from here on is changed outside replicas."""
+        for module in self.modules:
+            module.outside_changes.note()
+
+    @contextmanager
+    def changes_spread(self) -> Iterator[None]:
+        """What to run a program's function in, that runs once for all replicas in the middle of a run."""
+        self.note()
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.outside_changes.run_begins()
+
+    def follow(self) -> None:
+        """Between runs, the same for who asks what all copies have: parts, weights and buffers are alike."""
+        for module in self.modules:
+            if module.following.follow():
+                self._guarded = -1
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """After the run in the block: what replicas have set on their copies is as it should be.
+
+        Raises:
+            UsageError: they have given their copies weights, or parts that the others have not.
+        """
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            for module in self.modules:
+                module.following.end(failed=failed)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.
 
         Args:
-            replicas: how many local ones there are, more than one.
+            replicas: how many local ones there are.
         """
-        self._claims.clear()
+        self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
             ownership = Ownership(self.modules, replicas)
-            self._guards = tuple(StepGuard(replica, ownership, self._claims) for replica in range(replicas))
+            gradients = _Gradients(self)
+            self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards
 
-    def first_run_checked(self, fn: Callable[..., Any]) -> AbstractContextManager[None]:
-        """What to run ``fn`` in: the first time a check that it calls no plain module, later nothing."""
+    @contextmanager
+    def clearing_after_failure(self, replicas: int) -> Iterator[None]:
+        """Around a run: if one replica fails, the gradients that the others have made go.
+
+        Args:
+            replicas: how many local ones there are. One leaves what a plain program would.
+        """
+        if replicas == 1:
+            yield
+            return
+        before = [(optimizer, optimizer.gradient_marks()) for optimizer in self.optimizers]
+        try:
+            yield
+        except BaseException:
+            for optimizer, marks in before:
+                optimizer.run_failed(marks)
+            raise
+
+    def is_first_run(self, fn: Callable[..., Any]) -> bool:
+        """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
+        while isinstance(fn, partial):
+            fn = fn.func
         key = code_of(fn)
-        # The check is a hook on all modules, which torch.compile would take for a part of the compiled one.
-        if key in self._checked or any(module.is_compiled for module in self.modules):
-            return nullcontext()
-        self._checked.add(key)
-        return refusing_plain_calls(self.modules)
+        # Looking takes hooks, which torch.compile would take for a part of the compiled module.
+        if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
+            return False
+        self._looked_at[key] = self._made
+        return True
+
+    def _followings(self) -> list[Following]:
+        return [module.following for module in self.modules]
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
         """The id of each parameter of a user's module -> its copies, one per replica."""
+        self.follow()
         every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in self.modules)
         return {id(copies[0]): copies for module in every for copies in module}
+
+
+class _Gradients:
+    """Gives a step that reads gradients the sums of those of the optimizer that they belong to."""
+
+    def __init__(self, objects: MirroredObjects) -> None:
+        self._objects = ref(objects)
+        self._optimizers: dict[int, ref[MirroredOptimizer]] = {}
+
+    def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
+        optimizer = self._of(parameter)
+        if optimizer is None:
+            context.meet("sums of gradients without an optimizer", parameter, partial(self._adopt, context))
+            optimizer = self._of(parameter)
+        if optimizer is not None:
+            optimizer.give_sums(context)
+
+    def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
+        optimizer = self._of(parameter)
+        if optimizer is not None:
+            optimizer.gradient_assigned(context, parameter, value)
+
+    def _of(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
+        known = self._optimizers.get(id(parameter))
+        found = None if known is None else known()
+        return found if found is not None else self._look(parameter)
+
+    def _look(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
+        objects = self._objects()
+        for optimizer in tuple(objects.optimizers) if objects is not None else ():
+            if any(each is parameter for copies in optimizer.parameters for each in copies):
+                for copies in optimizer.parameters:
+                    self._optimizers |= {id(each): ref(optimizer) for each in copies}
+                return optimizer
+        return None
+
+    def _adopt(self, context: ReplicaContext, parameters: list[nn.Parameter]) -> None:
+        """Makes an optimizer that is never stepped: of what no other one holds it can add up the gradients."""
+        objects = self._objects()
+        if objects is not None:
+            objects.adopt(context, parameters[0])
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -12,9 +12,12 @@ costs 0.3 us more by it.
 from __future__ import annotations
 
 import builtins
+import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -22,7 +25,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.collectives.caller import caller
+from lockstep.collectives.reads_as_tensor import as_read
+from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
+from lockstep.mirroring.averages import tensor_digest
+from lockstep.mirroring.metric import metric_being_updated
 from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.random import PROCEED, is_random
@@ -47,9 +54,12 @@ _NO_WRITES = frozenset(["requires_grad_", "rename_", "share_memory_"])
 _GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "grad"))
 """Properties through which values, and gradients, flow."""
+_SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
-_SPECIAL = _EMBEDDINGS | {_SET_DATA}
+_PLAIN = (int, float, complex, str, tuple, type(None))
+_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
+_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE}
 
 
 def _writers() -> frozenset[Any]:
@@ -78,12 +88,18 @@ class _Known:
         replica: whose copy it is of.
         name: its name in the module.
         module: the class of the user's module.
+        divided: whether other workers hold other parts of the module, or of this tensor.
     """
 
     tensor: ref[torch.Tensor]
     replica: int
     name: str
     module: str
+    divided: bool
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether this is about a tensor, and not about a dead one of the same number."""
+        return self.tensor() is tensor
 
 
 class Ownership:
@@ -98,11 +114,13 @@ class Ownership:
         self.known: dict[int, _Known] = {}
         self.weights: dict[int, list[ref[nn.Parameter]]] = {}
         self.foreign: list[set[int]] = [set() for _ in range(replicas)]
+        self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
-            name_of = type(module.module).__name__
+            name_of, divided = type(module.module).__name__, module.is_part or module.shares_weights
+            self.divided |= divided
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
-                    self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of)
+                    self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of, divided)
                     for other in range(replicas):
                         if other != replica:
                             self.foreign[other].add(id(tensor))
@@ -118,14 +136,22 @@ class Ownership:
 
 
 class Claims:
-    """Which replica was the first, in the run under way, to use a tensor that is no replica's own."""
+    """Which replica was the first, in the run under way, to use a tensor that is no replica's own.
+
+    Where a worker has one replica, the other workers' have objects of their own: there a tensor that is used in a
+    second run is one from outside the step.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Any, int]] = {}
         self._watched: dict[tuple[int, int], Any] = {}
+        self._used_before: dict[int, Any] = {}
 
-    def clear(self) -> None:
+    def clear(self, *, one_replica: bool) -> None:
         """A run begins."""
+        self._used_before = {}
+        if one_replica:
+            self._used_before = {number: used for number, (used, _) in self._of.items() if used() is not None}
         self._of.clear()
         while self._watched:
             self._watched.popitem()[1].remove()
@@ -141,6 +167,10 @@ class Claims:
 
             self._watched[id(tensor), replica] = tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
+    def used_before(self, thing: Any) -> bool:
+        """Whether the only local replica has used an object in the run before this."""
+        return id(thing) in self._used_before and self._used_before[id(thing)]() is thing
+
     def other(self, thing: Any, replica: int) -> int | None:
         """Notes a use; the number of another replica that has used the same object in this run, or None."""
         found = self._of.get(id(thing))
@@ -151,6 +181,16 @@ class Claims:
         return found[1] if found[0]() is thing and found[1] != replica else None
 
 
+class StepGradients(Protocol):
+    """Hears what a step does with its weights' gradients before the update."""
+
+    def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
+        """A replica reads the ".grad" of one of its weights; called before it gets it."""
+
+    def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
+        """A replica is about to assign the ".grad" of one of its weights."""
+
+
 class StepGuard:
     """One replica's guard.
 
@@ -158,9 +198,11 @@ class StepGuard:
         replica: its number among the local ones.
         ownership: of all mirrored tensors.
         claims: of the run under way.
+        gradients: hears of the step's reads and writes of ".grad".
     """
 
-    def __init__(self, replica: int, ownership: Ownership, claims: Claims) -> None:
+    def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: StepGradients) -> None:
+        self._gradients = gradients
         self._replica = replica
         self._ownership = ownership
         self._foreign = ownership.foreign[replica]
@@ -202,8 +244,29 @@ class StepGuard:
     def _check_special(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _EMBEDDINGS:
             self._check_embedding(args, kwargs)
-        elif id(args[0]) in self._known:
-            self._refuse_data(args[0])
+            return
+        if func is _SET_GRAD_MODE:
+            self._check_metric()
+            return
+        parameter, context = args[0], get_replica_context()
+        known = self._known.get(id(parameter))
+        if context is None or known is None or known.replica != self._replica or not known.is_of(parameter):
+            return
+        if func == _SET_DATA:
+            raise UsageError(
+                f"the step assigns {known.name}.data, which would part this replica's weights from the others'; change "
+                "it in place (parameter.data.copy_(...)), or assign it outside strategy.run"
+            )
+        if func == _GRAD:
+            if known.divided:
+                raise UsageError(
+                    f"the step reads {known.name}.grad at {caller()}, and this worker holds a part of the model alone; "
+                    "call optimizer.sum_gradients() there, and optimizer.clip_sums(norm) and optimizer.step() after "
+                    "strategy.run, on every worker"
+                )
+            self._gradients.read(context, parameter)
+        else:
+            self._gradients.assigned(context, parameter, args[1])
 
     def _both(self, other: int) -> str:
         first, second = sorted((other, self._replica))
@@ -218,7 +281,7 @@ class StepGuard:
         known = self._known.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             self._check_foreign(func, tensor, known)
-        elif tensor.requires_grad and torch.is_grad_enabled():
+        elif tensor.requires_grad and torch.is_grad_enabled() and not self._ownership.divided:
             self._check_unmirrored(tensor)
 
     def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, known: _Known) -> None:
@@ -234,9 +297,10 @@ class StepGuard:
 
     def _check_unmirrored(self, tensor: torch.Tensor) -> None:
         other = self._claims.other(tensor, self._replica)
-        if other is not None:
+        if other is not None or self._claims.used_before(tensor):
+            who = "each worker trains" if other is None else f"{self._both(other)} both train"
             message = (
-                f"{self._both(other)} both train one parameter of shape {tuple(tensor.shape)} whose module is not "
+                f"{who} one parameter of shape {tuple(tensor.shape)} whose module is not "
                 f"mirrored, at {caller()}; call module = strategy.mirror(module) and optimizer = "
                 "strategy.mirror(optimizer) before strategy.run, and use what they return in the step"
             )
@@ -252,6 +316,16 @@ class StepGuard:
                     "give each one its own with ls.PerReplica"
                 )
 
+    def _check_metric(self) -> None:
+        metric = metric_being_updated() if "torchmetrics" in sys.modules else None
+        other = None if metric is None or get_replica_context() is None else self._claims.other(metric, self._replica)
+        if other is not None:
+            name = type(metric).__name__
+            raise UsageError(
+                f"{self._both(other)} both update one {name}; call metric = strategy.mirror(metric) "
+                "before strategy.run: each replica then updates its own, and compute() is of all rows"
+            )
+
     def _check_embedding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
         if isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and get_replica_context() is not None:
@@ -259,13 +333,6 @@ class StepGuard:
                 f"an embedding with max_norm={max_norm} changes its weights in the forward pass, each replica by the "
                 "rows of its own shard; leave max_norm out, and scale the weights after strategy.run, under "
                 "torch.no_grad()"
-            )
-
-    def _refuse_data(self, parameter: Any) -> None:
-        if get_replica_context() is not None:
-            raise UsageError(
-                f"the step assigns {self._known[id(parameter)].name}.data, which would part this replica's weights "
-                "from the others'; change it in place (parameter.data.copy_(...)), or assign it outside strategy.run"
             )
 
     def _write(
@@ -283,7 +350,11 @@ class StepGuard:
         if any(self._ownership.weight_of(each) for each in tensors):
             if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
                 return PROCEED  # which torch refuses
-            return _write_once(context, func, args if call is None else call, kwargs, tensors, target)
+            read, named = as_read((args if call is None else call, kwargs))  # variables have other values there
+            write = _Write(func, read, named, tensors)
+            name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
+            context.meet(name, write, partial(_write_once, context.workers, self._ownership))
+            return target
         for tensor in tensors:
             other = self._claims.other(tensor, self._replica)
             if other is not None:
@@ -306,24 +377,12 @@ class _Write:
     targets: Sequence[torch.Tensor]
 
 
-def _write_once(
-    context: ReplicaContext,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    targets: Sequence[torch.Tensor],
-    returned: Any,
-) -> Any:
-    """Changes a weight in place as one device does: replica 0 makes the call, and all have the result.
+def _write_once(workers: Workers, ownership: Ownership, writes: list[_Write]) -> None:
+    """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
 
-    Every replica must come here. Raises a UsageError where they would not write the same.
+    Raises:
+        UsageError: the replicas would not write the same. Where workers would not, their next exchange says so.
     """
-    mine = _Write(func, args, kwargs, targets)
-    context.meet(f"in-place change of a weight ({getattr(func, '__name__', func)})", mine, _combine)
-    return returned
-
-
-def _combine(writes: list[_Write]) -> None:
     first, *others = writes
     if is_random(first.func):
         raise UsageError(
@@ -338,12 +397,25 @@ def _combine(writes: list[_Write]) -> None:
                 'ls.get_replica_context().all_reduce("sum", value), so that all replicas write the same'
             )
     with torch._C.DisableTorchFunction():
+        if not workers.alone:
+            workers.attach(_digest(first, ownership))
         first.func(*first.args, **first.kwargs)
         with torch.no_grad():
             for other in others:
                 for theirs, done in zip(other.targets, first.targets, strict=True):
                     if theirs.data_ptr() != done.data_ptr():
                         theirs.copy_(done)
+
+
+def _digest(write: _Write, ownership: Ownership) -> int:
+    """What must be equal on all workers of a write. Weights are, in lockstep."""
+    digest = zlib.crc32(getattr(write.func, "__name__", "").encode())
+    for operand in _operands(write):
+        if not isinstance(operand, torch.Tensor):
+            digest = zlib.crc32(repr(operand).encode(), digest) if isinstance(operand, _PLAIN) else digest
+        elif not ownership.weight_of(operand):
+            digest = (digest * 31 + tensor_digest(operand)) % 2**64
+    return digest
 
 
 def _operands(write: _Write) -> list[Any]:

@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +104,10 @@ class LockstepUpdate:
     def times(self) -> tuple[UpdateTimes | None, ...]:
         """Where the time of the last update went, one item per replica."""
         return tuple(clock.times for clock in self._clocks)
+
+    def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside the block no backward pass of these local replicas sends gradients to other workers."""
+        return self._exchange.held(replicas)
 
     def run(
         self,

@@ -1,7 +1,8 @@
 """Variables with one value per replica, with the aggregation and synchronization of ``tf.Variable``.
 
 "on_write" variables are reduced when a replica writes, so all values stay equal (unless aggregation is "none");
-"on_read" ones are each replica's own, as counters are, and are reduced when they are read outside.
+"on_read" ones are each replica's own, as counters are, and are reduced when they are read outside. Both are values
+wherever a tensor is one: for operators, for torch's functions, and for ``reduce`` and its like.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from lockstep.collectives.across import reduce_across
 from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.collectives.reads_as_tensor import ReadsAsTensor, as_read
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
@@ -24,7 +26,7 @@ Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
 
 
-class MirroredVariable:
+class MirroredVariable(ReadsAsTensor):
     """One tensor per replica. Made by ``strategy.variable``.
 
     Args:
@@ -36,7 +38,15 @@ class MirroredVariable:
         synchronization: when: "on_write" or "on_read".
 
     Raises:
-        ConfigError: unknown aggregation or synchronization.
+        ConfigError: unknown aggregation or synchronization; different values for replicas that are to have one.
+
+    Example:
+        >>> import lockstep as ls
+        >>> strategy = ls.MirroredStrategy()
+        >>> scale = strategy.variable(2.0)
+        >>> scale.assign_add(1.0)
+        >>> float(scale * 2)
+        6.0
     """
 
     def __init__(
@@ -56,46 +66,103 @@ class MirroredVariable:
         self.aggregation = aggregation
         self.synchronization = synchronization
         self._values = tuple(
-            _copy_to(device, each) for each, device in zip(_one_each(value, len(devices)), devices, strict=True)
+            _copy_to(device, each)
+            for each, device in zip(_one_each(as_read(value), len(devices)), devices, strict=True)
         )
+        if self.is_mirrored and not _equal(self._values):
+            raise ConfigError(
+                f'a variable with synchronization "on_write" and aggregation {aggregation!r} has one value on all '
+                'replicas, and was given a PerReplica of different ones; give one value, or synchronization="on_read"'
+            )
         if not workers.alone and not isinstance(value, PerReplica):
             workers.broadcast("the chief's value of a variable", self._values)
+        self._versions = [each._version for each in self._values]
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
         """One tensor per local replica, in replica order."""
         return self._values
 
+    @property
+    def per_replica(self) -> PerReplica[torch.Tensor]:
+        """Each local replica's value, in tensors of their own."""
+        self._context()
+        self.check_unchanged()
+        return PerReplica([each.clone() for each in self._values])
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether all replicas have the same value."""
+        return self.synchronization == "on_write" and self.aggregation != "none"
+
+    @property
+    def _one(self) -> torch.Tensor:
+        return self._values[0]
+
     def read_value(self) -> torch.Tensor:
-        """Inside a replica its own value; outside the first local replica's, or for "on_read" the aggregate.
+        """Inside a replica its own value; outside the value of all, or for "on_read" the aggregate.
 
         A new tensor. The aggregate is over the replicas of all workers, and every worker must ask for it.
+
+        Raises:
+            UsageError: outside replicas, of a variable without aggregation whose replicas have values of their own.
         """
         context = self._context()
         if context is not None:
             return self._values[context.local_replica].clone()
-        if self.synchronization == "on_read" and self.aggregation in ("sum", "mean"):
+        self.check_unchanged()
+        if self.synchronization == "on_write":
+            if self.aggregation == "none" and not _equal(self._values):
+                raise self._no_one_value()
+            return self._values[0].clone()
+        if self.aggregation in ("sum", "mean"):
             total: torch.Tensor = reduce_across(self._workers, ReduceOp.of(self.aggregation), self._values)
             return total
-        return self._values[0].clone()
+        if self.aggregation == "none" and self._workers.num_replicas > 1:
+            raise self._no_one_value()
+        first = self._values[0].clone()
+        self._workers.broadcast("the first replica's value of a variable", [first])
+        return first
+
+    def check_unchanged(self) -> None:
+        """Whether the replicas' values are what ``assign`` and its like made them, where all have the same.
+
+        Raises:
+            UsageError: ``values`` were changed in place, and now differ.
+        """
+        if not self.is_mirrored or self._versions == [each._version for each in self._values]:
+            return
+        if not _equal(self._values):
+            raise UsageError(
+                "the values of a variable that is the same on all replicas were changed in place, and now differ; "
+                "write it with assign, assign_add or assign_sub"
+            )
+        self._note_versions()
 
     def assign(self, value: Any) -> None:
         """Sets the value. Inside a replica of an "on_write" variable that aggregates, every replica must call it.
 
-        Outside, all replicas get ``value`` (each its own of a PerReplica); an "on_read" "sum" variable gives each
-        replica ``value`` / replicas, so that reading it gives ``value`` back.
+        Outside, all replicas get ``value``, or of an "on_read" variable each its own of a PerReplica; an "on_read"
+        "sum" variable gives each replica ``value`` / replicas, so that reading it gives ``value`` back.
+
+        Args:
+            value: a tensor, a number, or another variable.
 
         Raises:
-            ConfigError: a plain number to be summed over replicas, or a mean for a variable that is not floating.
+            ConfigError: a plain number to be summed over replicas, or a mean for a variable that is not floating;
+                outside, a PerReplica for an "on_write" variable.
         """
         context = self._context()
+        value = as_read(value)
         if context is not None:
             self._write(context, value, lambda mine, new: new)
             return
         if self.synchronization == "on_read" and self.aggregation == "sum" and not isinstance(value, PerReplica):
-            value = torch.as_tensor(value) / self._workers.num_replicas
-        for mine, new in zip(self._values, self._outside(value), strict=True):
-            mine.copy_(torch.as_tensor(new))
+            value = self._shares_of(torch.as_tensor(value))
+        with torch.no_grad():
+            for mine, new in zip(self._values, self._outside(value), strict=True):
+                mine.copy_(torch.as_tensor(new))
+        self._note_versions()
 
     def assign_add(self, value: Any) -> None:
         """Adds ``value``, which is reduced over the replicas first where ``assign`` would.
@@ -111,6 +178,7 @@ class MirroredVariable:
 
     def _add(self, value: Any, sign: int, method: str) -> None:
         context = self._context()
+        value = as_read(value)
         if context is not None:
             self._write(context, value, lambda mine, new: mine + sign * new)
             return
@@ -119,8 +187,10 @@ class MirroredVariable:
                 f'{method} outside a replica has no meaning for an "on_read" variable that is summed; '
                 "call it inside a replica, or assign the whole value"
             )
-        for mine, new in zip(self._values, self._outside(value), strict=True):
-            mine.add_(torch.as_tensor(new).to(mine.device), alpha=sign)
+        with torch.no_grad():
+            for mine, new in zip(self._values, self._outside(value), strict=True):
+                mine.add_(torch.as_tensor(new).to(mine.device), alpha=sign)
+        self._note_versions()
 
     def _write(self, context: ReplicaContext, value: Any, change: Any) -> None:
         mine = self._values[context.local_replica]
@@ -128,6 +198,7 @@ class MirroredVariable:
             value = self._aggregate(context, value)
         with torch.no_grad():
             mine.copy_(change(mine, torch.as_tensor(value).to(mine.device)))
+        self._versions[context.local_replica] = mine._version
 
     def _aggregate(self, context: ReplicaContext, value: Any) -> Any:
         if self.aggregation == "only_first":
@@ -150,19 +221,39 @@ class MirroredVariable:
         return first
 
     def _outside(self, value: Any) -> Sequence[Any]:
+        if self.synchronization == "on_write" and isinstance(value, PerReplica):
+            raise ConfigError(
+                'an "on_write" variable was given a PerReplica outside replicas, and its copies would differ; give one '
+                "value, such as strategy.reduce(...) of it, write it inside strategy.run, or make the variable with "
+                'synchronization="on_read"'
+            )
         return _one_each(value, len(self._values))
+
+    def _shares_of(self, total: torch.Tensor) -> Any:
+        """What each replica gets of a sum; of integers the first ones get one more, where it does not come out even."""
+        replicas, dtype = self._workers.num_replicas, self._values[0].dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            return total / replicas
+        total = total.to(dtype)
+        first, more = self._workers.first_replica, total.remainder(replicas)
+        numbers = range(first, first + len(self._values))
+        return PerReplica([total.div(replicas, rounding_mode="floor") + (more > number) for number in numbers])
+
+    def _note_versions(self) -> None:
+        self._versions = [each._version for each in self._values]
+
+    def _no_one_value(self) -> UsageError:
+        return UsageError(
+            f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has a value of each "
+            "replica's own, and was read outside replicas, where one is expected; take them all with "
+            'strategy.local_results(variable), or make it with aggregation="sum", "mean" or "only_first"'
+        )
 
     def _context(self) -> ReplicaContext | None:
         context = get_replica_context()
         if context is not None and context.strategy is not self._owner:
             raise UsageError("this variable belongs to another strategy than the one that runs this replica")
         return context
-
-    def __float__(self) -> float:
-        return float(self.read_value())
-
-    def __int__(self) -> int:
-        return int(self.read_value())
 
     def __repr__(self) -> str:
         how = f"aggregation={self.aggregation!r}, synchronization={self.synchronization!r}"
@@ -173,8 +264,20 @@ def _one_each(value: Any, num_replicas: int) -> list[Any]:
     return [select(value, replica, num_replicas) for replica in range(num_replicas)]
 
 
+def _equal(values: Sequence[torch.Tensor]) -> bool:
+    first, *others = values
+    return all(
+        other is first or (other.shape == first.shape and _same_bits(first, other.to(first.device))) for other in others
+    )
+
+
+def _same_bits(first: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN is NaN here."""
+    return torch.equal(first, other) or bool(torch.isclose(first, other, rtol=0, atol=0, equal_nan=True).all())
+
+
 def _copy_to(device: LogicalDevice, value: Any) -> torch.Tensor:
-    with in_memory_of(device):
+    with in_memory_of(device), torch.inference_mode(False):  # inference tensors count no writes
         return torch.as_tensor(value).detach().to(device.torch_device, copy=True)
 
 

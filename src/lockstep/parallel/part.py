@@ -269,18 +269,22 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
-    gradient, parameter.grad = parameter.grad, None
+    with torch._C.DisableTorchFunction():  # what watches the step's calls would take this for the step's own look
+        gradient, parameter.grad = parameter.grad, None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
     if gradient is not None:
         own = _local(gradient)
-        plain.grad = own if plain.grad is None else plain.grad.add_(own)
+        with torch._C.DisableTorchFunction():
+            plain.grad = own if plain.grad is None else plain.grad.add_(own)
 
 
 def _hand_over_rest(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """What a schedule has computed by itself: autograd calls no hook of a gradient that it only returns."""
     for plain, parameter in pairs:
-        if parameter.grad is not None:
+        with torch._C.DisableTorchFunction():
+            left = parameter.grad is not None
+        if left:
             _hand_over(plain, parameter)
 
 

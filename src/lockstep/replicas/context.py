@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from lockstep.collectives.rendezvous import Call, Rendezvous
 from lockstep.collectives.turns import Turn
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
-from lockstep.errors import CollectiveError
+from lockstep.errors import CollectiveError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -108,18 +109,28 @@ class ReplicaContext:
         """
         return tree_map(lambda leaf: all_gather(self, leaf, axis), value)
 
-    def merge_call(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
-        """Runs ``fn`` once for all local replicas, in cross-replica context. Every replica must call it.
+    def merge_call(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs ``fn(strategy, *args, **kwargs)`` once for all local replicas, in cross-replica context.
+
+        Every replica must call it.
 
         Args:
-            fn: gets ``args`` with a PerReplica wherever the replicas' arguments are not the same object.
-            args: this replica's arguments.
+            fn: gets the strategy first, as in TensorFlow, and then the arguments of all replicas: a PerReplica of
+                them, or the bare argument where it is the same for all (see ``strategy.run``).
+            args: this replica's positional arguments.
+            kwargs: this replica's keyword arguments.
 
         Returns:
             What ``fn`` returned; a PerReplica in it gives each replica its own value.
-        """
 
-        result = self.meet("merge_call", tuple(args), lambda all_args: fn(*merge(all_args)))
+        Raises:
+            TypeError: ``fn`` does not take the strategy and these arguments.
+            UsageError: the replicas gave different numbers of arguments.
+        """
+        given = (tuple(args), dict(kwargs or {}))
+        result = self.meet("merge_call", given, lambda all_given: _call_merged(fn, self._strategy, all_given))
         return select(result, self._replica, len(self._strategy.devices))
 
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
@@ -144,6 +155,44 @@ class ReplicaContext:
     def __repr__(self) -> str:
         place = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"
         return f"ReplicaContext({place} on {self._device.name})"
+
+
+def _call_merged(
+    fn: Callable[..., Any], strategy: Strategy, all_given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> Any:
+    shapes = {(len(args), frozenset(kwargs)) for args, kwargs in all_given}
+    if len(shapes) > 1:
+        counts = ", ".join(f"{len(args)} args and kwargs {sorted(kwargs)}" for args, kwargs in all_given)
+        raise UsageError(f"merge_call got {counts} from the replicas; give it the same arguments in every replica")
+    # Argument by argument: one whose structure differs between replicas becomes a PerReplica, and no other does.
+    args = [merge(column) for column in zip(*(args for args, _ in all_given), strict=True)]
+    kwargs = {name: merge([given[name] for _, given in all_given]) for name in all_given[0][1]}
+    try:
+        with strategy.changes_spread():
+            return fn(strategy, *args, **kwargs)
+    except TypeError:
+        _check_takes(fn, strategy, args, kwargs)
+        raise
+
+
+def _check_takes(fn: Callable[..., Any], strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Whether ``fn`` can be called so; functions without a signature, such as builtins, are not looked into.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(strategy, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"merge_call calls {name}(strategy, *args, **kwargs), as TensorFlow does, here with {len(args)} args and "
+            f"{len(kwargs)} kwargs; {name} takes {signature} ({error}). Give it a first parameter for the strategy"
+        ) from None
 
 
 @contextmanager

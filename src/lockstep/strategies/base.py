@@ -7,7 +7,7 @@ MirroredStrategy, MultiWorkerMirroredStrategy and the default strategy are the i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -17,12 +17,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.across import gather_across, reduce_across
 from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
+from lockstep.data.layout import Lists
+from lockstep.data.leaves import rows_of, view_leaves
+from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding, WholeModels
+from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
@@ -33,7 +38,8 @@ from lockstep.replicas.observer import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
 from lockstep.strategies.executor import Executor
-from lockstep.strategies.scope import entered
+from lockstep.strategies.first_run import FirstRun
+from lockstep.strategies.scope import Scope, entered
 
 R = TypeVar("R")
 
@@ -56,11 +62,13 @@ class Strategy(Executor):
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the strategy that ``ls.Model`` and ``ls.get_strategy`` find inside the ``with`` block.
 
+        The object may be kept, entered many times, and entered inside itself.
+
         Raises:
             UsageError: (on entering) another strategy's scope is open, or this is inside a replica.
         """
         self._outside("scope")
-        return entered(self)
+        return Scope(self)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Runs ``fn`` once per replica and waits for all.
@@ -74,8 +82,9 @@ class Strategy(Executor):
             kwargs: likewise.
 
         Returns:
-            The structure that ``fn`` returned, with a PerReplica for each leaf; a leaf that is the very same object on
-            all replicas comes back bare.
+            The structure that ``fn`` returned, with a PerReplica for each leaf. A leaf that is the very same object on
+            all replicas comes back bare, and so does a plain value (a number, a text, None) that is equal on all;
+            ``local_results`` gives one value per replica either way.
 
         Raises:
             TypeError: ``args`` is not a tuple or list.
@@ -90,21 +99,41 @@ class Strategy(Executor):
             )
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
-        if len(self.devices) > 1:
+        if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
             self._guard_steps(self._mirrored.guards(len(self.devices)))
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [partial(fn, *positional, **named) for positional, named in views]
-        with entered(self), self._mirrored.first_run_checked(fn):
-            return merge(self._execute(fn, bodies, [_rows(view) for view in views]))
+        bodies = [told_of_no_rows(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
+        rows = [_rows(view) for view in views]
+        looking: AbstractContextManager[None] = nullcontext()
+        if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
+            given = tree_leaves((args, kwargs))
+            distributed = any(isinstance(leaf, PerReplica) for leaf in given)
+            first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
+            bodies, looking = [first.body(body) for body in bodies], first.looked_at()
+        try:
+            with (
+                entered(self),
+                looking,
+                self._mirrored.settled(),
+                self._mirrored.clearing_after_failure(len(self.devices)),
+            ):
+                return merge(self._execute(fn, bodies, rows))
+        finally:
+            self._mirrored.note()
+
+    def changes_spread(self) -> AbstractContextManager[None]:
+        """Opens a block in the middle of a run whose changes to the users' modules reach all copies."""
+        return self._mirrored.changes_spread()
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces per-replica values to one.
 
         Args:
             op: "sum" or "mean", or an ``ls.ReduceOp``.
-            value: a PerReplica, or a structure of them. A plain value counts once per replica for the sum.
+            value: a PerReplica or a variable, or a structure of them. A plain value counts once per replica for
+                the sum.
             axis: also reduce along this dimension of each value; the mean is then the total sum over the total
                 count, so uneven shards come out right.
 
@@ -112,7 +141,7 @@ class Strategy(Executor):
             The same structure with a tensor (on replica 0's device) or number for each leaf.
         """
         self._outside("reduce")
-        op = ReduceOp.of(op)
+        op, value = ReduceOp.of(op), for_reduction(value)
         if (
             op is ReduceOp.MEAN
             and axis is None
@@ -124,10 +153,12 @@ class Strategy(Executor):
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
         self._outside("gather")
-        return self._map_values(partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis), value)
+        gather = partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis)
+        return self._map_values(gather, by_replica(value))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of the local replicas, one item each; a plain value is every replica's."""
+        """The values of the local replicas, one item each; a plain value is every replica's. Of a variable, copies."""
+        value = by_replica(value)
         return tuple(self._view(value, replica) for replica in range(len(self.devices)))
 
     @overload
@@ -144,13 +175,14 @@ class Strategy(Executor):
         *,
         sync_batchnorm: bool = False,
         memory_format: MemoryFormat = "auto",
-    ) -> MirroredModule | MirroredOptimizer:
+    ) -> MirroredModule | MirroredMetric | MirroredOptimizer:
         """Gives every replica its copy of a module, or makes an optimizer's step a step of all replicas.
 
         Args:
-            target: a module, which becomes replica 0's copy and is moved to its device in place; or an optimizer over
-                parameters of mirrored modules.
-            sync_batchnorm: batch norms (replaced in place) take their statistics from the whole global batch.
+            target: a module, which becomes replica 0's copy and is moved to its device in place; an optimizer over
+                parameters of mirrored modules; or a torchmetrics metric, whose states are merged (``MirroredMetric``).
+            sync_batchnorm: batch norms take their statistics from the whole global batch, as torch.nn.SyncBatchNorm
+                does without being asked.
             memory_format: of a module's weights; "auto" is channels_last where there are 2-d convolutions.
 
         Raises:
@@ -158,6 +190,10 @@ class Strategy(Executor):
             TypeError: neither a module nor an optimizer.
         """
         self._outside("mirror")
+        if isinstance(target, MirroredMetric):
+            return target
+        if is_metric(target):
+            return self._mirrored.mirror_metric(self, target, self.devices, self.workers)  # type: ignore[arg-type]
         if isinstance(target, nn.Module):
             return self._mirrored.mirror_module(
                 self, target, self.devices, self.workers, sync_batchnorm=sync_batchnorm, memory_format=memory_format
@@ -176,10 +212,17 @@ class Strategy(Executor):
         made = MirroredVariable(
             self, value, self.devices, self.workers, aggregation=aggregation, synchronization=synchronization
         )
-        self._mirrored.variables.add(made)
+        self._mirrored.add_variable(made)
         return made
 
-    def distribute_dataset(self, dataset: Iterable[Any], *, shard: Shard = "batch") -> DistributedDataset:
+    def distribute_dataset(
+        self,
+        dataset: Iterable[Any],
+        *,
+        shard: Shard = "batch",
+        prefetch: int | None = None,
+        lists: Lists = "auto",
+    ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
         Every worker must call it, and iterate over what it gives in the same way.
@@ -188,14 +231,29 @@ class Strategy(Executor):
             dataset: any iterable of global batches.
             shard: what each worker takes: its part of every batch ("batch"), its part of the files ("file"), or all of
                 a dataset of its own ("off").
+            prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
+                the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
+                your own.
+            lists: what lists and tuples in a batch are: of one item a row ("rows"), structure ("columns"), or what
+                their lengths say ("auto"), where a list that could be both is refused.
         """
         self._outside("distribute_dataset")
-        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard)
+        return DistributedDataset(
+            dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch, lists=lists
+        )
 
-    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Iterable[Any]]) -> PerReplicaDataset:
-        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``."""
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None, lists: Lists = "auto"
+    ) -> PerReplicaDataset:
+        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``.
+
+        Args:
+            fn: gives this worker's iterable of per-replica batches.
+            prefetch: how many rounds of them to read ahead; None and 0 as in ``distribute_dataset``.
+            lists: as there.
+        """
         self._outside("distribute_datasets_from_function")
-        return PerReplicaDataset(fn, self.devices, workers=self.workers)
+        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
 
     def find_batch_size(
         self,
@@ -224,7 +282,7 @@ class Strategy(Executor):
             start: the size to begin with.
             limit: the largest size of interest, such as the number of examples; None is without end, and only for steps
                 that run out of memory some time.
-            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are full.
+            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are equal.
             memory_mb: the most MB (2**20 bytes) that this process may have resident, for replicas on a CPU. None is
                 what it has now and 0.8 of what the machine, or the control group, has available. Batches that are
                 read ahead come on top.
@@ -267,8 +325,8 @@ class Strategy(Executor):
 
 
 def _rows(view: Any) -> int | None:
-    """The length of the first tensor among a replica's arguments: its shard's, for messages."""
-    for leaf in tree_leaves(view):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return leaf.shape[0]
+    """The rows of the first of a replica's arguments that has any: its shard's, for messages."""
+    for leaf in view_leaves(view):
+        if (rows := rows_of(leaf)) is not None:
+            return rows
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,13 @@ from lockstep.replicas.context import get_replica_context
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
-_ambient: ContextVar[Strategy | None] = ContextVar("lockstep_strategy", default=None)
+_open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
+"""The open scopes, the innermost last: all of one strategy. A value, so that no scope object has a state of its own."""
 
 
 def has_strategy() -> bool:
     """Whether this code runs inside a strategy's scope or replica."""
-    return _ambient.get() is not None
+    return bool(_open.get())
 
 
 def in_cross_replica_context() -> bool:
@@ -28,23 +29,64 @@ def in_cross_replica_context() -> bool:
 
 def current_strategy() -> Strategy | None:
     """The strategy whose scope or replica this is; None outside."""
-    return _ambient.get()
+    scopes = _open.get()
+    return scopes[-1] if scopes else None
+
+
+class Scope(ContextDecorator):
+    """What ``strategy.scope()`` returns: enters the strategy, as often as wanted, also inside itself.
+
+    Args:
+        strategy: becomes the ambient one inside the ``with`` block.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        """Makes the strategy the ambient one of this thread.
+
+        Raises:
+            UsageError: another strategy's scope is open, or this is inside a replica.
+        """
+        if get_replica_context() is not None:
+            raise UsageError(
+                "a scope is for all replicas together and was entered inside one; enter it outside strategy.run"
+            )
+        _enter(self._strategy)
+        return self._strategy
+
+    def __exit__(self, *_: object) -> None:
+        """Makes the strategy the ambient one that was so before."""
+        _leave()
+
+    def __repr__(self) -> str:
+        return f"<scope of {self._strategy!r}>"
 
 
 @contextmanager
 def entered(strategy: Strategy) -> Iterator[Strategy]:
-    """Makes ``strategy`` the ambient one. Entering it again inside itself is fine.
+    """Makes ``strategy`` the ambient one while it runs its replicas. Entering it again inside itself is fine.
 
     Raises:
         UsageError: another strategy's scope is open.
     """
-    outer = _ambient.get()
+    _enter(strategy)
+    try:
+        yield strategy
+    finally:
+        _leave()
+
+
+def _enter(strategy: Strategy) -> None:
+    outer = current_strategy()
     if outer is not None and outer is not strategy:
         raise UsageError(
             f"{strategy!r} cannot be used inside the scope of {outer!r}; leave that scope first, or use one strategy"
         )
-    token = _ambient.set(strategy)
-    try:
-        yield strategy
-    finally:
-        _ambient.reset(token)
+    _open.set((*_open.get(), strategy))
+
+
+def _leave() -> None:
+    *outer, _ = _open.get()
+    _open.set(tuple(outer))

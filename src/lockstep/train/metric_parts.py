@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
+from lockstep.mirroring.metric_merging import merge_metrics, nested_metrics, states_of
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.train.metrics import fresh_copy, merge_metrics, nested_metrics, states_of
+from lockstep.train.metrics import fresh_copy
 from lockstep.train.rows import Rows, random_numbers_apart
 
 CERTAIN = 1e-3

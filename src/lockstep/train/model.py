@@ -258,7 +258,12 @@ class Model:
             return run_prediction(self.strategy, self._module, precision, feed, callbacks=called, clock=self.clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas."""
+        """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
+
+        At the end of an epoch, of ``fit`` and of ``evaluate`` a worker may ask for it by itself; between the batches
+        all must, and of a model that is divided among them.
+        """
+        self._module.exchange_buffers(always=False)
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ They run in replica threads on the replica's own shard; the loops in ``loop.py``
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +75,11 @@ class Prediction:
 def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard; then the update, if it is due. Every replica must call it."""
     context, rows = _context(), batch_rows(item)
-    if job.module.pipeline is not None:
-        total, count = _train_in_stages(job, job.module.pipeline, state, item, rows)
-    else:
-        total, count = _train(job, state, item, context, rows)
+    with nullcontext() if update else job.module.no_sync():
+        if job.module.pipeline is not None:
+            total, count = _train_in_stages(job, job.module.pipeline, state, item, rows)
+        else:
+            total, count = _train(job, state, item, context, rows)
     state.add(total, count)
     return StepOutput(
         rows=rows, total=total, count=count, update=update_weights(job, state, context) if update else None
@@ -109,6 +111,7 @@ def _train_in_stages(job: Job, pipeline: Pipelined, state: ReplicaState, item: A
         return 0.0, 0.0
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(job, state, batch)
+    job.module.note_pass()
     with job.precision.autocast(), scores_stay_divided():
         pipeline.train(batch.x, rows, sums.examine)
     return sums.total, sums.count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.data.shards import shard_sizes
 from lockstep.strategies.base import Strategy
 
 
@@ -33,12 +33,13 @@ def one_shard(shard: int | None, number: int) -> Iterator[None]:
 def _cut_run(original: Callable[..., Any], shard: int, number: int) -> Callable[..., Any]:
     def run(self: Strategy, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         rows = next((len(leaf[0]) for leaf in tree_leaves((args, kwargs)) if _is_divided(leaf)), 0)
-        size = math.ceil(rows / number)
+        sizes = shard_sizes(rows, number)
+        start = sum(sizes[:shard])
 
         def cut(leaf: Any) -> Any:
             if not _is_divided(leaf) or len(leaf[0]) != rows:
                 return leaf
-            return PerReplica([leaf[0][shard * size : (shard + 1) * size]])
+            return PerReplica([leaf[0][start : start + sizes[shard]]])
 
         return original(self, fn, tree_map(cut, args), tree_map(cut, kwargs))
 

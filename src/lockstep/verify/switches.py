@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lockstep.data.shards import shard_sizes
 from lockstep.mirroring.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
 from lockstep.mirroring.module import MirroredModule
 from lockstep.verify.config import Switches
@@ -91,10 +91,11 @@ def _in_shards(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
         lengths = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not lengths or lengths[0] < 2:
             return forward(*args, **kwargs)
-        size = math.ceil(lengths[0] / number)
         results = []
-        for begin in range(0, lengths[0], size):
+        begin = 0
+        for size in shard_sizes(lengths[0], min(number, lengths[0])):
             own = [_part(leaf, lengths[0], begin, size) for leaf in leaves]
+            begin += size
             shard_args, shard_kwargs = tree_unflatten(own, spec)
             results.append(forward(*shard_args, **shard_kwargs))
         columns = iter(zip(*(tree_leaves(result) for result in results), strict=True))

@@ -66,6 +66,8 @@ def run_job(replicas: int) -> dict[str, Any]:
         "variables": variables(strategy),
         "dropout": own_loop(strategy, "sgd", dropout=0.5, norm=True)[0],
         "twice": two_backward_passes(strategy),
+        "clipped in the step": clipped_in_the_step(strategy),
+        "by hand": updated_by_hand(strategy),
         "fit": fit(strategy),
         "sync batch norm": own_loop(strategy, "sgd", norm=True, sync=True),
     }
@@ -97,6 +99,8 @@ def own_loop(
         strategy.reduce("sum", strategy.run(step, (batch, len(x)))).item()
         for batch, (x, _, _) in zip(strategy.distribute_dataset(data), data, strict=True)
     ]
+    if not sync:
+        replicated.sync_buffers()
     return {name: value.clone() for name, value in replicated.state_dict().items()}, losses
 
 
@@ -119,6 +123,43 @@ def two_backward_passes(strategy: ls.Strategy) -> dict[str, Tensor]:
         strategy.run(backward, (batch,))
         if index % 2:
             strategy.run(update)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def clipped_in_the_step(strategy: ls.Strategy) -> tuple[dict[str, Tensor], list[float]]:
+    module = net()
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(OPTIMIZERS["sgd"](module.parameters()))
+
+    def step(batch: Batch, rows: int) -> Tensor:
+        x, y, _ = batch
+        ls.compute_average_loss(per_example(replicated(x), y), global_batch_size=rows).backward()
+        norm = nn.utils.clip_grad_norm_(replicated.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    norms = []
+    for batch, (x, _, _) in zip(strategy.distribute_dataset(batches()), batches(), strict=True):
+        norms.append(strategy.local_results(strategy.run(step, (batch, len(x))))[-1].item())
+    return {name: value.clone() for name, value in module.state_dict().items()}, norms
+
+
+def updated_by_hand(strategy: ls.Strategy) -> dict[str, Tensor]:
+    module = net()
+    replicated = strategy.mirror(module)
+
+    def step(batch: Batch, rows: int) -> None:
+        x, y, _ = batch
+        replicated.zero_grad()
+        ls.compute_average_loss(per_example(replicated(x), y), global_batch_size=rows).backward()
+        with torch.no_grad():
+            for each in replicated.parameters():
+                if each.grad is not None:
+                    each -= 0.1 * each.grad
+
+    for batch, (x, _, _) in zip(strategy.distribute_dataset(batches()), batches(), strict=True):
+        strategy.run(step, (batch, len(x)))
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 

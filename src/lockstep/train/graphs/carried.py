@@ -68,7 +68,8 @@ class Carried:
     def now(self) -> Snapshot:
         """What is carried now."""
         sums: list[Any] = [value for state in self._states for value in (state.total, state.count)]
-        return Snapshot(tuple([parameter.grad for parameter in self._parameters]), tuple(sums))
+        with torch._C.DisableTorchFunction():  # what watches the step's calls would take this for the step's own look
+            return Snapshot(tuple([parameter.grad for parameter in self._parameters]), tuple(sums))
 
     def put(self, snapshot: Snapshot, *, where_not: Snapshot | None = None) -> None:
         """Makes a snapshot the present.

@@ -1,0 +1,266 @@
+"""What is read as a tensor wherever one is expected, as a ``tf.Variable`` is: a strategy's variable.
+
+It stands below the replicas, whose collectives take it for the value that it has in the calling replica. It holds no
+value itself; ``mirroring.variable`` does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.errors import UsageError
+
+_WRITE = "write it with assign, assign_add or assign_sub"
+_HANDLES = frozenset(["data", "grad", "grad_fn", "backward", "register_hook", "requires_grad_", "retain_grad"])
+"""What of a tensor makes sense for the very object alone, and not for a copy of its value."""
+_SAME_FOR_ALL = frozenset(
+    [
+        *("shape", "dtype", "device", "ndim", "size", "dim", "numel", "layout", "requires_grad", "is_leaf"),
+        *("is_floating_point", "is_complex", "is_cuda", "is_sparse", "is_nested", "is_meta", "is_quantized"),
+    ]
+)
+"""What every replica's value has alike, so that no replica has to be asked."""
+
+
+class ReadsAsTensor(ABC):
+    """Operators, conversions, and torch's functions and methods, all on the tensor that ``read_value`` gives.
+
+    Results are plain tensors. Nothing of this writes: what would write into the tensor is refused.
+    """
+
+    # NumPy's arrays leave "array * variable" to the variable, as they do for tensors.
+    __array_priority__ = 1000
+
+    @abstractmethod
+    def read_value(self) -> torch.Tensor:
+        """The value as a tensor of its own."""
+
+    @property
+    @abstractmethod
+    def per_replica(self) -> PerReplica[torch.Tensor]:
+        """Each local replica's value, in tensors of their own."""
+
+    @property
+    @abstractmethod
+    def is_mirrored(self) -> bool:
+        """Whether all replicas have the same value."""
+
+    @property
+    @abstractmethod
+    def _one(self) -> torch.Tensor:
+        """Any replica's value, for what all of them have alike."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls one of torch's functions with the values.
+
+        Raises:
+            UsageError: it has written into one of them.
+        """
+        read: list[tuple[torch.Tensor, int]] = []
+
+        def value(leaf: Any) -> Any:
+            if not isinstance(leaf, ReadsAsTensor):
+                return leaf
+            with torch.inference_mode(False):  # inference tensors count no writes
+                tensor = leaf.read_value()
+            read.append((tensor, tensor._version))
+            return tensor
+
+        positional, named = tree_map(value, (tuple(args), dict(kwargs or {})))
+        result = func(*positional, **named)
+        if any(tensor._version != version for tensor, version in read):
+            raise UsageError(f"{getattr(func, '__name__', func)} writes into a variable, past its replicas; {_WRITE}")
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _SAME_FOR_ALL:
+            return getattr(self._one, name)
+        if name.endswith("_") or name in _HANDLES:
+            raise UsageError(f"a variable has no {name!r} of its own, which would pass its replicas by; {_WRITE}")
+        return getattr(self.read_value(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and hasattr(torch.Tensor, name):
+            raise UsageError(f"{name!r} of a variable cannot be set, which would pass its replicas by; {_WRITE}")
+        super().__setattr__(name, value)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise UsageError(f"a part of a variable cannot be set, which would pass its replicas by; {_WRITE}")
+
+    def _in_place(self, other: Any) -> NoReturn:
+        raise UsageError(f"an operator such as += does not write a variable; {_WRITE}")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _in_place
+    __iand__ = __ior__ = __ixor__ = _in_place
+
+    def numpy(self) -> Any:
+        """The value as a NumPy array of its own."""
+        return self.read_value().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.read_value())
+
+    def __float__(self) -> float:
+        return float(self.read_value())
+
+    def __int__(self) -> int:
+        return int(self.read_value())
+
+    def __complex__(self) -> complex:
+        return complex(self.read_value())
+
+    def __index__(self) -> int:
+        return self.read_value().__index__()
+
+    def __len__(self) -> int:
+        return len(self._one)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.read_value())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.read_value()[index]
+
+    def __contains__(self, element: Any) -> bool:
+        return element in self.read_value()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.read_value(), format_spec) if format_spec else str(self)
+
+    # Elementwise, as of tensors; so the hash is the object's own.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return self.read_value() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self.read_value() != other
+
+    def __lt__(self, other: Any) -> Any:
+        return self.read_value() < other
+
+    def __le__(self, other: Any) -> Any:
+        return self.read_value() <= other
+
+    def __gt__(self, other: Any) -> Any:
+        return self.read_value() > other
+
+    def __ge__(self, other: Any) -> Any:
+        return self.read_value() >= other
+
+    def __neg__(self) -> Any:
+        return -self.read_value()
+
+    def __pos__(self) -> Any:
+        return +self.read_value()
+
+    def __abs__(self) -> Any:
+        return abs(self.read_value())
+
+    def __invert__(self) -> Any:
+        return ~self.read_value()
+
+    def __add__(self, other: Any) -> Any:
+        return self.read_value() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self.read_value()
+
+    def __sub__(self, other: Any) -> Any:
+        return self.read_value() - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.read_value()
+
+    def __mul__(self, other: Any) -> Any:
+        return self.read_value() * other
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self.read_value()
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.read_value() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.read_value()
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self.read_value() // other
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return other // self.read_value()
+
+    def __mod__(self, other: Any) -> Any:
+        return self.read_value() % other
+
+    def __rmod__(self, other: Any) -> Any:
+        return other % self.read_value()
+
+    def __pow__(self, other: Any) -> Any:
+        return self.read_value() ** other
+
+    def __rpow__(self, other: Any) -> Any:
+        return other ** self.read_value()
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.read_value() @ other
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ self.read_value()
+
+    def __and__(self, other: Any) -> Any:
+        return self.read_value() & other
+
+    def __rand__(self, other: Any) -> Any:
+        return other & self.read_value()
+
+    def __or__(self, other: Any) -> Any:
+        return self.read_value() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.read_value()
+
+    def __xor__(self, other: Any) -> Any:
+        return self.read_value() ^ other
+
+    def __rxor__(self, other: Any) -> Any:
+        return other ^ self.read_value()
+
+    def __round__(self, digits: int = 0) -> Any:
+        return self.read_value().round(decimals=digits)
+
+
+def as_read(structure: Any) -> Any:
+    """``structure`` with the value, here and now, of each variable in it."""
+    return tree_map(lambda leaf: leaf.read_value() if isinstance(leaf, ReadsAsTensor) else leaf, structure)
+
+
+def by_replica(structure: Any) -> Any:
+    """``structure`` with the replicas' values of each variable in it."""
+    return tree_map(lambda leaf: leaf.per_replica if isinstance(leaf, ReadsAsTensor) else leaf, structure)
+
+
+def for_reduction(structure: Any) -> Any:
+    """The same, but with the bare value of a variable that is the same on all: a mean over replicas would round it."""
+
+    def value(leaf: Any) -> Any:
+        if not isinstance(leaf, ReadsAsTensor):
+            return leaf
+        return leaf.read_value() if leaf.is_mirrored else leaf.per_replica
+
+    return tree_map(value, structure)

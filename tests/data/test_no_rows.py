@@ -1,0 +1,137 @@
+"""A batch with fewer rows than replicas: what a step that cannot take 0 rows gets to know, and what fit does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep as ls
+from lockstep.config import LogicalDevice
+
+SIZES = (9, 5, 2)
+
+
+@pytest.fixture
+def make_strategy(
+    split_cpu: Callable[[int], tuple[LogicalDevice, ...]],
+) -> Iterator[Callable[..., ls.MirroredStrategy]]:
+    with ExitStack() as stack:
+        yield lambda replicas: stack.enter_context(closing(ls.MirroredStrategy(list(split_cpu(4)[:replicas]))))
+
+
+class TakesNoEmptyBatch(nn.Module):
+    """Reshapes as attention layers do, which has no answer for 0 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.InstanceNorm1d(2, affine=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not len(x):
+            raise RuntimeError("cannot reshape tensor of 0 elements")
+        out: Tensor = self.last(self.norm(x.reshape(len(x), 2, 3)).flatten(1))
+        return out
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return TakesNoEmptyBatch().double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 6, dtype=torch.float64, generator=random), torch.randint(0, 3, (n,), generator=random))
+        for n in SIZES
+    ]
+
+
+def by_hand() -> nn.Module:
+    alone = module()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    return alone
+
+
+def close(found: nn.Module, expected: nn.Module) -> None:
+    torch.testing.assert_close(found.state_dict(), dict(expected.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def test_fit_runs_no_forward_pass_without_rows_and_equals_one_device(make_strategy):
+    trained = module()
+    with make_strategy(4).scope():
+        model = ls.Model(trained)
+        model.compile(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), loss=F.cross_entropy)
+    model.fit(batches(), epochs=1, verbose=0)
+    alone = by_hand()
+    close(trained, alone)
+    x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    assert model.evaluate(batches(), verbose=0)["loss"] == pytest.approx(F.cross_entropy(alone(x), y).item(), rel=1e-6)
+    torch.testing.assert_close(model.predict([x for x, _ in batches()]), alone(x).detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_the_error_of_a_step_that_cannot_take_0_rows_says_so(make_strategy):
+    strategy = make_strategy(4)
+    mirrored = strategy.mirror(module())
+    (batch,) = strategy.distribute_dataset(batches()[2:])
+    with pytest.raises(RuntimeError) as raised:
+        strategy.run(lambda x, y: mirrored(x), batch)
+    notes = " ".join(raised.value.__notes__)
+    assert all(word in notes for word in ("0 rows", "4 replicas", "drop_last", "optimizer.step()"))
+
+
+def test_an_error_in_a_shard_with_rows_says_nothing_of_0_rows(make_strategy):
+    strategy = make_strategy(2)
+    (batch,) = strategy.distribute_dataset([torch.ones(3)])
+    with pytest.raises(ZeroDivisionError) as raised:
+        strategy.run(lambda x: 1 // 0, (batch,))
+    assert not any("0 rows" in note for note in raised.value.__notes__)
+
+
+def test_a_step_that_runs_its_passes_only_where_there_are_rows_equals_one_device(make_strategy):
+    strategy = make_strategy(4)
+    plain = module()
+    mirrored = strategy.mirror(plain)
+    optimizer = strategy.mirror(torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9))
+
+    def step(x: Tensor, y: Tensor, rows: int) -> None:
+        optimizer.zero_grad()
+        if len(x):
+            losses = F.cross_entropy(mirrored(x), y, reduction="none")
+            ls.compute_average_loss(losses, global_batch_size=rows).backward()
+        optimizer.step()
+
+    for (x, y), rows in zip(strategy.distribute_dataset(batches()), SIZES, strict=True):
+        strategy.run(step, (x, y, rows))
+    close(plain, by_hand())
+
+
+def test_a_module_that_cannot_take_0_rows_trains_where_no_shard_is_empty(make_strategy):
+    strategy = make_strategy(4)
+    plain, alone = module(), module()
+    mirrored = strategy.mirror(plain)
+    optimizer = strategy.mirror(torch.optim.SGD(plain.parameters(), 0.1))
+    by_hand = torch.optim.SGD(alone.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        ls.compute_average_loss(F.cross_entropy(mirrored(x), y, reduction="none")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    data = batches()[:2]
+    for batch in strategy.distribute_dataset(copy.deepcopy(data)):
+        strategy.run(step, batch)
+    for x, y in data:
+        by_hand.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        by_hand.step()
+    close(plain, alone)

@@ -1,0 +1,257 @@
+"""What a step, a scheduler, a scaler or a failure does with a mirrored optimizer, beside a plain one."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lockstep as ls
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+GENERATOR = torch.Generator().manual_seed(1)
+BATCHES = [(batch := torch.randn(rows, 4, generator=GENERATOR), batch.sum(1, keepdim=True)) for rows in (9, 9, 7, 9)]
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def mirrored_pair(strategy: MirroredStrategy, rate: float = 0.1) -> tuple[Any, Any]:
+    mirrored = strategy.mirror(make_net())
+    return mirrored, strategy.mirror(torch.optim.SGD(mirrored.parameters(), rate, momentum=0.9))
+
+
+def loss_of(mirrored: nn.Module, batch: Any) -> torch.Tensor:
+    return ls.compute_average_loss(F.mse_loss(mirrored(batch[0]), batch[1], reduction="none")[:, 0])
+
+
+@pytest.mark.parametrize("over_plain", [True, False])
+def test_a_scheduler_in_the_step_is_refused_and_works_after_it(make_strategy: MakeStrategy, over_plain: bool):
+    expected = make_net()
+    plain = torch.optim.SGD(expected.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    for x, y in BATCHES:
+        F.mse_loss(expected(x), y).backward()
+        plain.step()
+        plain.zero_grad()
+        schedule.step()
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(make_net())
+    under = torch.optim.SGD(mirrored.parameters(), 0.1)
+    optimizer = strategy.mirror(under)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(under if over_plain else optimizer, 0.5)
+
+    def step(batch: Any) -> None:
+        loss_of(mirrored, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def scheduled(batch: Any) -> None:
+        step(batch)
+        scheduler.step()
+
+    data = strategy.distribute_dataset(BATCHES)
+    for at, batch in enumerate(data):
+        strategy.run(step, (batch,))
+        scheduler.step()
+        if at == 1:  # a loaded state has groups of its own
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    torch.testing.assert_close(mirrored.module.state_dict(), expected.state_dict())
+    with pytest.raises(UsageError, match=r"'lr'.*scheduler\.step\(\)"):
+        strategy.run(scheduled, (next(iter(data)),))
+
+
+def test_groups_are_copied_and_pickled_as_plain_dicts(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored, optimizer = mirrored_pair(strategy)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(mirrored.parameters()))
+
+    file = io.BytesIO()
+    torch.save(optimizer.param_groups, file)
+    file.seek(0)
+
+    assert type(torch.load(file, weights_only=False)[0]) is dict
+    assert copy.deepcopy(optimizer.param_groups)[0]["lr"] == 0.1
+    assert type(copy.deepcopy(optimizer.param_groups)[0]) is dict
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_a_scaler_in_the_step_is_refused(make_strategy: MakeStrategy, call: str):
+    strategy = make_strategy(2)
+    mirrored, optimizer = mirrored_pair(strategy)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(batch: Any) -> None:
+        scaler.scale(loss_of(mirrored, batch)).backward()
+        getattr(scaler, call)(optimizer)
+
+    with pytest.raises(UsageError, match=r"GradScaler.*sum_gradients"):
+        strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),))
+
+
+def test_a_scaler_after_the_step_is_that_of_one_device(make_strategy: MakeStrategy):
+    expected, theirs = make_net(), torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+    plain = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    for x, y in BATCHES * 3:  # the scale overflows at first, and those steps are skipped
+        theirs.scale(F.mse_loss(expected(x), y) * 1e6).backward()
+        theirs.step(plain)
+        theirs.update()
+        plain.zero_grad()
+    strategy, ours = make_strategy(3), torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+    mirrored, optimizer = mirrored_pair(strategy)
+
+    def step(batch: Any) -> None:
+        ours.scale(loss_of(mirrored, batch) * 1e6).backward()
+        optimizer.sum_gradients()
+
+    for batch in strategy.distribute_dataset(BATCHES * 3):
+        strategy.run(step, (batch,))
+        ours.step(optimizer)
+        ours.update()
+        optimizer.zero_grad()
+
+    assert ours.get_scale() == theirs.get_scale()
+    torch.testing.assert_close(mirrored.module.state_dict(), expected.state_dict())
+
+
+def test_a_step_that_failed_in_one_replica_leaves_no_gradients(make_strategy: MakeStrategy):
+    expected = make_net()
+    plain = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    for x, y in (BATCHES[0], BATCHES[2]):
+        F.mse_loss(expected(x), y).backward()
+        plain.step()
+        plain.zero_grad()
+    strategy = make_strategy(3)
+    mirrored, optimizer = mirrored_pair(strategy)
+
+    def step(batch: Any, fails: bool) -> None:
+        loss = loss_of(mirrored, batch)
+        if fails and ls.get_replica_context().replica_id_in_sync_group == 1:  # type: ignore[union-attr]
+            raise ValueError("a bad row")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for at, batch in enumerate(strategy.distribute_dataset(BATCHES[:3])):
+        if at == 1:
+            with pytest.raises(ValueError, match="a bad row"):
+                strategy.run(step, (batch, True))
+        else:
+            strategy.run(step, (batch, False))
+
+    torch.testing.assert_close(mirrored.module.state_dict(), expected.state_dict())
+
+
+def test_an_accumulation_in_which_a_step_failed_begins_again(make_strategy: MakeStrategy):
+    strategy = make_strategy(3)
+    mirrored, optimizer = mirrored_pair(strategy)
+    expected = make_net()
+    plain = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    for x, y in BATCHES[2:]:
+        F.mse_loss(expected(x), y).backward()
+    plain.step()
+
+    def backward(batch: Any, fails: bool) -> None:
+        loss_of(mirrored, batch).backward()
+        if fails and ls.get_replica_context().replica_id_in_sync_group == 1:  # type: ignore[union-attr]
+            raise ValueError("a bad row")
+
+    first, second, *rest = strategy.distribute_dataset(BATCHES)
+    strategy.run(backward, (first, False))
+    with pytest.raises(ValueError, match="a bad row"):
+        strategy.run(backward, (second, True))
+    with pytest.raises(UsageError, match="zero_grad"):
+        optimizer.step()
+    with pytest.raises(UsageError, match="zero_grad"):
+        strategy.run(optimizer.step)
+    optimizer.zero_grad()
+    for batch in rest:
+        strategy.run(backward, (batch, False))
+    optimizer.step()
+
+    torch.testing.assert_close(mirrored.module.state_dict(), expected.state_dict())
+
+
+def test_a_run_that_failed_without_a_backward_pass_leaves_an_accumulation_alone(make_strategy: MakeStrategy):
+    strategy = make_strategy(3)
+    mirrored, optimizer = mirrored_pair(strategy)
+    expected = make_net()
+    plain = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    F.mse_loss(expected(BATCHES[0][0]), BATCHES[0][1]).backward()
+    plain.step()
+
+    def evaluate() -> None:
+        raise ValueError("no such metric")
+
+    (batch,) = strategy.distribute_dataset(BATCHES[:1])
+    strategy.run(lambda each: loss_of(mirrored, each).backward(), (batch,))
+    with pytest.raises(ValueError, match="no such metric"):
+        strategy.run(evaluate)
+    optimizer.step()
+
+    torch.testing.assert_close(mirrored.module.state_dict(), expected.state_dict())
+
+
+def test_the_hooks_of_the_state_are_called(make_strategy: MakeStrategy):
+    _, optimizer = mirrored_pair(make_strategy(2))
+    called = []
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("pre"))
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"note": called.append("post")})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
+
+    state = optimizer.state_dict()
+    assert "note" in state
+    del state["note"]
+    optimizer.load_state_dict(state)
+
+    assert called == ["pre", "post", "load", "loaded"]
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored, optimizer = mirrored_pair(strategy)
+    with pytest.raises(UsageError, match="mirrored"):
+        optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+
+    def step(batch: Any) -> None:
+        loss_of(mirrored, batch).backward()
+        optimizer.step()
+
+    expected = make_net()
+    plain = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    F.mse_loss(expected(BATCHES[0][0]), BATCHES[0][1]).backward()
+    plain.step()
+    strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),))
+
+    assert len(optimizer.param_groups) == 1
+    torch.testing.assert_close(mirrored.module.state_dict(), expected.state_dict())
+
+
+def test_gradients_are_zeroed_in_place_where_asked(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored, optimizer = mirrored_pair(strategy)
+    (batch,) = strategy.distribute_dataset(BATCHES[:1])
+    strategy.run(lambda each: loss_of(mirrored, each).backward(), (batch,))
+    before = [each.grad for each in mirrored.parameters()]
+
+    optimizer.zero_grad(set_to_none=False)
+
+    for gradient, each in zip(before, mirrored.parameters(), strict=True):
+        assert each.grad is gradient
+        assert gradient is not None
+        assert not gradient.any()

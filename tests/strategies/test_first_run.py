@@ -1,0 +1,161 @@
+"""What the first run of a step says of things that all replicas have in common."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import uniform
+from torch import nn
+
+import lockstep as ls
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+BATCHES = [torch.ones(6, 2)] * 3
+STEPS = {"count": 0}
+
+
+def draw_from_python(x: torch.Tensor) -> None:
+    random.random()
+
+
+def draw_from_numpy(x: torch.Tensor) -> None:
+    np.random.rand()
+
+
+def draw_by_name(x: torch.Tensor) -> None:
+    uniform(0, 1)
+
+
+def draw_by_local_name(x: torch.Tensor) -> None:
+    import random as dice
+
+    dice.shuffle([1, 2])
+
+
+def count_outside(x: torch.Tensor) -> None:
+    STEPS["count"] += 1
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def step(self, x: torch.Tensor) -> None:
+        self.losses.append(1.0)
+
+
+GENERATOR = np.random.default_rng(0)
+
+
+def draw_from_a_shared_one(x: torch.Tensor) -> None:
+    GENERATOR.random()
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (draw_from_python, r"Python.*test_first_run\.py:\d+ in draw_from_python"),
+        (draw_from_numpy, r"NumPy.*test_first_run\.py:\d+ in draw_from_numpy"),
+        (draw_by_name, r"NumPy.*test_first_run\.py:\d+ in draw_by_name"),
+        (draw_by_local_name, r"Python.*test_first_run\.py:\d+ in draw_by_local_name"),
+        (draw_from_a_shared_one, "GENERATOR"),
+        (count_outside, "STEPS"),
+        (Loop().step, r"Loop\.losses"),
+    ],
+)
+def test_what_replicas_share_is_said_in_the_first_run_and_never_again(
+    make_strategy: MakeStrategy, step: Callable[..., Any], says: str
+):
+    strategy = make_strategy(2)
+    first, second, _ = strategy.distribute_dataset(BATCHES)
+
+    with pytest.warns(UserWarning, match=says) as told:
+        strategy.run(step, (first,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy.run(step, (second,))
+
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+class Net(nn.Module):
+    """A linear layer that counts in a buffer."""
+
+    def __init__(self, counts: str) -> None:
+        super().__init__()
+        self.linear, self.norm, self.counts = nn.Linear(2, 2), nn.BatchNorm1d(2), counts
+        kind = torch.float32 if counts == "mean" else torch.int64
+        self.register_buffer("seen", torch.zeros((), dtype=kind))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts == "rows":
+            self.seen += len(x)
+        elif self.counts == "steps":
+            self.seen += 1
+        elif self.counts == "mean":
+            self.seen += x.mean()
+        result: torch.Tensor = self.norm(self.linear(x))
+        return result
+
+
+@pytest.mark.parametrize("counts", ["rows", "mean"])
+def test_a_buffer_that_counts_rows_is_said(make_strategy: MakeStrategy, counts: str):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(Net(counts))
+    batches = [torch.arange(12.0).reshape(6, 2)]
+
+    with pytest.warns(UserWarning, match="seen.*all_reduce"):
+        strategy.run(mirrored, (next(iter(strategy.distribute_dataset(batches))),))
+
+
+def test_what_is_right_is_not_warned_of(make_strategy: MakeStrategy):
+    strategy, calls = make_strategy(2), [0]
+    mirrored = strategy.mirror(Net("steps"))
+    optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+    own = ls.PerReplica([random.Random(0), random.Random(1)])
+
+    def step(x: torch.Tensor, generator: random.Random, scale: torch.Tensor) -> int:
+        kept = []
+        (mirrored(x) * scale).sum().backward()
+        optimizer.step()
+        kept.append(generator.random())
+        return calls[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in strategy.distribute_dataset(BATCHES):
+            strategy.run(step, (x, own, torch.ones(2)))
+
+    assert int(mirrored.state_dict()["seen"]) == 3
+
+
+def test_a_batch_that_was_not_divided_is_said(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(nn.Linear(2, 2))
+
+    def step(x: torch.Tensor) -> None:
+        mirrored(x).sum().backward()
+
+    with pytest.warns(UserWarning, match=r"\(6, 2\).*distribute_dataset"):
+        strategy.run(step, (BATCHES[0],))
+
+
+def test_a_hook_that_keeps_features_outside_is_said(make_strategy: MakeStrategy):
+    strategy, features = make_strategy(2), {}
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    net[1].register_forward_hook(lambda module, args, output: features.update(last=output))
+    mirrored = strategy.mirror(net)
+
+    with pytest.warns(UserWarning, match="features"):
+        strategy.run(mirrored, (next(iter(strategy.distribute_dataset(BATCHES))),))
