@@ -95,3 +95,16 @@ def test_a_tree_of_a_newer_kind_or_without_its_tensor_is_refused():
         unflatten({"#": "graph"}, {})
     with pytest.raises(CheckpointError, match=r"lacks the tensor 'a\.b'; it is damaged"):
         unflatten({"#": "tensor", "key": "a.b"}, {})
+
+
+@pytest.mark.parametrize("strides", [[True, 2], [1, 1], [0, 0]])
+def test_strides_that_no_tensor_was_saved_with_are_damage(strides: list[int]):
+    tree = {"#": "tensor", "key": "a", "strides": strides}
+
+    with pytest.raises(CheckpointError, match="'a'"):
+        unflatten(tree, {"a": torch.zeros(2, 3)})
+
+
+def test_a_key_that_is_there_twice_is_damage():
+    with pytest.raises(CheckpointError, match="twice"):
+        unflatten({"#": "dict", "items": [[1, "a"], [True, "b"]]}, {})

@@ -17,6 +17,8 @@ from lockstep.mirroring.buckets import BucketExchange
 
 pytestmark = pytest.mark.workers
 
+LAST = 3
+"""Of four replicas."""
 ALL, NONE = 1.0, 0.0
 """Shares of the buckets."""
 Change = Callable[[list[nn.Parameter], int], None]
@@ -48,17 +50,18 @@ def dropped(parameters: list[nn.Parameter], _: int) -> None:
     parameters[2].grad = None
 
 
-def by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
-    """Of one worker alone: the others have changed nothing, and must exchange again all the same."""
-    if replica == 3:
-        written_to(parameters, replica)
+def added_by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
+    """On one worker alone: the others have changed nothing, and must exchange again all the same."""
+    if replica == LAST:
+        penalties = [(parameter**2).sum() for parameter in parameters]
+        torch.stack(penalties).sum().backward()  # type: ignore[no-untyped-call]
 
 
 CHANGES: dict[str, Change] = {
     "written to": written_to,
     "replaced": replaced,
     "dropped": dropped,
-    "by the last replica": by_the_last_replica,
+    "added by the last replica": added_by_the_last_replica,
 }
 
 
@@ -206,21 +209,13 @@ def results() -> dict[str, Any]:
 
 
 def one_device(name: str) -> nn.Sequential:
-    """The loop by hand, shard after shard."""
+    """The loop by hand."""
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
     for x, y in batches():
-        total: dict[int, Tensor] = {}
-        shards = zip(x.tensor_split(4), y.tensor_split(4), strict=True)
-        for replica, (shard_x, shard_y) in enumerate(shards):
-            optimizer.zero_grad()
-            (F.cross_entropy(module(shard_x), shard_y, reduction="none").sum() / len(x)).backward()
-            CHANGES[name](list(module.parameters()), replica)
-            for index, parameter in enumerate(module.parameters()):
-                if parameter.grad is not None:
-                    total[index] = total.get(index, torch.zeros(())) + parameter.grad
-        for index, parameter in enumerate(module.parameters()):
-            parameter.grad = total.get(index)
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        CHANGES[name](list(module.parameters()), LAST)
         optimizer.step()
     return module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,110 @@ def test_a_damaged_backup_is_named_and_training_does_not_begin_anew(make_strateg
 
     with pytest.raises(CheckpointError, match=r"step-\d+ is damaged \(checkpoint\.json: "):
         train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path)])
+
+
+OTHER_TYPES: list[tuple[str, Any]] = [
+    ("step", "7"),
+    ("replicas", 2),
+    ("monitored", {"#": []}),
+    ("files", []),
+    ("state", None),
+    ("state.model", "text"),
+    ("state.model.replicas.0", []),
+    ("state.optimizer.shared.state.state", 7),
+    ("state.optimizer.shared.state.state.items.0", [1, "text"]),
+    ("state.optimizer.shared.state.state.items.0.1.step", "text"),
+    ("state.optimizer.shared.state.state.items.0.1.exp_avg.key", {}),
+    ("state.optimizer.shared.state.param_groups.0.lr", "text"),
+    ("state.optimizer.shared.state.param_groups.0.betas.items", []),
+    ("state.optimizer.shared.state.param_groups.0.params", []),
+    ("state.scheduler.shared.state.last_epoch", None),
+    ("state.scheduler.shared.state._schedule_phases.0.end_step", {}),
+    ("state.training.shared.position.epoch", "text"),
+    ("state.training.shared.history.history.loss", 7),
+    ("state.training.shared.history.timing.0.seconds", None),
+    ("state.training.shared.loss.1", []),
+    ("state.training.shared.callbacks.EarlyStopping", "text"),
+    ("state.training.shared.callbacks.EarlyStopping.best", {}),
+    ("state.training.shared.callbacks.ModelCheckpoint.batches", "text"),
+    ("state.training.shared.callbacks.Count.count", "text"),
+    ("state.training.replicas.1.accuracy.0.states.tp", []),
+    ("state.training.replicas.1.accuracy.0.updates", "text"),
+    ("state.training.workers.0.epoch", None),
+    ("state.training.workers.0.random.python", 7),
+    ("state.random.workers", None),
+    ("state.random.workers.0.replicas", []),
+    ("state.random.workers.0.process.torch", "text"),
+]
+
+
+class Count(ls.Callback):
+    """A user's own callback, whose state is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = int(state["count"])
+
+
+def with_another_type(record: Path, place: str, value: Any) -> None:
+    """Writes ``value`` where a record has something else."""
+    document = json.loads(record.read_text())
+    *way, last = place.split(".")
+    at = document
+    for key in way:
+        at = at[int(key) if isinstance(at, list) else key]
+    at[int(last) if isinstance(at, list) else last] = value
+    record.write_text(json.dumps(document))
+
+
+@pytest.fixture
+def two_backups(make_strategy: MakeStrategy, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with the backups after batches 11 and 12, and the state of a training that was not interrupted."""
+    model, _ = train(make_strategy(2, seed=1), [])
+    expected = state(model)
+    with pytest.raises(CallbackError, match="Failure"):
+        train(make_strategy(2, seed=1), [*with_states(tmp_path / "backup"), failing_at((2, 1))])
+    return tmp_path / "backup", expected
+
+
+def with_states(folder: Path) -> list[ls.Callback]:
+    backup = ls.BackupAndRestore(folder, save_freq=1, double_checkpoint=True)
+    return [ls.ModelCheckpoint(f"{folder}-weights", save_weights_only=True), Count(), backup]
+
+
+@pytest.mark.parametrize(("place", "value"), OTHER_TYPES)
+def test_a_record_with_values_of_another_type_is_passed_over_by_name(
+    place: str, value: Any, two_backups: tuple[Path, dict[str, torch.Tensor]], make_strategy: MakeStrategy
+):
+    folder, expected = two_backups
+    _, newest = sorted(folder.iterdir())
+    with_another_type(newest / "checkpoint.json", place, value)
+
+    with pytest.warns(UserWarning, match=newest.name):
+        resumed, _ = train(make_strategy(2, seed=1), with_states(folder))
+
+    assert far(state(resumed), expected) == 0
+
+
+def test_where_every_record_has_values_of_another_type_the_error_names_one(
+    two_backups: tuple[Path, dict[str, torch.Tensor]], make_strategy: MakeStrategy
+):
+    folder, _ = two_backups
+    older, newest = sorted(folder.iterdir())
+    for path in (older, newest):
+        with_another_type(path / "checkpoint.json", "state.training.shared.position.epoch", "text")
+
+    with (
+        pytest.warns(UserWarning, match=newest.name),
+        pytest.raises(CheckpointError, match=rf"{older.name}.*position\.epoch"),
+    ):
+        train(make_strategy(2, seed=1), with_states(folder))
 
 
 def test_two_backups_are_kept_on_request(make_strategy: MakeStrategy, tmp_path: Path):

@@ -19,15 +19,16 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.kinds import DamagedStateError, check_kind
 from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
 from lockstep.checkpoint.parts import part_of
 from lockstep.checkpoint.random_numbers import RandomPart
-from lockstep.checkpoint.record import STATE, Contents, Record, read_checkpoint
+from lockstep.checkpoint.record import STATE, Contents, Record, damaged, read_checkpoint
 from lockstep.checkpoint.spreading import spread
 from lockstep.checkpoint.whole_folder import RECORD
 from lockstep.collectives.values import exchange_values, on_chief
 from lockstep.collectives.workers import Workers
-from lockstep.errors import CheckpointError, ConfigError, UsageError
+from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
@@ -42,6 +43,7 @@ Read = Callable[[Path], Contents]
 Held = Mapping[str, Mapping[str, "HeldTensor"]]
 """Of each folder in a checkpoint's own, what a worker holds of the tensors in it."""
 _RANDOM = "random"
+_SAVED_PART = {SHARED: Any, "replicas": list, "workers": list}
 
 
 class Checkpoint:
@@ -88,7 +90,8 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str]) -> Path:
         """Restores one checkpoint, or the newest in a folder of them. Every worker must call it; the chief reads.
 
-        Nothing is loaded unless everything fits. What the checkpoint holds besides is not looked at.
+        Nothing is loaded unless everything fits. Where a part finds out only while it loads that its state is damaged,
+        the next older checkpoint of the folder is loaded over it. What the checkpoint holds besides is not looked at.
 
         Returns:
             The checkpoint's folder.
@@ -109,18 +112,60 @@ class Checkpoint:
 
         Returns:
             Where it was and what it says of itself; None if ``find`` gave nothing.
+
+        Raises:
+            CheckpointError: of what ``find`` gave last, which is damaged, or does not fit.
         """
-        found = on_chief(self.workers, "checkpoint read", lambda: find(partial(read_checkpoint, apart=self._apart)))
-        sent = spread(self.workers.everyone, "checkpoint restored", None if found is None else _as_state(*found))
-        if sent is None:
-            return None
-        record = Record(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
-        saved = {name: self._saved(name, sent, record) for name in self._parts}
-        for name, part in self._parts.items():
-            part.check(saved[name])
-        for name, part in self._parts.items():
-            part.load(saved[name])
-        return Path(sent["path"]), record
+        damages: dict[Path, str] = {}
+
+        def read(path: Path) -> Contents:
+            if path in damages:
+                raise damaged(path, damages[path])
+            contents = read_checkpoint(path, apart=self._apart)
+            try:
+                for name in contents.parts.keys() & self._parts.keys():
+                    check_kind(contents.parts[name], _SAVED_PART, name)
+            except DamagedStateError as error:
+                raise damaged(path, str(error)) from error
+            return contents
+
+        while True:  # each time round one more checkpoint is known to be damaged
+            found = on_chief(self.workers, "checkpoint read", lambda: find(read))
+            sent = spread(self.workers.everyone, "checkpoint restored", None if found is None else _as_state(*found))
+            if sent is None:
+                return None
+            record = Record(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
+            damage = self._damage_of({name: self._saved(name, sent, record) for name in self._parts})
+            if not damage:
+                return Path(sent["path"]), record
+            damages[Path(sent["path"])] = damage
+
+    def _damage_of(self, saved: Mapping[str, SavedPart]) -> str:
+        """Loads a checkpoint that was read, if every part finds it fit. Every worker must call it.
+
+        Returns:
+            What is damaged in it, on any worker; empty where all has been loaded.
+
+        Raises:
+            CheckpointError: it is whole and does not fit.
+        """
+        workers = self.workers.everyone
+        acts = {
+            "checkpoint looked at": [partial(part.check, saved[name]) for name, part in self._parts.items()],
+            "checkpoint loaded": [partial(part.load, saved[name]) for name, part in self._parts.items()],
+        }
+        for doing, calls in acts.items():
+            faults = [fault for fault in map(_fault_of, self._parts, calls) if fault is not None]
+            faults.sort(key=lambda fault: isinstance(fault, DamagedStateError))  # where it does not fit, none may
+            own = (isinstance(faults[0], DamagedStateError), str(faults[0])) if faults else None
+            for worker, theirs in enumerate(exchange_values(workers, doing, own)):
+                if theirs is None:
+                    continue
+                damage, text = theirs
+                if damage:
+                    return text if workers.alone else f"{workers.names[worker]}: {text}"
+                raise faults[0] if own == theirs else CheckpointError(f"{workers.names[worker]}: {text}")
+        return ""
 
     def contents(self, step: int, *, run: str, monitored: float | None = None, copied: bool = False) -> Contents:
         """All state now, complete on the chief but for what workers hold parts of. Every worker must call it.
@@ -199,6 +244,23 @@ def _as_state(path: Path, contents: Contents) -> dict[str, Any]:
     record = asdict(contents.record)
     weights, apart = dict(contents.weights), dict(contents.apart)
     return {"path": str(path), "record": record, "parts": dict(contents.parts), "weights": weights, "apart": apart}
+
+
+def _fault_of(name: str, act: Callable[[], None]) -> CheckpointError | None:
+    """What a part says of what was saved for it; whatever it raises unforeseen is damage."""
+    try:
+        act()
+    except DamagedStateError as error:
+        return DamagedStateError(f"{name}: {error}")
+    except CheckpointError as error:
+        return error
+    except CallbackError as error:
+        return DamagedStateError(f"{name}: {error}")
+    except LockstepError:
+        raise
+    except Exception as error:  # noqa: BLE001  any object may take a state, and fail in its own way at another's
+        return DamagedStateError(f"{name}: {type(error).__name__}: {error}")
+    return None
 
 
 def _joined(name: str, state: PartState, everyones: list[Any], speakers: Sequence[int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from lockstep.checkpoint.everyone import on_everyone
 from lockstep.checkpoint.held_tensors import HeldTensor, StoredTensors
 from lockstep.checkpoint.nested import Stored
-from lockstep.checkpoint.optimizer_names import by_name, check_kind, kind_of
+from lockstep.checkpoint.optimizer_names import by_name, check_class, check_state, kind_of
 from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
 from lockstep.checkpoint.record import STATE
 from lockstep.checkpoint.weights import check_fit
@@ -47,6 +47,7 @@ class DividedModulePart(Part):
 
     def state(self) -> PartState:
         """What this worker holds of the weights; buffers are averaged in it, and each worker's own beside it."""
+        self._module.exchange_buffers()
         averages = dict(self._module.named_buffers())
         regions = self._part.regions()
         tensors = {name: averages.get(name, tensor) for name, tensor in self._part.own_tensors().items()}
@@ -133,6 +134,7 @@ class DividedOptimizerPart(Part):
 
     def check(self, saved: SavedPart) -> None:
         """Class, groups and names must be those of before. Every worker must call it."""
+        check_state(saved.shared, self._optimizer)
         on_everyone(self._workers, "the optimizer's state looked at", lambda: self._look(saved))
 
     def load(self, saved: SavedPart) -> None:
@@ -187,7 +189,7 @@ class DividedOptimizerPart(Part):
         }
 
     def _look(self, saved: SavedPart) -> None:
-        check_kind(saved, self._optimizer)
+        check_class(saved, self._optimizer)
         names, groups = saved.shared.get("names"), self._optimizer.param_groups
         if names is None:
             raise CheckpointError(

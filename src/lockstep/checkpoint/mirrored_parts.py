@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.optimizer_names import Names, in_order, kind_of
+from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.optimizer_names import Names, check_state, in_order, kind_of
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.reduction import sum_tensors
@@ -24,6 +26,7 @@ class ModulePart(Part):
 
     def state(self) -> PartState:
         """The weights with averaged buffers, and the buffers of each copy, those that no state_dict has included."""
+        self._module.exchange_buffers()
         state = self._module.state_dict()
         return PartState(
             shared={key: value for key, value in state.items() if not isinstance(value, torch.Tensor)},
@@ -33,6 +36,8 @@ class ModulePart(Part):
 
     def check(self, saved: SavedPart) -> None:
         """The keys and shapes must be the module's."""
+        check_kind(saved.shared, dict[str, Any], "state_dict")
+        check_kind(saved.replicas, list[dict[str, torch.Tensor]], "buffers")
         state = self._module.module.state_dict()
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         check_fit(saved.weights, tensors, saved.source)
@@ -68,6 +73,7 @@ class OptimizerPart(Part):
 
     def check(self, saved: SavedPart) -> None:
         """It must be of the same class, with as many parameters in each group."""
+        check_state(saved.shared, self._optimizer)
         kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
         theirs = [len(group["params"]) for group in groups]
         ours = [len(group["params"]) for group in self._optimizer.param_groups]
@@ -94,6 +100,7 @@ class VariablePart(Part):
 
     def check(self, saved: SavedPart) -> None:
         """The shapes must be the same."""
+        check_kind(saved.replicas, list[torch.Tensor], "values")
         ours, theirs = self._variable.values[0].shape, saved.replicas[0].shape
         if ours != theirs:
             raise CheckpointError(

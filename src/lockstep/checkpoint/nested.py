@@ -133,11 +133,21 @@ def _decoded_tensor(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -
         ) from None
     if "strides" not in tree or isinstance(tensor, Stored):
         return tensor
-    return torch.empty_strided(tensor.shape, tree["strides"], dtype=tensor.dtype).copy_(tensor)
+    strides = tree["strides"]
+    if all(type(stride) is int for stride in strides) and len(strides) == tensor.ndim:
+        strided = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+        if _dense_strides(strided):
+            return strided.copy_(tensor)
+    raise CheckpointError(
+        f"the checkpoint has the tensor {tree['key']!r} with strides {strides}; it is damaged: use another one"
+    )
 
 
 def _decoded_dict(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    return {unflatten(key, tensors): unflatten(value, tensors) for key, value in tree["items"]}
+    found = {unflatten(key, tensors): unflatten(value, tensors) for key, value in tree["items"]}
+    if len(found) < len(tree["items"]):
+        raise CheckpointError(f"the checkpoint has one of the keys {list(found)} twice; it is damaged: use another one")
+    return found
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {

@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.kinds import check_kind, check_like
+from lockstep.checkpoint.nested import Stored
 from lockstep.checkpoint.part import SavedPart
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 
+_SAVED: Any = {
+    "kind": str,
+    "state": {"state": dict[int, dict[str, Any]], "param_groups": [{"params": list[int]}]},
+}
 Names = list[list[str]]
 """Of each group the names of its parameters, in order."""
 
@@ -45,7 +52,36 @@ def names_of(optimizer: Optimizer, modules: Mapping[str, MirroredModule]) -> Nam
     return found if all(name for group in found for name in group) else None
 
 
-def check_kind(saved: SavedPart, optimizer: Optimizer) -> None:
+def check_state(shared: Any, optimizer: Optimizer) -> None:
+    """Looks whether what was saved for an optimizer is of the kinds that ``OptimizerPart`` saves.
+
+    Raises:
+        DamagedStateError: it is not.
+    """
+    check_kind(shared, _SAVED, "the optimizer")
+    check_kind(shared.get("names"), list[list[str]] | None, "the optimizer.names")
+    state = shared["state"]
+    if shared.get("names") is not None:
+        for group, names in zip(state["param_groups"], shared["names"], strict=True):
+            check_like(tuple(group["params"]), (0,) * len(names), "the optimizer.param_groups.params")
+    if not _by_torch(optimizer):
+        return
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        plain = {name: value for name, value in own.items() if name not in ("params", "param_names")}
+        check_like(saved, plain, "the optimizer.param_groups")
+    kinds: dict[str, Any] = {}
+    for number, values in state["state"].items():
+        for slot, value in values.items():
+            kind = torch.Tensor if isinstance(value, (torch.Tensor, Stored)) else type(value)
+            check_kind(value, kinds.setdefault(slot, kind), f"the optimizer.state.{number}.{slot}")
+
+
+def _by_torch(optimizer: Optimizer) -> bool:
+    plain = optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer
+    return type(plain).__module__.startswith("torch.")
+
+
+def check_class(saved: SavedPart, optimizer: Optimizer) -> None:
     """An optimizer's state fits one of the same class with as many groups.
 
     Raises:

@@ -7,7 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.checkpoint.kinds import check_kind, check_like
 from lockstep.checkpoint.mirrored_parts import ModulePart, OptimizerPart, VariablePart
 from lockstep.checkpoint.optimizer_names import names_of, prefixed
 from lockstep.checkpoint.part import Part, PartState, SavedPart
@@ -38,13 +40,17 @@ class StatefulPart(Part):
         return PartState(shared={"kind": type(self._thing).__name__, "state": self._thing.state_dict()})
 
     def check(self, saved: SavedPart) -> None:
-        """It must be of the same class."""
+        """It must be of the same class, and a scheduler's or scaler's values of the kinds that it has now."""
+        check_kind(saved.shared, {"kind": str, "state": dict}, "state")
         kind, ours = saved.shared["kind"], type(self._thing).__name__
         if kind != ours:
             raise CheckpointError(
                 f"{saved.source} has for {saved.name!r} the state of a {kind}, but it is a {ours}; "
                 "make it as it was when that was saved"
             )
+        torchs = type(self._thing).__module__.startswith("torch.")  # another's values may change in kind
+        if torchs and isinstance(self._thing, (LRScheduler, torch.amp.GradScaler)):
+            check_like(saved.shared["state"], self._thing.state_dict(), "state")
 
     def load(self, saved: SavedPart) -> None:
         """Hands the state over."""
@@ -63,6 +69,7 @@ class ValuesPart(Part):
 
     def check(self, saved: SavedPart) -> None:
         """Any values fit."""
+        check_kind(saved.shared, dict, "values")
 
     def load(self, saved: SavedPart) -> None:
         """Puts the saved values into the dict; others that it holds stay."""
@@ -81,6 +88,7 @@ class GeneratorPart(Part):
 
     def check(self, saved: SavedPart) -> None:
         """Every state of a generator fits, until it is set."""
+        check_kind(saved.workers, list[torch.Tensor], "state")
 
     def load(self, saved: SavedPart) -> None:
         """Sets it; on another layout to the chief's."""

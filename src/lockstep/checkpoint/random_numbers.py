@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from lockstep.checkpoint.kinds import DamagedStateError, check_kind
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.data.position import random_state, set_random_state
 from lockstep.replicas.generators import ReplicaGenerators
+
+_STATES = dict[str, torch.Tensor]
+_OF_A_PROCESS: Any = {"process": _STATES, "gpus": list[torch.Tensor]}
 
 
 class RandomPart(Part):
@@ -27,7 +33,11 @@ class RandomPart(Part):
         return PartState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
     def check(self, saved: SavedPart) -> None:
-        """Every state fits."""
+        """Every state of the same layout has as many replicas."""
+        check_kind(saved.workers, list[_OF_A_PROCESS], "random numbers")
+        ours, theirs = len(self._generators.states()), len(saved.worker.get("replicas", saved.own or ()))
+        if saved.same_layout and ours != theirs:
+            raise DamagedStateError(f"random numbers of {theirs} replicas instead of {ours}")
 
     def load(self, saved: SavedPart) -> None:
         """Puts all back; on another layout the replicas' are derived anew, and every process gets the chief's."""

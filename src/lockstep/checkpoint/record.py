@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.kinds import check_kind
 from lockstep.checkpoint.nested import Stored, flatten, unflatten
 from lockstep.checkpoint.part import SHARED
 from lockstep.checkpoint.tensor_files import read_tensors, write_tensors
@@ -31,6 +32,16 @@ from lockstep.extras import require
 FORMAT = "lockstep checkpoint"
 VERSION, DIVIDED_VERSION = 1, 2
 STATE = "state"
+_DOCUMENT_KIND = {
+    "step": int,
+    "run": str,
+    "replicas": list[int],
+    "monitored": float | None,
+    "weights": dict[str, str],
+    "files": dict[str, int],
+    "state": dict[str, Any],
+}
+"""What a record must have, and of which kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +160,11 @@ def read_checkpoint(path: Path, *, apart: Collection[str] = ()) -> Contents:
         tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in apart))
         weights = {name: _read_module(path / file) for name, file in document["weights"].items() if name not in left}
         parts: dict[str, Any] = unflatten(document["state"], tensors)
-    except (OSError, require("safetensors", "text").SafetensorError, ValueError, KeyError) as error:
-        raise _damaged(path, str(error)) from error
-    except CheckpointError as error:
-        raise _damaged(path, str(error)) from error
+    except (OSError, require("safetensors", "text").SafetensorError, ValueError, CheckpointError) as error:
+        raise damaged(path, str(error)) from error
+    except Exception as error:
+        # The state is nested, and decoded as it says itself: with other values than were saved anything may be raised.
+        raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
     return Contents(record=_record(document), parts=parts, weights=weights, apart=left)
 
 
@@ -216,7 +228,7 @@ def _record(document: Mapping[str, Any]) -> Record:
         step=document["step"],
         run=document["run"],
         replicas=tuple(document["replicas"]),
-        monitored=unflatten(document["monitored"], {}),
+        monitored=document["monitored"],
         layout=document.get("layout", ""),
     )
 
@@ -232,7 +244,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}; make it readable") from error
     except ValueError as error:
-        raise _damaged(path, f"{RECORD}: {error}") from error
+        raise damaged(path, f"{RECORD}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of lockstep: its {RECORD} is another program's; give another")
     if document.get("version") not in (VERSION, DIVIDED_VERSION):
@@ -240,9 +252,15 @@ def _read_document(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} has version {document.get('version')!r}, this program reads up to "
             f"{DIVIDED_VERSION}; use the version of lockstep that wrote it, or load its weights alone"
         )
-    missing = sorted({"step", "run", "replicas", "monitored", "weights", "files", "state"} - document.keys())
+    missing = sorted(_DOCUMENT_KIND.keys() - document.keys())
     if missing:
-        raise _damaged(path, f"{RECORD} lacks {', '.join(missing)}")
+        raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
+    try:
+        document["monitored"] = unflatten(document["monitored"], {})
+        check_kind(document, _DOCUMENT_KIND, RECORD)
+        check_kind(document.get("layout", ""), str, f"{RECORD}.layout")
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, str(error)) from error
     _check_files(path, document["files"])
     return document
 
@@ -252,10 +270,11 @@ def _check_files(path: Path, files: Mapping[str, int]) -> None:
         try:
             found = (path / name).stat().st_size
         except OSError as error:
-            raise _damaged(path, f"{name}: {error.strerror}") from error
+            raise damaged(path, f"{name}: {error.strerror}") from error
         if found != size:
-            raise _damaged(path, f"{name} has {found} bytes instead of {size}")
+            raise damaged(path, f"{name} has {found} bytes instead of {size}")
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def damaged(path: Path, why: str) -> CheckpointError:
+    """The error for a checkpoint that is not what was written."""
     return CheckpointError(f"the checkpoint {path} is damaged ({why}); remove it and use the one before it")

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
+from lockstep.data.leaves import rows_of, view_leaves
 
 _NOTE = (
     "this replica's shard has 0 rows, since the batch has fewer rows than the {replicas} replicas; where the step "
@@ -31,8 +30,6 @@ def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
     try:
         return body()
     except Exception as error:
-        if replicas > 1 and any(
-            isinstance(leaf, torch.Tensor) and leaf.ndim and not len(leaf) for leaf in tree_leaves(view)
-        ):
+        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in view_leaves(view)):
             error.add_note(_NOTE.format(replicas=replicas))
         raise

@@ -17,8 +17,9 @@ from torch import nn
 from lockstep.collectives.agreement import agree
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.averages import averages, weights_digest
+from lockstep.mirroring.averages import BufferAverages, weights_digest
 from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm
+from lockstep.mirroring.buffer_sync import OutsideChanges
 from lockstep.mirroring.compiled import Compilation, CompiledCopies
 from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
@@ -55,7 +56,8 @@ class MirroredModule(nn.Module):
 
     Inside a replica everything (the call, ``parameters()``, attributes) is that replica's copy; outside it is the
     user's own module. ``load_state_dict``, ``train``, ``eval`` and ``apply`` of this object reach all copies. Floating
-    buffers, such as batch-norm statistics, are per replica and are averaged when read outside.
+    buffers, such as batch-norm statistics, are per replica and are averaged when read outside; one that is set outside,
+    here or in the user's module, is set in all copies.
 
     Args:
         owner: the strategy.
@@ -103,9 +105,11 @@ class MirroredModule(nn.Module):
         self.shares_weights = shares_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
         self.optimizers: Iterable[HoldsBack] = ()
+        self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
         self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
+        self._outside_changes = OutsideChanges(self._copies, self._groups)
         self.__dict__[_MADE] = True
 
     @property
@@ -122,9 +126,12 @@ class MirroredModule(nn.Module):
         """Runs the current replica's copy; outside a replica, replica 0's."""
         here, context = self._here(), get_replica_context()
         if context is None:
+            if here.training and self._workers.alone and len(self._copies) > 1:
+                self.sync_buffers()  # the pass goes on with what all replicas have counted
             return here(*args, **kwargs)
         if self.on_call is not None:
             self.on_call(self, args, kwargs)
+        self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
         guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
         if context.local_replica in self._unchecked and here.training and not alone:
@@ -198,6 +205,7 @@ class MirroredModule(nn.Module):
             Whether any copy has other weights or parts than before, or weights in other memory.
         """
         moved = self.following.begin()
+        moved |= self._outside_changes.run_begins()
         fresh = self.following.take_fresh()
         if fresh and not self._workers.alone and not self.shares_weights:
             self._take_from_chief(fresh)
@@ -213,32 +221,66 @@ class MirroredModule(nn.Module):
                     if other.data_ptr() != mine.data_ptr():
                         other.copy_(mine)
 
+    @property
+    def outside_changes(self) -> OutsideChanges:
+        """What gives all copies what is changed outside replicas in the user's module."""
+        return self._outside_changes
+
+    def begin_run(self) -> None:
+        """Before each run: where evaluation follows training, all replicas evaluate with the same buffers."""
+        if self._buffer_averages.begin_run():
+            self.sync_buffers()
+
     def sync_buffers(self) -> None:
         """Writes the average of the floating buffers to all copies, and replica 0's of the others.
 
-        With several workers every one must call it, as everything that reads buffers outside replicas.
+        With several workers every one must call it. Until replicas train again, each worker by itself may read the
+        state then.
 
         Raises:
             UsageError: called inside a replica.
         """
         self._outside("sync_buffers")
+        self._outside_changes.spread()
         with torch.no_grad():
-            for buffers, mean in zip(self._buffer_copies(), self._means(), strict=True):
+            for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
                 for buffer in buffers:
                     buffer.copy_(mean)
+        self._buffer_averages.note_equal()
+        self._outside_changes.note()
+
+    def exchange_buffers(self, *, always: bool = True) -> None:
+        """Brings the averages of all workers' buffers for reads that follow, and leaves the replicas theirs.
+
+        Every worker must call it.
+
+        Args:
+            always: also where no run since the last time can have changed them.
+        """
+        if not self._workers.alone and (always or self._buffer_averages.trained):
+            self._outside_changes.spread()
+            with torch.no_grad():
+                self._buffer_averages.exchange()
+
+    def note_pass(self) -> None:
+        """Notes that a local replica has passed through the module by another way than a call of this object."""
+        self._buffer_averages.passed = True
 
     def train(self, mode: bool = True) -> MirroredModule:
         """Sets the training mode, inside a replica of its copy, outside of all.
 
-        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same statistics.
+        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same
+        statistics; with several workers the next run does it, where they all are. Inside a replica it does not.
         """
         if get_replica_context() is not None:
-            self._here().train(mode)
+            here = self._here().train(mode)
+            self._buffer_averages.set_mode_in_replica(here, mode)
             return self
+        self._buffer_averages.mode_in_replicas = False
         for duplicate in self._copies:
             duplicate.train(mode)
         self.training = mode
-        if not mode:
+        if not mode and self._workers.alone:
             self.sync_buffers()
         return self
 
@@ -251,7 +293,11 @@ class MirroredModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The current copy's buffers by name; outside a replica their averages."""
+        """The current copy's buffers by name; outside a replica their averages.
+
+        Raises:
+            UsageError: other workers may have changed theirs since the last ``sync_buffers``.
+        """
         here = self._here()
         named = here.named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
@@ -272,9 +318,18 @@ class MirroredModule(nn.Module):
         return self._here().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The plain module's, same keys; outside a replica with averaged buffers."""
+        """The plain module's, same keys; outside a replica with averaged buffers.
+
+        Only of a model that is divided among workers must all of them ask for it.
+
+        Raises:
+            UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
+        """
+        outside = get_replica_context() is None
+        if outside and self.is_part:
+            self.exchange_buffers()
         state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
-        if get_replica_context() is None:
+        if outside:
             averages = {buffer.data_ptr(): mean for buffer, mean in self._averaged_pairs()}
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.data_ptr() in averages and value.numel():
@@ -427,6 +482,8 @@ class MirroredModule(nn.Module):
             for buffers in self._buffer_copies():
                 for buffer in buffers[1:]:
                     buffer.copy_(buffers[0])
+            self._buffer_averages.note_equal()
+        self._outside_changes.note()
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
         if get_replica_context() is None:
@@ -435,11 +492,11 @@ class MirroredModule(nn.Module):
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.no_grad():
-            means = self._means()
-            return [(buffers[0], mean) for buffers, mean in zip(self._buffer_copies(), means, strict=True)]
-
-    def _means(self) -> list[torch.Tensor]:
-        return averages(list(self._buffer_copies()), self._workers)
+            self._outside_changes.spread()
+            means, copies = self._buffer_averages.read(), list(self._buffer_copies())
+            for buffers, mean in zip(copies, means, strict=True):
+                self._outside_changes.note_read(mean, buffers)
+            return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
 
     def _averages(self) -> dict[int, torch.Tensor]:
         return {id(buffer): mean for buffer, mean in self._averaged_pairs()}

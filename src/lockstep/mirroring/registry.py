@@ -19,6 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Holding
+from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
@@ -45,6 +46,7 @@ class MirroredObjects:
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
         self._made = 0  # modules so far
+        self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
@@ -56,6 +58,19 @@ class MirroredObjects:
     def modules(self) -> tuple[MirroredModule, ...]:
         """Those still in use, in the order of mirroring."""
         return tuple(self._modules.values())
+
+    def mirror_metric(
+        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Workers
+    ) -> MirroredMetric:
+        """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
+
+        Raises:
+            UsageError: its value cannot be merged from the replicas'.
+        """
+        mirrored = self._metrics.get(id(metric))
+        if mirrored is None:
+            mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
+        return mirrored
 
     def mirror_module(
         self,
@@ -76,6 +91,7 @@ class MirroredObjects:
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
+        self._mirror_metrics_in(module, partial(self.mirror_metric, owner, devices=devices, workers=workers))
         module = self._holding.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
@@ -103,6 +119,13 @@ class MirroredObjects:
                 "give sync_batchnorm and memory_format when you mirror it first"
             )
         return mirrored
+
+    def _mirror_metrics_in(self, module: nn.Module, mirror: Callable[[nn.Module], MirroredMetric]) -> None:
+        for name, child in module._modules.items():
+            if is_metric(child):
+                module._modules[name] = mirror(child)  # type: ignore[arg-type]
+            elif child is not None:
+                self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
         self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
@@ -158,10 +181,26 @@ class MirroredObjects:
         for variable in self.variables:
             variable.check_unchanged()
         for module in self.modules:
+            module.begin_run()
             if module.align():
                 self._guarded = -1
         for optimizer in self.optimizers:
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
+
+    def note(self) -> None:
+        """After a run: what is changed in the users' modules from here on is changed outside replicas."""
+        for module in self.modules:
+            module.outside_changes.note()
+
+    @contextmanager
+    def changes_spread(self) -> Iterator[None]:
+        """What to run a program's function in, that runs once for all replicas in the middle of a run."""
+        self.note()
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.outside_changes.run_begins()
 
     def follow(self) -> None:
         """Between runs, the same for who asks what all copies have: parts, weights and buffers are alike."""

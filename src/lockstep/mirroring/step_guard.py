@@ -12,6 +12,7 @@ costs 0.3 us more by it.
 from __future__ import annotations
 
 import builtins
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
 from lockstep.mirroring.averages import tensor_digest
+from lockstep.mirroring.metric import metric_being_updated
 from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.random import PROCEED, is_random
@@ -56,8 +58,9 @@ _SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
 _PLAIN = (int, float, complex, str, tuple, type(None))
+_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
 _MAKE_DUAL: Any = torch._VF._make_dual  # type: ignore[attr-defined]
-_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _MAKE_DUAL}
+_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL}
 
 
 def refuse_forward_mode() -> None:
@@ -261,6 +264,9 @@ class StepGuard:
         if func == _MAKE_DUAL:
             refuse_forward_mode()
             return
+        if func is _SET_GRAD_MODE:
+            self._check_metric()
+            return
         parameter, context = args[0], get_replica_context()
         known = self._known.get(id(parameter))
         if context is None or known is None or known.replica != self._replica or not known.is_of(parameter):
@@ -328,6 +334,16 @@ class StepGuard:
                     "first differs from run to run; leave generator= out, since each replica draws from its own, or "
                     "give each one its own with ls.PerReplica"
                 )
+
+    def _check_metric(self) -> None:
+        metric = metric_being_updated() if "torchmetrics" in sys.modules else None
+        other = None if metric is None or get_replica_context() is None else self._claims.other(metric, self._replica)
+        if other is not None:
+            name = type(metric).__name__
+            raise UsageError(
+                f"{self._both(other)} both update one {name}; call metric = strategy.mirror(metric) "
+                "before strategy.run: each replica then updates its own, and compute() is of all rows"
+            )
 
     def _check_embedding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)

@@ -21,7 +21,7 @@ from lockstep.collectives.rendezvous import Call, Rendezvous
 from lockstep.collectives.turns import Turn
 from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
-from lockstep.errors import UsageError
+from lockstep.errors import CollectiveError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -51,7 +51,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: Strategy, replica: int, device: LogicalDevice, rendezvous: Rendezvous, turn: Turn
+        self, strategy: Strategy, replica: int, device: LogicalDevice, rendezvous: Rendezvous | None, turn: Turn
     ) -> None:
         self._strategy = strategy
         self._replica = replica
@@ -144,7 +144,13 @@ class ReplicaContext:
             with in_context(None), self._turn.aside():
                 return combine(values)
 
+        if self._rendezvous is None:
+            raise CollectiveError(f"{name} was called where this replica is alone; call it in the step itself")
         return self._rendezvous.meet(self._replica, Call(name, caller()), value, once, self._turn)
+
+    def alone(self) -> ReplicaContext:
+        """The same replica for code that the others do not run: its collectives raise a ``CollectiveError``."""
+        return ReplicaContext(self._strategy, self._replica, self._device, None, self._turn)
 
     def __repr__(self) -> str:
         place = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"
@@ -162,7 +168,8 @@ def _call_merged(
     args = [merge(column) for column in zip(*(args for args, _ in all_given), strict=True)]
     kwargs = {name: merge([given[name] for _, given in all_given]) for name in all_given[0][1]}
     try:
-        return fn(strategy, *args, **kwargs)
+        with strategy.changes_spread():
+            return fn(strategy, *args, **kwargs)
     except TypeError:
         _check_takes(fn, strategy, args, kwargs)
         raise

@@ -23,8 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.replicas.context import get_replica_context
 
-# Torch, and this room: a replica's function mode stands between a program's line and the operator.
-_BETWEEN = tuple(str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parent))
+# Torch, this room and what looks at losses: function modes stand between a program's line and the operator.
+_BETWEEN = (
+    *(str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parent)),
+    str(Path(__file__).parents[1] / "train" / "loss_"),
+)
 
 # Their result, or its shape, is known to the host only when the device has computed it.
 _READING = frozenset(

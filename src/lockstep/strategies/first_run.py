@@ -171,6 +171,8 @@ class FirstRun:
             return True
         if any(not torch.equal(now[0].cpu(), other.cpu()) for other in now[1:]):
             return False
+        if now[0].shape != old[0].shape:
+            return True
         added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
         rows = self._rows[0] or 0
         counts_rows = rows > 1 and bool((added == rows).any())

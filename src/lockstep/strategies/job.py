@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.cluster.local_cores import core_card, divide_cores
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.agreement import agree
 from lockstep.collectives.communication import CommunicationOptions
@@ -55,8 +56,9 @@ class Job:
         self._gpus: tuple[int, ...] = ()
         self.workers: Workers = OneWorker(len(devices))
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
-            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device)}
+            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_card()}
             self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
+            divide_cores(self._membership.infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in self._membership.infos)
             self.workers = RemoteWorkers(
                 self._membership,

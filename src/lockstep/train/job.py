@@ -11,7 +11,14 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile_config import CompileConfig
-from lockstep.train.optimizing import OptimizerLike, SchedulerLike, check_trained, make_optimizer, make_scheduler
+from lockstep.train.optimizing import (
+    OptimizerLike,
+    SchedulerLike,
+    check_loss,
+    check_trained,
+    make_optimizer,
+    make_scheduler,
+)
 from lockstep.train.precision import Precision
 
 
@@ -45,7 +52,8 @@ def make_job(
 
     Raises:
         ConfigError: no optimizer, or no scheduler, and no function that makes one.
-        UsageError: an optimizer over other parameters than the module's.
+        UsageError: an optimizer over other parameters than the module's, or a loss with parameters that it does not
+            train.
     """
     if module.is_part and config.precision == "fp16":
         raise ConfigError(
@@ -57,6 +65,7 @@ def make_job(
         return Job(module=module, config=config, precision=precision)
     made = make_optimizer(optimizer, module.module)
     stepped = make_scheduler(scheduler, made)
+    check_loss(made, module, config.loss)
     mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
     check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
     return Job(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)

@@ -150,6 +150,7 @@ class TrainLoop:
         if self._workers.alone:
             return rows
         self._job.module.compare_weights()
+        self._job.module.exchange_buffers()
         everyones = self._workers.exchange("end of an epoch", [rows])
         self._stop.heard()
         return int(sum(each for (each,) in everyones))

@@ -16,6 +16,8 @@ def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
     """
     before = {name: part.training for name, part in mirrored.module.named_modules()}
     mirrored.train(training)
+    if not training:
+        mirrored.sync_buffers()
     try:
         yield
     finally:

@@ -132,7 +132,9 @@ class Model:
             optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
                 None to evaluate only.
             loss: ``loss(outputs, targets)``, returning one value per example (any shape whose first dimension is the
-                rows), a pair (total, count), or a scalar mean over the examples.
+                rows), a pair (total, count), or a scalar mean. The means of torch's losses, of masks and of chosen
+                values are divided by what they count in the whole batch; any other scalar is a mean over the examples,
+                and compared with its parts in the first step.
             metrics: name to torchmetrics Metric, updated with (outputs, targets).
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
@@ -145,7 +147,8 @@ class Model:
 
         Raises:
             ConfigError: a value that cannot be used.
-            UsageError: an optimizer over other parameters than the module's.
+            UsageError: an optimizer over other parameters than the module's, or a loss with parameters that it does
+                not train.
         """
         if loss is None:
             raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
@@ -255,7 +258,12 @@ class Model:
             return run_prediction(self.strategy, self._module, precision, feed, callbacks=called, clock=self.clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas."""
+        """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
+
+        At the end of an epoch, of ``fit`` and of ``evaluate`` a worker may ask for it by itself; between the batches
+        all must, and of a model that is divided among them.
+        """
+        self._module.exchange_buffers(always=False)
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -80,6 +82,42 @@ def check_trained(
         f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
         "compile a function of them that makes one"
     )
+
+
+def check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object) -> None:
+    """Finds weights of the loss's own that nothing would train, or every replica for itself.
+
+    Args:
+        optimizer: that ``fit`` will use.
+        module: that is trained, whose parameters the loss may hold too.
+        loss: as it was given to ``compile``.
+
+    Raises:
+        UsageError: a plain module with parameters that ask for gradients, or a mirrored one with some that the
+            optimizer does not hold.
+    """
+    while isinstance(loss, (partial, MethodType)):
+        loss = loss.func if isinstance(loss, partial) else loss.__self__
+    if not isinstance(loss, torch.nn.Module):
+        return
+    others = {id(parameter) for parameter in module.parameters()}
+    own = {name: each for name, each in loss.named_parameters() if each.requires_grad and id(each) not in others}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    missing = [name for name, each in own.items() if id(each) not in held]
+    if not isinstance(loss, MirroredModule) and own:
+        raise UsageError(
+            f"the loss is a {type(loss).__name__} with trained parameters of its own, such as {next(iter(own))!r}, of "
+            "which every replica needs a copy; in the strategy's scope call loss = strategy.mirror(loss), make the "
+            "optimizer from the parameters of the module and of the loss, and give both to compile; if the loss is not "
+            "to be trained, call loss.requires_grad_(False)"
+        )
+    if missing:
+        kind = type(loss.module if isinstance(loss, MirroredModule) else loss).__name__
+        raise UsageError(
+            f"the loss is a {kind} with trained parameters of its own that the optimizer does not hold, such as "
+            f"{missing[0]!r}; make the optimizer from the parameters of the module and of the loss, or call "
+            "loss.requires_grad_(False) if the loss is not to be trained"
+        )
 
 
 def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep.checkpoint.kinds import check_kind
 from lockstep.replicas.context import ReplicaContext
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -69,6 +70,7 @@ class Precision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the scale that ``state_dict`` gave."""
+        check_kind(state, dict[str, float], "the gradient scaler")
         self.scaler = torch.amp.GradScaler(self._device_type) if state else None
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))

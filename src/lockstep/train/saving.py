@@ -22,6 +22,7 @@ def save_weights(module: MirroredModule, workers: Workers, path: str | os.PathLi
     if module.is_part:
         save_parts(module, workers, path)
         return
+    module.exchange_buffers()
     state = module.state_dict()
     on_chief(workers, "save the weights", lambda: write_weights(state, path))
 
@@ -31,7 +32,7 @@ def load_weights(module: MirroredModule, workers: Workers, path: str | os.PathLi
     if module.is_part:
         load_parts(module, workers, path)
         return
-    state: dict[str, Tensor] = module.state_dict()
+    state: dict[str, Tensor] = module.module.state_dict()
 
     def read() -> dict[str, Tensor]:
         weights = read_weights(path)

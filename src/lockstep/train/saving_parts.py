@@ -32,6 +32,7 @@ def save_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike
     from lockstep.checkpoint.divided_parts import part_of_model
 
     part = part_of_model(module)
+    module.exchange_buffers()
     averages = dict(module.named_buffers())
     described, stream = part.described(), part.stream()
     averaged = ((name, averages.get(name, tensor)) for name, tensor in stream)

@@ -24,7 +24,8 @@ from lockstep.parallel.scores import holds_divided, scores_stay_divided
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpack_labelled
 from lockstep.train.job import Job
-from lockstep.train.loss import loss_sums, no_examples
+from lockstep.train.loss import no_examples
+from lockstep.train.loss_parts import ReplicaLoss
 from lockstep.train.metrics import gather_states
 from lockstep.train.precision import Precision
 
@@ -32,10 +33,11 @@ Count = Tensor | float
 
 
 class ReplicaState:
-    """What one replica carries from step to step: its metrics, and its sums since the last update."""
+    """What one replica carries from step to step: its metrics, its loss, and its sums since the last update."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
+        self.loss = ReplicaLoss()
         self.forget()
 
     def forget(self) -> None:
@@ -90,7 +92,7 @@ def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, ro
         batch = unpack_labelled(item)
         with job.precision.autocast(), scores_stay_divided():
             outputs = call_module(job.module, batch.x)
-            total, count = _sums(job, outputs, batch, rows)
+            total, count = _sums(job, state, outputs, batch, rows)
         _update_metrics(state, outputs, batch, rows)
     scale = job.precision.scale(context, count)
     if isinstance(total, Tensor):
@@ -106,6 +108,7 @@ def _train_in_stages(job: Job, pipeline: Pipelined, state: ReplicaState, item: A
         return 0.0, 0.0
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(job, state, batch)
+    job.module.note_pass()
     with job.precision.autocast(), scores_stay_divided():
         pipeline.train(batch.x, rows, sums.examine)
     return sums.total, sums.count
@@ -145,7 +148,7 @@ def evaluate_step(job: Job, state: ReplicaState, item: Any) -> StepOutput:
         return StepOutput(rows=rows, total=sums.total, count=sums.count)
     with job.precision.autocast(), scores_stay_divided():
         outputs = call_module(job.module, batch.x)
-        total, count = _sums(job, outputs, batch, rows)
+        total, count = _sums(job, state, outputs, batch, rows)
     _update_metrics(state, outputs, batch, rows)
     return StepOutput(rows=rows, total=total, count=count)
 
@@ -183,7 +186,7 @@ class _MicrobatchSums:
         )
         part = LabelledBatch(self._batch.x, y, weight)
         number = rows.stop - rows.start
-        total, count = _sums(self._job, outputs, part, number)
+        total, count = _sums(self._job, self._state, outputs, part, number)
         _update_metrics(self._state, outputs, part, number)
         if torch.is_grad_enabled():
             _check_graph(total)
@@ -196,10 +199,13 @@ def _kept(parts: list[Any], outputs: Any) -> Tensor:
     return torch.zeros(())
 
 
-def _sums(job: Job, outputs: Any, batch: LabelledBatch, rows: int) -> tuple[Tensor, Count]:
+def _sums(job: Job, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> tuple[Tensor, Count]:
     if not rows:
         return no_examples(_first_float(outputs))
-    return loss_sums(job.config.loss(outputs, batch.y), rows, batch.sample_weight)
+    context = _context()
+    divided = context.num_replicas_in_sync > 1 or job.module.pipeline is not None
+    sums = state.loss.sums(job.config.loss, outputs, batch, rows, context, divided=divided)
+    return sums.total, sums.count
 
 
 def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> None:

@@ -12,6 +12,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.kinds import check_kind, check_like
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.errors import UsageError
 from lockstep.train.callbacks.callback_list import CallbackList
@@ -23,6 +27,11 @@ from lockstep.train.running_loss import RunningLoss
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
+
+
+_SAVED_IN_FIT: Any = {"loss": list[float], "callbacks": dict[str, dict[str, Any]]}
+_METRICS = dict[str, list[Any]]
+_PLACE: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,14 @@ class Position:
     epoch: int = 0
     batch: int = 0
     step: int = 0
+
+
+_SAVED: Any = {
+    "position": Position,
+    "run": str,
+    "stopped": bool | int,
+    "history": {"history": dict[str, list[float]], "epoch": list[int], "timing": list[EpochTiming]},
+}
 
 
 class TrainingState(Part):
@@ -122,6 +139,15 @@ class TrainingState(Part):
 
     def check(self, saved: SavedPart) -> None:
         """A state of any training fits."""
+        check_kind(saved.shared, _SAVED, "training")
+        if self._fit is None or "loss" not in saved.shared:
+            return
+        check_kind(saved.shared, _SAVED_IN_FIT, "training")
+        check_kind(saved.replicas, list[_METRICS], "metrics")
+        for metrics in self._fit[0].metrics.per_replica[:1]:
+            for states in saved.replicas:
+                check_like(states, _kinds_of_states(metrics), "metrics")
+        check_kind(saved.worker, _PLACE, "place in the data")
 
     def load(self, saved: SavedPart) -> None:
         """Takes it; the parts that belong to a fit under way only during one."""
@@ -142,6 +168,22 @@ class TrainingState(Part):
         load_states(loop.metrics.per_replica, saved.replicas, first=saved.first_replica, replicas=workers.num_replicas)
         callbacks.load_state_dict(shared["callbacks"])
         feed.load_state_dict(saved.worker)
+
+
+def _kinds_of_states(metrics: dict[str, Any]) -> dict[str, Any]:
+    """``replica_states`` with an empty tensor for each tensor, and an empty list for each list."""
+    return {
+        name: [
+            {
+                "updates": 0,
+                "states": {
+                    key: [] if isinstance(value, list) else torch.empty(0) for key, value in each["states"].items()
+                },
+            }
+            for each in states
+        ]
+        for name, states in replica_states(metrics).items()
+    }
 
 
 def _history_state(history: History) -> dict[str, Any]:

@@ -84,7 +84,9 @@ class Weights:
                         parameter.copy_(self._last[f"{label}{name}"])
 
     def buffers(self) -> dict[str, Tensor]:
-        """All modules' buffers, averaged over the replicas. Outside replicas."""
+        """All modules' buffers, averaged over the replicas. Outside replicas; every worker must call it."""
+        for module in self._modules:
+            module.exchange_buffers()
         return {
             f"{label}{name}": buffer.detach().to("cpu", copy=True)
             for label, module in zip(self._labels, self._modules, strict=True)

@@ -99,6 +99,8 @@ def own_loop(
         strategy.reduce("sum", strategy.run(step, (batch, len(x)))).item()
         for batch, (x, _, _) in zip(strategy.distribute_dataset(data), data, strict=True)
     ]
+    if not sync:
+        replicated.sync_buffers()
     return {name: value.clone() for name, value in replicated.state_dict().items()}, losses
 
 

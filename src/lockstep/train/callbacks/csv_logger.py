@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep.checkpoint.kinds import check_kind
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.callbacks.given_path import given_path
 
@@ -64,6 +65,7 @@ class CSVLogger(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cuts off, with ``append``, the lines of epochs that are trained once more."""
+        check_kind(state, {"bytes": int} if state else dict, "CSVLogger")
         if self.append and self._file is not None and self._file.tell() > state["bytes"]:
             self._file.truncate(state["bytes"])
             self._columns = self._existing_columns()

@@ -7,10 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.checkpoint.kinds import check_kind
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.callbacks.monitor import Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
+
+_SAVED: Any = {
+    "weights": dict[str, Tensor] | None,
+    "best": float | None,
+    "wait": int,
+    "stopped_epoch": int,
+    "best_epoch": int,
+}
 
 
 class EarlyStopping(Callback):
@@ -106,6 +115,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on waiting where ``state_dict`` was taken."""
+        check_kind(state, _SAVED, "EarlyStopping")
         self._best_weights = state["weights"]
         self.best, self.wait = state["best"], state["wait"]
         self.stopped_epoch, self.best_epoch = state["stopped_epoch"], state["best_epoch"]

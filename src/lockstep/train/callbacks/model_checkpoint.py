@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.checkpoint.kinds import check_kind
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs
@@ -130,6 +131,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on counting where ``state_dict`` was taken."""
+        check_kind(state, {"best": float | None, "batches": int, "due": bool}, "ModelCheckpoint")
         self.best, self._batches_seen, self._due = state["best"], state["batches"], state["due"]
 
     def close(self) -> None:

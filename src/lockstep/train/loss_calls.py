@@ -1,0 +1,253 @@
+"""What a loss function that gives one scalar has added up, and by what it divided: seen while it runs.
+
+    loss(outputs, targets) -> F.cross_entropy(...)                total of the losses, count of the labels that count
+                           -> losses.sum() / mask.sum()           the two sides of the division
+                           -> losses[mask].mean()                 total, and how many were chosen
+                           -> anything else                       a scalar: the mean over the rows
+
+A mean over a shard is not enough: its shards are added up by their counts, and those of labels to be ignored, of class
+weights and of masks differ from shard to shard. torch's own losses are found wherever they are called: given to compile
+as they are, in a module, a subclass, a ``functools.partial`` or a function around them. Nothing here knows of replicas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Pair = tuple[Tensor, Any]
+"""A total, and its count."""
+
+
+class LossCalls(TorchFunctionMode):
+    """A block that calls a loss function once; ``meaning_of`` then tells what its result is.
+
+    Torch's losses with a mean are computed in it as their sum over their count, and their results are else the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pairs: dict[int, tuple[Tensor, Pair]] = {}
+        self._sums: dict[int, tuple[Tensor, str]] = {}
+        self._of_nothing: set[int] = set()
+        self._reads: set[float] = set()
+        self._unclamped: dict[int, tuple[Tensor, Tensor]] = {}
+        self._labelled: list[tuple[Tensor, Labels]] = []
+        self._masked = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        watch = _WATCHED.get(func)
+        return func(*args, **kwargs) if watch is None else watch(self, func, args, kwargs)
+
+    def pair_of(self, returned: Any) -> Pair | None:
+        """The total and the count of a scalar; None where it is no quotient that was seen."""
+        found = self._pairs.get(id(returned))
+        return None if found is None else found[1]
+
+    def sum_of(self, returned: Any) -> str | None:
+        """The name of the function whose sum ``returned`` is; None where it is none."""
+        found = self._sums.get(id(returned))
+        return None if found is None else found[1]
+
+    def labels_beside(self, returned: Any) -> list[Labels]:
+        """The labels of the means over labels that went into ``returned`` and are not ``returned`` itself."""
+        return [labels for result, labels in self._labelled if result is not returned]
+
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
+        reduction = _reduction(given)
+        if reduction not in ("mean", "batchmean"):
+            result = func(*args, **kwargs)
+            if reduction == "sum":
+                self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(given.values())))
+            return result
+        given = {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
+        total, count = _SUMMED.get(func, _values_summed)(func, given)
+        result = total / count
+        self._pairs[id(result)] = (result, (total, count))
+        if func in _OF_LABELS and not _are_probabilities(given):
+            self._labelled.append((result, Labels(given["target"], given.get("weight"), _ignored(given))))
+        return result
+
+    def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if len(args) == 1 and kwargs.keys() <= {"dtype"} and isinstance(args[0], Tensor) and args[0].dim() > 0:
+            self._note_sum(result, "sum()", args[0])
+        return result
+
+    def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
+        self._sums[id(result)] = (result, of)
+        if isinstance(values, Tensor) and not values.numel():
+            self._of_nothing.add(id(result))
+
+    def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self._masked and len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 0:
+            chosen, *rest = args[0].shape
+            self._pairs[id(result)] = (result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
+        return result
+
+    def _quotient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = _OUT_OF_PLACE.get(func, func)(*args, **kwargs)
+        if len(args) == 2 and not kwargs and id(args[0]) in self._sums:
+            total, count = args
+            if isinstance(count, Tensor) and count.numel() == 1:
+                self._pairs[id(result)] = (result, (total, self._unclamped.get(id(count), (count, count))[1]))
+            elif isinstance(count, (int, float)) and (self._masked or self._reads):
+                self._pairs[id(result)] = (result, (total, self._counted(total, count)))
+        return result
+
+    def _counted(self, total: Tensor, count: float) -> float:
+        """A number that a sum was divided by, less what keeps it from being 0, as in ``max(int(mask.sum()), 1)``."""
+        nothing = id(total) in self._of_nothing or (0 in self._reads and not total.detach().any())
+        return 0.0 if nothing and count <= 1 else float(count)
+
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        self._reads.add(result)
+        return result
+
+    def _clamp(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.numel() == 1 and args and isinstance(args[0], Tensor):
+            self._unclamped[id(result)] = (result, args[0])
+        return result
+
+    def _choice(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = args[1] if len(args) > 1 else kwargs.get("mask")
+        parts = index if isinstance(index, tuple) else (index,)
+        self._masked = self._masked or any(isinstance(each, Tensor) for each in parts)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels that a mean was taken over.
+
+    Args:
+        target: integers.
+        weight: of the classes, or None.
+        ignored: the label that does not count.
+    """
+
+    target: Tensor
+    weight: Tensor | None
+    ignored: int
+
+    def count_alike(self) -> bool:
+        """Whether each of them counts as much as any other. Waits for the device."""
+        if bool((self.target == self.ignored).any()):
+            return False
+        if self.weight is None or not self.target.numel():
+            return True
+        weights = self.weight[self.target]
+        return bool(weights.min() == weights.max())
+
+    def count(self) -> Tensor:
+        """What torch divides by: how many are not ignored, or the sum of their classes' weights."""
+        counted = self.target != self.ignored
+        if self.weight is None:
+            return counted.sum()
+        weights: Tensor = self.weight[self.target.where(counted, 0)] * counted
+        return weights.sum()
+
+
+def _values_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    values = func(**{**given, "reduction": "none"})
+    return _sum_exactly(values), float(values.numel())
+
+
+def _weighted_values_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    weight = given.get("weight")
+    total, count = _values_summed(func, given)
+    return total, count if weight is None else weight.sum()
+
+
+def _rows_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    """KLDivLoss: "batchmean" divides by the rows, "mean" by the values."""
+    if _reduction(given) == "mean":
+        return _values_summed(func, given)
+    return _values_summed(func, given)[0], float(given["input"].shape[0])
+
+
+def _lines_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    """CTCLoss: each line over its own length."""
+    values = func(**{**given, "reduction": "none"})
+    lengths = torch.as_tensor(given["target_lengths"], device=values.device).clamp(min=1)
+    return _sum_exactly(values / lengths), float(values.numel())
+
+
+def _labels_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    given = {**given, "reduction": "sum"}
+    if given["input"].dtype in (torch.float16, torch.bfloat16):
+        given["input"] = given["input"].float()
+        if isinstance(given.get("weight"), Tensor):
+            given["weight"] = given["weight"].float()
+    total = func(**given)
+    if _are_probabilities(given):
+        classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
+        return total, given["input"].numel() / classes
+    return total, Labels(given["target"], given.get("weight"), _ignored(given)).count()
+
+
+def _are_probabilities(given: Mapping[str, Any]) -> bool:
+    return bool(given["target"].is_floating_point())
+
+
+def _ignored(given: Mapping[str, Any]) -> int:
+    ignored = given.get("ignore_index", -100)
+    return -100 if ignored is None else int(ignored)
+
+
+def _sum_exactly(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
+
+
+def _reduction(given: Mapping[str, Any]) -> str:
+    averages, reduces = given.get("size_average"), given.get("reduce")
+    if averages is None and reduces is None:
+        return str(given.get("reduction", "mean"))
+    if reduces is False:
+        return "none"
+    return "sum" if averages is False else "mean"
+
+
+_OF_LABELS = frozenset([F.cross_entropy, F.nll_loss])
+_LOSSES: tuple[Callable[..., Any], ...] = (
+    *_OF_LABELS,
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.mse_loss, F.l1_loss, F.smooth_l1_loss),
+    *(F.huber_loss, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.margin_ranking_loss, F.soft_margin_loss),
+    *(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.hinge_embedding_loss),
+    *(F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss, F.ctc_loss),
+)
+_PARAMETERS = {loss: tuple(inspect.signature(loss).parameters) for loss in _LOSSES}
+_SUMMED: dict[Any, Callable[[Callable[..., Any], Mapping[str, Any]], Pair]] = {
+    **dict.fromkeys(_OF_LABELS, _labels_summed),
+    F.mse_loss: _weighted_values_summed,
+    F.l1_loss: _weighted_values_summed,
+    F.kl_div: _rows_summed,
+    F.ctc_loss: _lines_summed,
+}
+_OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {Tensor.__itruediv__: Tensor.__truediv__}
+_WATCHED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_PARAMETERS, LossCalls._loss),
+    **dict.fromkeys([torch.sum, Tensor.sum], LossCalls._sum),
+    **dict.fromkeys([torch.mean, Tensor.mean], LossCalls._mean),
+    **dict.fromkeys([torch.div, torch.true_divide, Tensor.div, Tensor.true_divide], LossCalls._quotient),
+    **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], LossCalls._quotient),
+    **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], LossCalls._clamp),
+    **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], LossCalls._clamp),
+    **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], LossCalls._read),
+    **dict.fromkeys([torch.masked_select, Tensor.masked_select, Tensor.__getitem__], LossCalls._choice),
+}

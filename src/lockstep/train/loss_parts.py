@@ -1,0 +1,314 @@
+"""One replica's loss, and whether it may be computed in shards: what it gives for a shard is compared with its parts.
+
+    loss(8 rows) = (total, count)   must be   loss(first rows) + loss(next rows) + ...
+
+A sum that is given as a mean, a mean over something else than the rows, and a loss that compares rows with each other
+(contrastive losses, outputs of shape [n, 1] beside targets of shape [n]) would give other numbers for another number of
+replicas, and are refused. What cannot be looked at in parts is taken as it is, with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lockstep.errors import CollectiveError, ConfigError
+from lockstep.parallel.scores import holds_divided
+from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.train.batch import LabelledBatch
+from lockstep.train.loss import loss_sums
+from lockstep.train.loss_calls import Labels, LossCalls
+
+Loss = Callable[[Any, Any], Any]
+
+MOST_PARTS = 8
+FIRST_LOOKS = 8
+"""On a CPU, a scalar that is taken as a mean is looked at in so many steps, and at 16, 32 and 64: the first may have
+nothing that tells means apart, such as no padding, or a last layer of zeros. A GPU would have to be waited for, and
+records its steps, so only the first is."""
+LAST_LOOK = 64
+SUSPECT = 100
+"""Differences of more roundings than this, of the loss's own dtype, are told."""
+CERTAIN = 4096
+"""Differences of more than this are none of rounding. Half precision, which the loss may have computed with, has 16."""
+_WAYS = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """What a loss has added up for some rows.
+
+    Args:
+        total: a scalar, which carries the gradient.
+        count: by which the totals of all replicas are divided.
+        assumed: whether it was a scalar that is taken as the mean over the rows.
+        beside: the labels of means that went into it and do not count alike for sure.
+        rounding: of the loss's dtype, relative.
+    """
+
+    total: Tensor
+    count: Tensor | float
+    assumed: bool = False
+    beside: Sequence[Labels] = ()
+    rounding: float = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A shard as the loss sees it, which can be divided."""
+
+    outputs: Any
+    batch: LabelledBatch
+    rows: int
+
+    def leaves(self) -> tuple[list[Any], Any]:
+        return tree_flatten((self.outputs, self.batch.y, self.batch.sample_weight))
+
+    def take(self, index: Tensor) -> _Rows:
+        leaves, structure = self.leaves()
+        taken = [leaf[index] if self.is_divided(leaf) else leaf for leaf in leaves]
+        outputs, y, weight = tree_unflatten(taken, structure)
+        return _Rows(outputs, LabelledBatch(None, y, weight), index.numel())
+
+    def is_divided(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+
+    def hides(self) -> bool:
+        """Whether the outputs hold what has no rows: a number that the module computed, a cache."""
+        plain = (int, float, str, type(None))
+        return any(not self.is_divided(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
+
+    def without_hidden(self) -> _Rows:
+        """The same with something else in place of what has no rows."""
+
+        def other(leaf: Any) -> Any:
+            if self.is_divided(leaf):
+                return leaf
+            return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
+
+        return _Rows(tree_map(other, self.outputs), self.batch, self.rows)
+
+
+class ReplicaLoss:
+    """The loss on one replica, in one pass."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def sums(
+        self, loss: Loss, outputs: Any, batch: LabelledBatch, rows: int, context: ReplicaContext, *, divided: bool
+    ) -> LossSums:
+        """The total and the count of rows.
+
+        Args:
+            loss: the user's.
+            outputs: the module's, for these rows.
+            batch: with the targets and sample weights of these rows.
+            rows: how many, at least one.
+            context: the replica's.
+            divided: whether they are a part of the global batch only.
+
+        Raises:
+            ConfigError: the loss returned what is no loss, or one that is not the sum of its parts.
+        """
+        shard = _Rows(outputs, batch, rows)
+        sums = _sums_of(loss, shard, divided=divided)
+        self._steps += 1
+        if divided and not holds_divided(outputs):
+            on_cpu = context.device.kind == "CPU"
+            if sums.beside and (on_cpu or self._steps == 1):
+                _check_labels(loss, sums.beside, on_cpu)
+            if self._steps == 1 or (on_cpu and sums.assumed and self._looks_again):
+                _look(loss, shard, sums, context)
+        return sums
+
+    @property
+    def _looks_again(self) -> bool:
+        return self._steps <= FIRST_LOOKS or (self._steps <= LAST_LOOK and self._steps.bit_count() == 1)
+
+
+def _sums_of(loss: Loss, shard: _Rows, *, divided: bool) -> LossSums:
+    weight = shard.batch.sample_weight
+    with LossCalls() as calls:
+        returned = loss(shard.outputs, shard.batch.y)
+    rounding = _rounding(returned)
+    if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
+        return LossSums(*loss_sums(returned, shard.rows, weight), rounding=rounding)
+    pair, summed = calls.pair_of(returned), calls.sum_of(returned)
+    if pair is not None:
+        return LossSums(*loss_sums(pair, shard.rows), rounding=rounding)
+    if summed is not None and divided:
+        raise ConfigError(
+            f"the loss {_name(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
+            "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
+            f"times larger as the global batch has rows, or {_WAYS}"
+        )
+    total, count = loss_sums(returned, shard.rows)
+    return LossSums(total, count, assumed=True, beside=calls.labels_beside(returned), rounding=rounding)
+
+
+def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
+    if not all(labels.count_alike() for labels in beside):
+        raise ConfigError(
+            f"the loss {_name(loss)} computes with a mean over labels that do not count alike, for some are ignored or "
+            "their classes have weights, so that it is no mean over the rows; return that mean alone, or a pair "
+            "(total, count) of all"
+        )
+    if not on_cpu:
+        _warn(
+            f"the loss {_name(loss)} computes with a mean over labels, and is taken as a mean over the rows, which it "
+            "is only as long as no label is ignored; if some are, return a pair (total, count)"
+        )
+
+
+def _look(loss: Loss, shard: _Rows, sums: LossSums, context: ReplicaContext) -> None:
+    """Compares a shard with its parts.
+
+    Raises:
+        ConfigError: it is not the sum of its parts.
+    """
+    tensors = [leaf for leaf in shard.leaves()[0] if isinstance(leaf, Tensor)]
+    devices = sorted({leaf.device.index for leaf in tensors if leaf.device.type == "cuda"})
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), in_context(context.alone()):
+            found = _compared(loss, shard, sums)
+    except CollectiveError:  # of a loss that knows of the other replicas
+        found = _Unchecked("it calls collectives") if sums.assumed else None
+    except _FAILURES as error:
+        first_line = str(error).strip().split("\n", 1)[0]
+        found = _Unchecked(f"on some of the rows alone it ends in {type(error).__name__}: {first_line}")
+    if isinstance(found, _Refused):
+        raise ConfigError(found.message)
+    if found is not None:
+        taken = "a mean over" if sums.assumed else "adding up over"
+        _warn(
+            f"the loss {_name(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if it is "
+            f"not, {_WAYS}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Unchecked:
+    """Nothing can be said, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A shard is not the sum of its parts."""
+
+    message: str
+
+
+def _compared(loss: Loss, shard: _Rows, sums: LossSums) -> _Unchecked | _Refused | None:
+    """None where the shard is the sum of its parts."""
+    whole = _Numbers.of(sums)
+    if not whole.finite:
+        return None
+    device = next((leaf.device for leaf in shard.leaves()[0] if shard.is_divided(leaf)), None)
+    if device is None:
+        return _Unchecked("no tensor of its arguments has a row for each example")
+    index = torch.arange(shard.rows, device=device)
+    if shard.rows == 1:  # twice the same row must give the same mean
+        index = index.repeat(2)
+        whole = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
+    pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
+    parts = [_Numbers.of(_sums_of(loss, shard.take(piece), divided=True)) for piece in pieces]
+    if not all(part.finite for part in parts):
+        return _Unchecked("on some of the rows alone it is not finite")
+    apart, suspect = whole.apart(parts), _suspect(sums.rounding)
+    if apart <= suspect:
+        hidden = sums.assumed and shard.hides() and _depends_on_hidden(loss, shard, whole, sums.rounding)
+        return _Unchecked("it takes from the outputs what the module has computed over its rows") if hidden else None
+    again = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
+    if whole.apart([again]) > suspect:
+        return _Unchecked("it gives another value for the same rows when it is called again")
+    if shard.hides():
+        return _Unchecked("the outputs hold what has no row for each example")
+    if apart <= _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
+        return _Unchecked(f"its parts differ from the whole by {apart:.1g} of it, which may be rounding")
+    return _Refused(_refusal(loss, shard, sums, whole, parts))
+
+
+def _depends_on_hidden(loss: Loss, shard: _Rows, whole: _Numbers, rounding: float) -> bool:
+    try:
+        other = _Numbers.of(_sums_of(loss, shard.without_hidden(), divided=True))
+    except _FAILURES:
+        return True
+    return not whole.apart([other]) <= _suspect(rounding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """A total and a count on the host."""
+
+    total: float
+    count: float
+
+    @staticmethod
+    def of(sums: LossSums) -> _Numbers:
+        return _Numbers(float(sums.total), float(sums.count))
+
+    @property
+    def finite(self) -> bool:
+        """Whether both are numbers."""
+        return math.isfinite(self.total) and math.isfinite(self.count)
+
+    def apart(self, parts: Sequence[_Numbers]) -> float:
+        """How far these numbers are from the sums of the parts', relative to the larger."""
+        return max(
+            _apart(self.total, [part.total for part in parts]), _apart(self.count, [part.count for part in parts])
+        )
+
+
+def _apart(whole: float, parts: Sequence[float]) -> float:
+    return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
+
+
+def _refusal(loss: Loss, shard: _Rows, sums: LossSums, whole: _Numbers, parts: Sequence[_Numbers]) -> str:
+    means = [part.total / part.count for part in parts if part.count]
+    is_sum = sums.assumed and math.isclose(sum(means), whole.total / whole.count, rel_tol=_certain(sums.rounding))
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
+    what = (
+        "the sum over the rows, expected their mean"
+        if is_sum
+        else "no mean over the rows: it gives something else for all rows than for some of them and the others"
+    )
+    return (
+        f"the loss {_name(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
+        f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_WAYS}, which no other row has a part in. "
+        "What compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
+    )
+
+
+def _rounding(values: Any) -> float:
+    dtypes = {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+
+
+def _suspect(rounding: float) -> float:
+    return max(rounding * (4 if rounding > 1e-4 else SUSPECT), 1e-9)
+
+
+def _certain(rounding: float) -> float:
+    return max(rounding * (16 if rounding > 1e-4 else CERTAIN), 5e-8)
+
+
+def _name(loss: Any) -> str:
+    while isinstance(loss, partial):
+        loss = loss.func
+    return repr(getattr(loss, "__qualname__", type(loss).__name__))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

@@ -1,0 +1,474 @@
+"""Losses that give one scalar: torch's own, however they are called, and masked means, beside a plain loop.
+
+The labels that do not count are spread unevenly over the replicas, and one global batch has all of replica 0's rows, or
+of the last replica's, without any. Float64, so that what is left of a difference is the order of additions.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.train.model import Model
+
+if TYPE_CHECKING:
+    from tests.train.conftest import MakeStrategy
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+SIZES = (7, 6, 5, 1)
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: Callable[[Any, Any], Any]
+    targets: Callable[[int, torch.Generator], Any]
+    head: Callable[[Tensor], Any] = torch.clone
+
+
+class Net(nn.Module):
+    def __init__(self, head: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.head = head
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x))
+
+
+class Tokens(nn.Module):
+    """Scores [rows, 6 tokens, 4 words]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = nn.Linear(5, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spread(x).unflatten(1, (6, 4))
+
+
+def labels(rows: int, random: torch.Generator) -> Tensor:
+    return torch.randint(4, (rows,), generator=random)
+
+
+def with_ignored(rows: int, random: torch.Generator) -> Tensor:
+    """In 7 rows all of the first of two or three shards are ignored, in 6 all of the last; the others have some."""
+    found = labels(rows, random)
+    if rows == 7:
+        found[:4] = -100
+    elif rows == 6:
+        found[3:] = -100
+    elif rows > 1:
+        found[1] = -100
+    return found
+
+
+def with_one_in_three_ignored(rows: int, random: torch.Generator) -> Tensor:
+    found = labels(rows, random)
+    found[1::3] = -100
+    return found
+
+
+def token_labels(rows: int, random: torch.Generator) -> Tensor:
+    found = torch.randint(4, (rows, 6), generator=random)
+    lengths = torch.randint(1, 7, (rows, 1), generator=random)
+    found[torch.arange(6) >= lengths] = -100
+    if rows == 7:
+        found[:4] = -100
+    return found
+
+
+def probabilities(rows: int, random: torch.Generator) -> Tensor:
+    return torch.rand(rows, 4, generator=random, dtype=torch.float64).softmax(1)
+
+
+def numbers(rows: int, random: torch.Generator) -> Tensor:
+    return torch.randn(rows, 4, generator=random, dtype=torch.float64)
+
+
+def bits(rows: int, random: torch.Generator) -> Tensor:
+    return torch.randint(2, (rows, 4), generator=random).double()
+
+
+def signs(rows: int, random: torch.Generator) -> Tensor:
+    return bits(rows, random) * 2 - 1
+
+
+def one_sign(rows: int, random: torch.Generator) -> Tensor:
+    return signs(rows, random)[:, 0]
+
+
+def counts(rows: int, random: torch.Generator) -> Tensor:
+    return torch.randint(5, (rows, 4), generator=random).double()
+
+
+def label_sets(rows: int, random: torch.Generator) -> Tensor:
+    found = torch.stack([torch.randperm(4, generator=random) for _ in range(rows)])
+    found[:, 2:] = -1
+    return found
+
+
+def nothing(rows: int, random: torch.Generator) -> Tensor:
+    return torch.zeros(rows)
+
+
+def columns(scores: Tensor) -> tuple[Tensor, ...]:
+    return scores[:, :1], scores[:, 1:2], scores[:, 2:3]
+
+
+WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5], dtype=torch.float64)
+
+
+class Scaled(nn.CrossEntropyLoss):
+    """A subclass with a forward of its own, which hands on what the loss below gives."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input * 2, target)
+
+
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(WEIGHT)
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return self.criterion(scores.flatten(0, 1), target.flatten())
+
+
+def masked_division(scores: Tensor, target: Tensor) -> Tensor:
+    mask = target != -100
+    return (F.cross_entropy(scores.transpose(1, 2), target, reduction="none") * mask).sum() / mask.sum()
+
+
+def masked_division_of_at_least_one(scores: Tensor, target: Tensor) -> Tensor:
+    mask = (target != -100).double()
+    losses = F.cross_entropy(scores.transpose(1, 2), target, reduction="none") * mask
+    return torch.sum(losses) / mask.sum().clamp(min=1)
+
+
+def mean_of_chosen(scores: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores.transpose(1, 2), target, reduction="none")
+    return losses[target != -100].mean()
+
+
+def sum_over_chosen(scores: Tensor, target: Tensor) -> Tensor:
+    chosen = target != -100
+    return F.cross_entropy(scores[chosen], target[chosen], reduction="sum") / max(int(chosen.sum()), 1)
+
+
+def masked_sum(scores: Tensor, target: Tensor) -> Tensor:
+    mask = target != -100
+    losses = F.cross_entropy(scores.transpose(1, 2), target, reduction="none")
+    return (losses * mask).sum() / max(mask.sum().item(), 1)
+
+
+def sum_of_chosen(scores: Tensor, target: Tensor) -> Tensor:
+    chosen = F.cross_entropy(scores.transpose(1, 2), target, reduction="none")[target != -100]
+    return chosen.sum() / max(len(chosen), 1)
+
+
+def hand_written(scores: Tensor, target: Tensor) -> Tensor:
+    return (scores - target).square().mean() + 0.1 * scores.abs().mean(1).mean(0)
+
+
+def evenly_mixed(scores: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * F.cross_entropy(scores, target) + 0.1 * F.mse_loss(scores, scores.detach() + 1)
+
+
+def lines(scores: Tensor, target: Tensor) -> Tensor:
+    words = scores.transpose(0, 1).log_softmax(2)
+    rows = len(target)
+    lengths = (target != -100).sum(1).clamp(max=2, min=1)
+    return F.ctc_loss(words, target.clamp(min=1)[:, :2], torch.full((rows,), 6), lengths, zero_infinity=True)
+
+
+CASES = {
+    "cross-entropy": Case(nn.CrossEntropyLoss(), labels),
+    "ignored labels": Case(nn.CrossEntropyLoss(), with_ignored),
+    "class weights": Case(nn.CrossEntropyLoss(WEIGHT), labels),
+    "class weights and ignored labels": Case(nn.CrossEntropyLoss(WEIGHT), with_ignored),
+    "another ignored label": Case(partial(F.cross_entropy, ignore_index=1), labels),
+    "smoothed": Case(nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1), with_ignored),
+    "probabilities": Case(nn.CrossEntropyLoss(WEIGHT), probabilities),
+    "functional": Case(F.cross_entropy, with_ignored),
+    "partial": Case(partial(F.cross_entropy, weight=WEIGHT), with_ignored),
+    "function": Case(lambda scores, target: F.cross_entropy(scores, target, WEIGHT), with_ignored),
+    "subclass": Case(Scaled(), with_ignored),
+    "nll": Case(nn.NLLLoss(WEIGHT), with_ignored, lambda scores: scores.log_softmax(1)),
+    "bce": Case(nn.BCELoss(), bits, torch.sigmoid),
+    "bce with logits": Case(nn.BCEWithLogitsLoss(pos_weight=WEIGHT), bits),
+    "mse": Case(nn.MSELoss(), numbers),
+    "l1": Case(nn.L1Loss(), numbers),
+    "smooth l1": Case(nn.SmoothL1Loss(), numbers),
+    "huber": Case(nn.HuberLoss(delta=0.5), numbers),
+    "kl": Case(nn.KLDivLoss(reduction="mean"), probabilities, lambda scores: scores.log_softmax(1)),
+    "kl by rows": Case(nn.KLDivLoss(reduction="batchmean"), probabilities, lambda scores: scores.log_softmax(1)),
+    "poisson": Case(nn.PoissonNLLLoss(full=True), counts),
+    "gaussian": Case(lambda scores, y: F.gaussian_nll_loss(scores, y, scores.exp()), numbers),
+    "hinge": Case(nn.HingeEmbeddingLoss(), signs),
+    "soft margin": Case(nn.SoftMarginLoss(), signs),
+    "multi margin": Case(nn.MultiMarginLoss(weight=WEIGHT), labels),
+    "multi-label margin": Case(nn.MultiLabelMarginLoss(), label_sets),
+    "multi-label soft margin": Case(nn.MultiLabelSoftMarginLoss(WEIGHT), bits),
+    "cosine": Case(lambda scores, y: F.cosine_embedding_loss(scores, scores.flip(1), y), one_sign),
+    "ranking": Case(lambda pair, y: F.margin_ranking_loss(pair[0], pair[1], y[:, None]), one_sign, columns),
+    "triplet": Case(lambda three, _: F.triplet_margin_loss(*three), nothing, columns),
+    "triplet by distance": Case(lambda three, _: F.triplet_margin_with_distance_loss(*three), nothing, columns),
+    "of tokens": Case(Wrapper(), token_labels),
+    "of tokens, classes second": Case(lambda s, y: F.cross_entropy(s.transpose(1, 2), y), token_labels),
+    "masked by division": Case(masked_division, token_labels),
+    "masked by division, at least 1": Case(masked_division_of_at_least_one, token_labels),
+    "masked by index": Case(mean_of_chosen, token_labels),
+    "masked sum": Case(sum_over_chosen, token_labels),
+    "masked sum by a number": Case(masked_sum, token_labels),
+    "sum of chosen": Case(sum_of_chosen, token_labels),
+    "ctc": Case(lines, token_labels),
+    "by hand": Case(hand_written, numbers),
+    "mixed": Case(evenly_mixed, labels),
+    "values of every row": Case(nn.CrossEntropyLoss(reduction="none"), labels),
+    "old arguments": Case(partial(F.mse_loss, size_average=True), numbers),
+}
+
+
+def module_of(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return (Tokens() if case.targets is token_labels else Net(case.head)).double()
+
+
+def batches_of(case: Case, sizes: Sequence[int] = SIZES) -> list[Batch]:
+    random = torch.Generator().manual_seed(3)
+    return [(torch.randn(rows, 5, generator=random, dtype=torch.float64), case.targets(rows, random)) for rows in sizes]
+
+
+def by_hand(module: nn.Module, case: Case, batches: Sequence[Batch]) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), 0.3, momentum=0.5)
+    for x, y in batches:
+        optimizer.zero_grad()
+        case.loss(module(x), y).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning", "ignore:reduction. 'mean':UserWarning")
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_train_as_the_plain_loop(name: str, replicas: int, make_strategy: MakeStrategy):
+    case = CASES[name]
+    alone = module_of(case)
+    module = copy.deepcopy(alone)
+    batches = batches_of(case)
+    with make_strategy(replicas).scope():
+        model = Model(module)
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3, momentum=0.5), loss=case.loss)
+    before = [model.evaluate([batch], verbose=0)["loss"] for batch in batches]
+    expected = [float(case.loss(alone(x), y).mean()) for x, y in batches]
+
+    by_hand(alone, case, batches)
+    model.fit(batches, verbose=0)
+
+    torch.testing.assert_close(before, expected, **TOLERANCE)
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value, **TOLERANCE, msg=lambda t, key=key: f"{key}: {t}")
+
+
+class Summed(nn.MSELoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return (input - target).square().sum()
+
+
+class Halved(nn.CrossEntropyLoss):
+    """Known by name only: it divides by the rows and half the ignored labels."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        losses = F.cross_entropy(input, target, reduction="none")
+        return losses.sum() * 2 / (len(target) + float((target != -100).sum()))
+
+
+def contrastive(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+def contrastive_rows(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores @ scores.T, torch.arange(len(scores)), reduction="none")
+
+
+def evidence(scores: Tensor, target: Tensor) -> Tensor:
+    """As of variational autoencoders: two sums."""
+    return F.binary_cross_entropy_with_logits(scores, target, reduction="sum") + scores.square().sum() / 2
+
+
+def root(scores: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(scores, target).sqrt()
+
+
+def two_means(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(scores, target), scores.square().mean()
+
+
+def ignored_in_a_mixture(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores, target) + 0.1 * scores.square().mean()
+
+
+def flat(rows: int, random: torch.Generator) -> Tensor:
+    return numbers(rows, random)[:, 0]
+
+
+REFUSED = {
+    "sum": Case(nn.MSELoss(reduction="sum"), numbers),
+    "sum of a function": Case(partial(F.cross_entropy, reduction="sum"), labels),
+    "sum by old arguments": Case(partial(F.mse_loss, size_average=False), numbers),
+    "sum by hand": Case(lambda scores, y: (scores - y).square().sum(), numbers),
+    "sum of a subclass": Case(Summed(), numbers),
+    "sum over a number": Case(lambda scores, y: (scores - y).square().sum() / 7, numbers),
+    "two sums": Case(evidence, bits),
+    "contrastive": Case(contrastive, labels),
+    "contrastive, a value per row": Case(contrastive_rows, labels),
+    "root": Case(root, numbers),
+    "subclass with another count": Case(Halved(), with_one_in_three_ignored),
+    "two means as a pair": Case(two_means, labels),
+    "ignored labels in a mixture": Case(ignored_in_a_mixture, with_ignored),
+    "weights in a mixture": Case(lambda s, y: 2 * F.cross_entropy(s, y, WEIGHT), labels),
+    "columns beside rows": Case(F.mse_loss, flat, lambda scores: scores[:, :1]),
+    "columns beside rows, values": Case(lambda s, y: (s - y).square(), flat, lambda scores: scores[:, :1]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning", "ignore:size_average and reduce:UserWarning")
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_mean_over_rows_is_refused_at_once(name: str, replicas: int, make_strategy: MakeStrategy):
+    case = REFUSED[name]
+    module = module_of(case)
+    before = copy.deepcopy(module.state_dict())
+    with make_strategy(replicas).scope():
+        model = Model(module)
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=case.loss)
+    batches = batches_of(case)
+
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(ConfigError, match=r"the loss '.*(one value per row|pair \(total, count\))"):
+            call(batches, verbose=0)
+    for key, value in before.items():
+        assert torch.equal(module.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_sum_is_refused_where_every_replica_has_one_row(rows: int, make_strategy: MakeStrategy):
+    case = REFUSED["two sums"]
+    with make_strategy(rows).scope():
+        model = Model(module_of(case))
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=case.loss)
+
+    with pytest.raises(ConfigError, match="'evidence' returns the sum over the rows"):
+        model.fit(batches_of(case, [rows]), verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning", "ignore:size_average and reduce:UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_replica_takes_whatever_the_plain_loop_takes(name: str, make_strategy: MakeStrategy):
+    case = REFUSED[name]
+    if name == "two means as a pair":
+        return
+    alone = module_of(case)
+    module = copy.deepcopy(alone)
+    with make_strategy(1).scope():
+        model = Model(module)
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3, momentum=0.5), loss=case.loss)
+    batches = batches_of(case, [7, 6])
+
+    by_hand(alone, case, batches)
+    model.fit(batches, verbose=0)
+
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value, **TOLERANCE)
+
+
+class Telling(nn.Module):
+    """Gives its loss with its scores, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.body(x)
+        return {"scores": scores, "loss": scores.square().mean()}
+
+
+class Other:
+    """Outputs that cannot be looked into."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+
+UNCHECKED = {
+    "of the module": lambda outputs, y: outputs["loss"],
+    "random": lambda outputs, y: (outputs["scores"] * torch.rand(())).square().mean(),
+    "pairs of rows": lambda outputs, y: (outputs["scores"][0::2] - outputs["scores"][1::2]).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_what_cannot_be_checked_is_warned_of(name: str, make_strategy: MakeStrategy):
+    with make_strategy(2).scope():
+        model = Model(Telling().double())
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=UNCHECKED[name])
+
+    with pytest.warns(UserWarning, match="'<lambda>' is taken as a mean over the rows, which could not be checked"):
+        model.fit(batches_of(CASES["mse"], [4]), verbose=0)
+
+
+@pytest.mark.parametrize("name", [*CASES, "beside the module's own"])
+def test_what_is_checked_says_nothing(name: str, make_strategy: MakeStrategy):
+    beside = name not in CASES
+    case = CASES["mse" if beside else name]
+    with make_strategy(2).scope():
+        model = Model(Telling().double() if beside else module_of(case))
+        loss = (lambda outputs, y: F.mse_loss(outputs["scores"], y)) if beside else case.loss
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=loss)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.fit(batches_of(case), verbose=0)
+
+    assert not [each for each in told if "is taken as" in str(each.message)]
+
+
+def test_the_check_draws_no_random_numbers_of_the_program(make_strategy: MakeStrategy):
+    """Two fits, of which the second is one whose loss is looked at anew: dropout draws what it would have drawn."""
+    drawn: list[Tensor] = []
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.rand(4)
+            if x.shape[0] == 4:  # replica 0's
+                drawn.append(noise)
+            return self.body(x) + noise
+
+    def noisy(scores: Tensor, target: Tensor) -> Tensor:
+        return ((scores - target).square() * torch.rand(len(scores), 1)).mean()
+
+    for loss in (noisy, lambda scores, target: (noisy(scores, target).detach(), 4.0)):
+        with make_strategy(2, seed=0).scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = Model(Noisy())
+            model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=loss)
+            model.evaluate([(torch.zeros(7, 5), torch.zeros(7, 4))] * 3, verbose=0)
+
+    assert len(drawn) == 6
+    assert torch.equal(drawn[1], drawn[4])
+    assert torch.equal(drawn[2], drawn[5])
