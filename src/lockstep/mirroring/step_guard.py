@@ -59,7 +59,7 @@ _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
 _PLAIN = (int, float, complex, str, tuple, type(None))
 _SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
-_MAKE_DUAL: Any = torch._VF._make_dual  # type: ignore[attr-defined]
+_MAKE_DUAL: Any = torch._VF._make_dual
 _SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL}
 
 
