@@ -6,9 +6,11 @@ savers work on it as on the plain one. What happens in a step is ``mirroring.upd
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -393,6 +395,29 @@ class MirroredOptimizer(Optimizer):
         """Registers on the plain optimizer; the hook runs once an update."""
         return self._plain.register_step_post_hook(hook)
 
+    def __getattr__(self, name: str) -> Any:
+        """What only the plain optimizer has. Its methods reach all storages of the weights, outside replicas.
+
+        Raises:
+            UsageError: (when it is called) such a method was called in one of several replicas.
+        """
+        plain = self.__dict__.get("_plain")
+        if plain is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(plain, name)
+        return _OfAllStorages(self, value) if isinstance(value, MethodType) and value.__self__ is plain else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what only the plain optimizer has on that one."""
+        own = self.__dict__
+        if "_update" in own and name not in own and name in vars(self._plain) and not hasattr(type(self), name):
+            setattr(self._plain, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._plain)})
+
     def __getstate__(self) -> NoReturn:
         raise UsageError("a mirrored optimizer belongs to its strategy's threads; save its state_dict() instead")
 
@@ -469,6 +494,31 @@ class MirroredOptimizer(Optimizer):
             raise UsageError(
                 "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
             )
+
+
+class _OfAllStorages:
+    """A method that only the plain optimizer has, such as schedule-free's ``train()`` and ``eval()``.
+
+    Args:
+        mirrored: its mirrored optimizer.
+        method: of the plain one.
+    """
+
+    def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
+        self._mirrored = mirrored
+        self._method = method
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if get_replica_context() is not None and len(self._mirrored._owner.devices) > 1:
+            raise UsageError(
+                f"{self._method.__qualname__} acts on what all replicas share, and was called in one of "
+                f"{len(self._mirrored._owner.devices)}; call it outside strategy.run"
+            )
+        result = self._method(*args, **kwargs)
+        if len(self._mirrored.of_storages) > 1:
+            self._mirrored.align_copies()
+        return result
 
 
 def _asked_by(module: str) -> bool:

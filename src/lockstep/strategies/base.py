@@ -115,8 +115,8 @@ class Strategy(Executor):
         try:
             with (
                 entered(self),
-                self._mirrored.settled(),
                 looking,
+                self._mirrored.settled(),
                 self._mirrored.clearing_after_failure(len(self.devices)),
             ):
                 return merge(self._execute(fn, bodies, rows))
