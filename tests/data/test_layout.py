@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -216,6 +217,37 @@ def test_a_stream_of_pairs_gives_pairs(make_strategy):
     strategy = make_strategy(2)
     for x, y in strategy.distribute_dataset(DataLoader(Stream(), batch_size=None)):
         assert [tuple(each.shape) for each in (*x, *y)] == [(2, 3)] * 4
+
+
+class Images(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield images(5)
+
+
+def test_a_stream_of_lists_of_images_is_refused(make_strategy):
+    with pytest.raises(DataError, match="lists="):
+        list(make_strategy(2).distribute_dataset(DataLoader(Images(), batch_size=None)))
+
+
+def test_records_are_rows_where_that_is_said():
+    labels = [{"boxes": torch.full((2, 4), row)} for row in range(2)]
+    shards = split_batch({"x": torch.ones(2, 3), "labels": labels}, 2, BatchLayout(records_are_rows=True))
+    assert [[int(label["boxes"][0, 0]) for label in shard["labels"]] for shard in shards] == [[0], [1]]
+
+
+@dataclass
+class Fields:
+    x: Tensor
+
+
+def test_other_objects_are_refused_by_their_type_outside_lists_of_rows():
+    pandas = pytest.importorskip("pandas")
+    for odd in (Fields(torch.ones(4)), pandas.DataFrame({"x": [1, 2, 3, 4]}), {1, 2, 3, 4}):
+        with pytest.raises(DataError) as raised:
+            split_batch({"odd": odd, "y": torch.ones(4)}, 2)
+        assert all(word in str(raised.value) for word in ('batch["odd"]', type(odd).__name__, "collate_fn"))
+    rows = [Fields(torch.ones(row)) for row in range(4)]
+    assert [len(shard["rows"]) for shard in split_batch({"rows": rows, "y": torch.ones(4)}, 2)] == [2, 2]
 
 
 class Pooled(nn.Module):

@@ -59,6 +59,7 @@ class BatchLayout:
         sizes: the numbers of rows that batches of this source have, as far as they are known, the usual one first.
         items: the batches are (x, y) or (x, y, sample_weight), be they tuples or lists.
         records_are_rows: a list of anything but tensors that could be both is one of rows.
+        keeps_tuples: a batch that is a list was not a tuple before, as torch's default_convert makes lists of them.
 
     Raises:
         ConfigError: ``lists`` is unknown.
@@ -71,6 +72,7 @@ class BatchLayout:
         sizes: Sequence[int] = (),
         items: bool = False,
         records_are_rows: bool = False,
+        keeps_tuples: bool = True,
     ) -> None:
         if lists not in get_args(Lists):
             raise ConfigError(f'lists={lists!r} is unknown; choose "auto", "rows" or "columns"')
@@ -78,6 +80,7 @@ class BatchLayout:
         self._sizes = tuple(sizes)
         self._items = items
         self._records_are_rows = records_are_rows
+        self._keeps_tuples = keeps_tuples
         self._known: dict[str, _Mode] = {}
 
     @classmethod
@@ -87,8 +90,8 @@ class BatchLayout:
             return cls(lists, items=items)
         if dataset.collate_fn is default_collate:
             return cls("columns", items=items)
-        # default_convert makes lists of the tuples that a data set gives.
-        return cls(lists, sizes=_loader_sizes(dataset), items=items or dataset.collate_fn is default_convert)
+        tuples = dataset.collate_fn is not default_convert
+        return cls(lists, sizes=_loader_sizes(dataset), items=items, keeps_tuples=tuples)
 
     def marked(self, batch: Any, *, rows: int | None = None) -> Any:
         """The batch, its lists and tuples of rows made RowList and RowTuple.
@@ -140,7 +143,7 @@ class BatchLayout:
             return size is not None and len(batch) == size and _alike(batch), columns
         if size is not None:
             return len(batch) == size and not (size == 1 and columns), columns
-        long = isinstance(batch, list) or len(batch) > _MOST_ITEMS
+        long = (isinstance(batch, list) and self._keeps_tuples) or len(batch) > _MOST_ITEMS
         return columns and len(batch) > 1 and long, columns
 
     def _fit_root(self, below: list[tuple[str, Any]], sizes: Sequence[int]) -> _Fit | None:
