@@ -127,8 +127,8 @@ class BatchLayout:
             if self._known.get(name) == "rows" and len(tensors) == 1 and len(node) not in tensors:
                 raise DataError(
                     f"{name} had one item a row in the batches before, and has {len(node)} items in one of "
-                    f"{next(iter(tensors))} rows; give as many as there are rows, and leave a value that is one for all "
-                    "rows out of the batch, or give it as a dict"
+                    f"{next(iter(tensors))} rows; give as many as there are rows, and leave a value that is one for "
+                    "all rows out of the batch, or give it as a dict"
                 )
 
     def _root_is_rows(self, batch: Any, below: list[tuple[str, Any]], sizes: Sequence[int]) -> bool:
