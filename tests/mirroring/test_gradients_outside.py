@@ -1,4 +1,4 @@
-"""Gradients looked at, changed or cleared outside replicas after a run are those of one device, on the user's module."""
+"""Gradients looked at, changed or cleared outside replicas after a run are those of one device."""
 
 from __future__ import annotations
 
