@@ -28,8 +28,10 @@ from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpa
 from lockstep.train.job import Job
 from lockstep.train.loss import no_examples
 from lockstep.train.loss_parts import ReplicaLoss
+from lockstep.train.metric_parts import LEAST_ROWS, check_metrics_in_parts
 from lockstep.train.metrics import gather_states
 from lockstep.train.precision import Precision
+from lockstep.train.rows import Rows
 
 Count = Tensor | float
 
@@ -39,6 +41,7 @@ class ReplicaState:
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
+        self.metrics_checked = not metrics
         self.loss = ReplicaLoss()
         self.forget()
 
@@ -215,6 +218,8 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
     divided = holds_divided(detached)
+    if not state.metrics_checked:
+        _check_metrics(state, Rows(detached, batch, rows), divided)
     for name, metric in state.metrics.items():
         try:
             metric.update(detached, batch.y)
@@ -223,6 +228,14 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         except Exception as error:
             error.add_note(f"metric {name!r}, updated with (outputs, targets)")
             raise
+
+
+def _check_metrics(state: ReplicaState, shard: Rows, divided: bool) -> None:
+    context = _context()
+    waits = context.device.kind == "CPU" and shard.rows < LEAST_ROWS
+    state.metrics_checked = not waits
+    if not waits and not divided and shard.rows >= LEAST_ROWS and context.num_replicas_in_sync > 1:
+        check_metrics_in_parts(state.metrics, shard, context)
 
 
 def _check_graph(total: Tensor) -> None:
