@@ -148,7 +148,8 @@ class MirroredModule(nn.Module):
 
         Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
         pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
-        Inside a replica it is about that replica's passes, outside about all of this worker's.
+        Inside a replica it is about that replica's passes, outside about all of this worker's. Where replicas share the
+        weights (``shard_parameters``), each pass sends all the same, since no replica has room for whole gradients.
 
         Example:
             >>> import torch, lockstep as ls
