@@ -126,7 +126,8 @@ def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
         raise ConfigError(
             f"the loss {_name(loss)} computes with a mean over labels that do not count alike, for some are ignored or "
             "their classes have weights, so that it is no mean over the rows; return that mean alone, or a pair "
-            "(total, count) of all"
+            "(total, count), or divide each sum by its own count of all replicas, which is "
+            'ls.get_replica_context().all_reduce("sum", count), in a loop of your own with strategy.run'
         )
     if not on_cpu:
         _warn(
@@ -186,7 +187,10 @@ def _compared(loss: Loss, shard: Rows, sums: LossSums) -> _Unchecked | _Refused 
         whole = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
     pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
     parts = [_Numbers.of(_sums_of(loss, shard.take(piece), divided=True)) for piece in pieces]
-    if not all(part.finite for part in parts):
+    if not all(part.finite for part in parts):  # as the deviation of a single row; but all rows may come twice
+        twice = _Numbers.of(_sums_of(loss, shard.take(index.repeat(2)), divided=True))
+        if twice.apart([whole, whole]) > _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
+            return _Refused(_refusal(loss, shard, sums, whole, [whole, whole]))
         return _Unchecked("on some of the rows alone it is not finite")
     apart, suspect = whole.apart(parts), _suspect(sums.rounding)
     if apart <= suspect:
@@ -254,16 +258,17 @@ def _refusal(loss: Loss, shard: Rows, sums: LossSums, whole: _Numbers, parts: Se
 
 
 def _rounding(values: Any) -> float:
+    """Relative, of the least exact numbers; single precision at the best, with which a loss may have computed."""
     dtypes = {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+    return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
 
 
 def _suspect(rounding: float) -> float:
-    return max(rounding * (4 if rounding > 1e-4 else SUSPECT), 1e-9)
+    return rounding * (4 if rounding > 1e-4 else SUSPECT)
 
 
 def _certain(rounding: float) -> float:
-    return max(rounding * (16 if rounding > 1e-4 else CERTAIN), 5e-8)
+    return rounding * (16 if rounding > 1e-4 else CERTAIN)
 
 
 def _name(loss: Any) -> str:
