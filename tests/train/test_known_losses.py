@@ -471,6 +471,43 @@ UNCHECKED = {
 }
 
 
+class Guessing(nn.Module):
+    """Scores of the chosen tokens alone, which are no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return self.body(x)[chosen]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_outputs_that_are_no_rows_are_the_programs_word(replicas: int, make_strategy: MakeStrategy):
+    torch.manual_seed(0)
+    alone = Guessing().double()
+    module = copy.deepcopy(alone)
+    batches = [((x, y != -100), y) for x, y in batches_of(CASES["ignored labels"], (7, 6, 5))]
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(scores, target[target != -100])
+
+    with make_strategy(replicas).scope():
+        model = Model(module)
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=loss)
+    optimizer = torch.optim.SGD(alone.parameters(), 0.3)
+    for (x, chosen), y in batches:
+        optimizer.zero_grad()
+        loss(alone(x, chosen), y).backward()
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(batches, verbose=0)
+
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value, **TOLERANCE)
+
+
 @pytest.mark.parametrize("name", UNCHECKED)
 def test_what_cannot_be_checked_is_warned_of(name: str, make_strategy: MakeStrategy):
     with make_strategy(2).scope():

@@ -36,6 +36,9 @@ class _Notes(Generic[What]):
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, int, What]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
     def put(self, tensor: Any, what: What) -> None:
         self._of[id(tensor)] = (tensor, _version(tensor), what)
 
@@ -129,7 +132,7 @@ class LossCalls(TorchFunctionMode):
 
     def _linear(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if args and isinstance(args[0], Tensor) and result is not args[0]:
+        if (self._pairs or self._sums) and args and isinstance(args[0], Tensor) and result is not args[0]:
             pair, summed = self._pairs.get(args[0]), self._sums.get(args[0])
             if pair is not None:
                 self._pairs.put(result, (func(pair[0], *args[1:], **kwargs), pair[1]))
@@ -139,7 +142,7 @@ class LossCalls(TorchFunctionMode):
 
     def _added(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if len(args) == 2 and not kwargs:
+        if self._sums and len(args) == 2 and not kwargs:
             first, second = map(self._sums.get, args)
             if first is not None and second is not None:
                 self._sums.put(result, first)

@@ -152,7 +152,8 @@ def _look(loss: Loss, shard: Rows, sums: LossSums, context: ReplicaContext) -> N
         found = _Unchecked(f"on some of the rows alone it ends in {type(error).__name__}: {first_line}")
     if isinstance(found, _Refused):
         raise ConfigError(found.message)
-    if found is not None:
+    # A total and a count of outputs that are no rows, such as those of the words to be guessed, are the program's word.
+    if found is not None and (sums.assumed or not shard.hides()):
         taken = "a mean over" if sums.assumed else "adding up over"
         _warn(
             f"the loss {_name(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if it is "
