@@ -59,7 +59,23 @@ _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
 _PLAIN = (int, float, complex, str, tuple, type(None))
 _SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
-_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE}
+_MAKE_DUAL: Any = torch._VF._make_dual
+_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL}
+
+
+def refuse_forward_mode() -> None:
+    """Forward-mode AD has one level for the whole process: the threads of replicas would close each other's.
+
+    Raises:
+        UsageError: in one of several local replicas.
+    """
+    context = get_replica_context()
+    if context is not None and len(context.strategy.devices) > 1:
+        raise UsageError(
+            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {caller()}; torch has one "
+            f"of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
+            "(torch.func.vjp, jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
+        )
 
 
 def _writers() -> frozenset[Any]:
@@ -244,6 +260,9 @@ class StepGuard:
     def _check_special(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _EMBEDDINGS:
             self._check_embedding(args, kwargs)
+            return
+        if func == _MAKE_DUAL:
+            refuse_forward_mode()
             return
         if func is _SET_GRAD_MODE:
             self._check_metric()

@@ -4,7 +4,8 @@
     meanwhile  which functions run; which tensors the mirrored modules are called with
     after      what has changed of it, once for each function, as a warning
 
-Programs do each of these on purpose too, so none is an error. Later runs cost nothing.
+Programs do each of these on purpose too, so none is an error, but forward-mode AD, which replicas cannot
+have at the same time. Later runs cost nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_call import refusing_plain_calls
+from lockstep.mirroring.step_guard import refuse_forward_mode
 from lockstep.replicas.context import get_replica_context
 
+_FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -101,6 +104,8 @@ class FirstRun:
 
     def _entered(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code not in self._ran:
+            if frame.f_code is _FORWARD_MODE:
+                refuse_forward_mode()
             self._ran[frame.f_code] = frame.f_globals
 
     def _called(self, module: MirroredModule, args: Any, kwargs: Any) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.data.leaves import has_rows, rows_taken
 from lockstep.data.shards import batch_rows
+from lockstep.data.structure import map_leaves
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
@@ -183,12 +185,12 @@ class _MicrobatchSums:
 
     def examine(self, outputs: Any, rows: slice) -> Tensor:
         """The loss of some rows of the shard, which are counted."""
-        y, weight = tree_map(
-            lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf,
+        number = rows.stop - rows.start
+        y, weight = map_leaves(
+            lambda _, leaf: rows_taken(leaf, rows.start, number) if has_rows(leaf) else leaf,
             (self._batch.y, self._batch.sample_weight),
         )
         part = LabelledBatch(self._batch.x, y, weight)
-        number = rows.stop - rows.start
         total, count = _sums(self._job, self._state, outputs, part, number)
         _update_metrics(self._state, outputs, part, number)
         if torch.is_grad_enabled():
