@@ -534,6 +534,63 @@ def test_what_is_checked_says_nothing(name: str, make_strategy: MakeStrategy):
     assert not [each for each in told if "is taken as" in str(each.message)]
 
 
+class Warming(nn.Module):
+    """Its weight grows with its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("centre", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.centre = self.centre * 0.9 + scores.detach().mean(0) * 0.1
+        return (scores - target - self.centre).square().mean(1) * self.calls
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, scores: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return (scores - target).square().mean(1) * self.calls
+
+    def as_method(self, scores: Tensor, target: Tensor) -> Tensor:
+        return self(scores, target)
+
+
+def counting_in_a_closure() -> Callable[[Tensor, Tensor], Tensor]:
+    calls = 0
+
+    def counting(scores: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return (scores - target).square().mean(1) * calls
+
+    return counting
+
+
+STATEFUL = {
+    "module": (Warming, "'Warming' changes 'calls', 'centre'"),
+    "object": (Counting, "'Counting' changes 'Counting.calls'"),
+    "method": (lambda: Counting().as_method, "as_method' changes 'Counting.calls'"),
+    "closure": (counting_in_a_closure, "counting' changes 'calls'"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be checked:UserWarning")
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_loss_that_counts_its_calls_is_warned_of(name: str, make_strategy: MakeStrategy):
+    make, told = STATEFUL[name]
+    with make_strategy(2).scope():
+        model = Model(module_of(CASES["mse"]))
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=make())
+
+    with pytest.warns(UserWarning, match=f"{told}, which every one of 2 replicas does.*on_train_batch_begin"):
+        model.fit(batches_of(CASES["mse"], [6]), verbose=0)
+
+
 def test_the_check_draws_no_random_numbers_of_the_program(make_strategy: MakeStrategy):
     """Two fits, of which the second is one whose loss is looked at anew: dropout draws what it would have drawn."""
     drawn: list[Tensor] = []
