@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -292,7 +293,7 @@ class MirroredObjects:
         """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
         while isinstance(fn, partial):
             fn = fn.func
-        key = code_of(fn)
+        key = code_of(inspect.unwrap(fn))
         # Looking takes hooks, which torch.compile would take for a part of the compiled module.
         if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
             return False
