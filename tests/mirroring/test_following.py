@@ -372,3 +372,34 @@ def test_a_buffer_made_in_some_replicas_only_is_refused(make_strategy: MakeStrat
 
     with pytest.raises(UsageError, match="Net have 3, 2 buffers"):
         strategy.run(step)
+
+
+def test_set_once_for_all_replicas_in_the_middle_of_a_run(make_strategy: MakeStrategy):
+    strategy, net = make_strategy(3), Net()
+    mirrored = strategy.mirror(net)
+
+    def set_all(_: Any) -> None:
+        net.alpha = 0.5
+        net.blocks[0].config.scale = 2.0
+
+    def step() -> tuple[float, float, int]:
+        context = get_replica_context()
+        assert context is not None
+        mirrored.mine = context.local_replica
+        context.merge_call(set_all)
+        return mirrored.alpha, mirrored.blocks[1].config.scale, mirrored.mine
+
+    assert strategy.local_results(strategy.run(step)) == tuple((0.5, 2.0, replica) for replica in range(3))
+    strategy.run(lambda: None)
+    assert [duplicate.mine for duplicate in mirrored.copies] == [0, 1, 2]
+
+
+def test_state_read_between_growth_and_the_next_run(make_strategy: MakeStrategy):
+    mirrored = make_strategy(3).mirror(Net())
+    mirrored.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    own = mirrored.module.state_dict()
+
+    torch.testing.assert_close(dict(mirrored.state_dict()), dict(own))
+    mirrored.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
+    for duplicate in mirrored.copies:
+        assert not any(value.any() for value in duplicate.state_dict().values())

@@ -12,7 +12,8 @@ something.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,13 +58,17 @@ class Following:
         self._leader = {member: group[0] for group in groups for member in group}
         self._leaders = [group[0] for group in groups]
         self._peers = peers
-        self._are_apart = len(self._leaders) > 1
         self._name = type(copies[0]).__name__
         self._open = False
         self._owners: dict[int, Watched] = {}
         self._known: set[int] = set()
         self._fresh: list[tuple[torch.Tensor, ...]] = []
         self._take()
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """The parameters of the user's module, as last seen."""
+        return self._weights[0]
 
     def begin(self) -> bool:
         """Before a run: brings to all copies what was set on the user's module since the last one.
@@ -81,11 +86,18 @@ class Following:
             self._open = False
         restructured = self.follow()
         moved = self._align()
-        for each in self._with_tensors:
-            each.release()
-        self._plain.clear()
-        self._open = True
+        self._let_go()
         return restructured or moved
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """In the middle of a run: what the block sets on the user's module is set for all replicas."""
+        self.end(failed=True)
+        try:
+            yield
+        finally:
+            self.follow()
+            self._let_go()
 
     def follow(self) -> bool:
         """The same for whoever reads or loads between runs: attributes, weights, buffers and parts, not their modes."""
@@ -117,7 +129,6 @@ class Following:
             return
         self._open = False
         if not self._with_tensors and self._is_as_kept():
-            self._see_versions()
             return
         with Distinct():
             differing = [each for each in self._watched if each.tensors or each.differs()]
@@ -139,6 +150,13 @@ class Following:
         """The weights and buffers, each with its copies, that have come since this was asked last."""
         fresh, self._fresh = self._fresh, []
         return fresh
+
+    def _let_go(self) -> None:
+        """The replicas' own time begins."""
+        for each in self._with_tensors:
+            each.release()
+        self._plain.clear()
+        self._open = True
 
     def _take(self) -> None:
         """Looks at all parts anew."""
@@ -194,14 +212,12 @@ class Following:
         self._kept = [each.kept for each in self._watched]
         self._held = [held for each in self._watched for held in each.held]
         self._with_tensors = [each for each in self._watched if each.tensors]
-        self._counted = [each for part in self._watched for each in part.seen_buffers() if not each.is_floating_point()]
         self._see_versions()
 
     def _see_versions(self) -> None:
-        """Tensors that are changed in place: plain ones, buffers that count and are not averaged, weights apart."""
+        """Plain tensors are changed in place too. (Buffers and weights are the business of ``buffer_sync``.)"""
         plain = [each for part in self._with_tensors for each in part.seen_tensors()]
-        self._plain = [(each, each._version) for each in (*self._counted, *plain) if not each.is_inference()]
-        self._stored = [(each.data_ptr(), each._version) for each in self._floating[0]] if self._are_apart else []
+        self._plain = [(each, each._version) for each in plain if not each.is_inference()]
 
     def _is_as_kept(self) -> bool:
         with Distinct():
@@ -253,8 +269,6 @@ class Following:
             if [each.requires_grad for each in weights] != trained:
                 for each, mode in zip(weights, trained, strict=True):
                     each.requires_grad_(mode)
-        if self._are_apart:
-            self._spread_values()
         return self._align_storage()
 
     def _align_storage(self) -> bool:
@@ -270,17 +284,6 @@ class Following:
                 if each.data_ptr() != source.data_ptr():
                     each.data = source.data
         return moved
-
-    def _spread_values(self) -> None:
-        """Gives the other storages the weights that were changed in the user's module since the last run."""
-        for number, (mine, seen) in enumerate(zip(self._floating[0], self._stored, strict=True)):
-            if (mine.data_ptr(), mine._version) != seen:
-                for leader in self._leaders[1:]:
-                    other = self._floating[leader][number]
-                    if other.shape == mine.shape and other.dtype == mine.dtype:
-                        other.data.copy_(mine.data)
-                    else:
-                        other.data = mine.data.to(other.device, copy=True)
 
 
 class Change:

@@ -186,6 +186,11 @@ class MirroredModule(nn.Module):
         """Whether replicas run compiled code."""
         return self._compiled is not None
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other replicas, here or on other workers."""
+        return self._workers.num_replicas > 1
+
     def compare_weights(self) -> None:
         """Checks that all workers that hold the same weights still have the same ones. Every one of them must call it.
 
@@ -241,6 +246,7 @@ class MirroredModule(nn.Module):
             UsageError: called inside a replica.
         """
         self._outside("sync_buffers")
+        self.following.follow()
         self._outside_changes.spread()
         with torch.no_grad():
             for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
@@ -258,6 +264,7 @@ class MirroredModule(nn.Module):
             always: also where no run since the last time can have changed them.
         """
         if not self._workers.alone and (always or self._buffer_averages.trained):
+            self.following.follow()
             self._outside_changes.spread()
             with torch.no_grad():
                 self._buffer_averages.exchange()
@@ -486,11 +493,10 @@ class MirroredModule(nn.Module):
         self._outside_changes.note()
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        if get_replica_context() is None:
-            self.following.follow()
         return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self.following.follow()
         with torch.no_grad():
             self._outside_changes.spread()
             means, copies = self._buffer_averages.read(), list(self._buffer_copies())

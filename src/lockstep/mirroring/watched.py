@@ -243,12 +243,6 @@ class Watched:
             if isinstance(tensor, torch.Tensor):
                 yield tensor
 
-    def seen_buffers(self) -> Iterator[torch.Tensor]:
-        """The buffers."""
-        for tensor in self.kept[_BUFFERS_AT].values():
-            if tensor is not None:
-                yield tensor
-
     def twin_contents(self, replica: int) -> list[Container | None]:
         """The other replica's counterpart of each of ``live``; None where it has another kind of thing there."""
         twin = self.twins[replica - 1].__dict__
