@@ -86,7 +86,7 @@ def test_the_error_of_a_step_that_cannot_take_0_rows_says_so(make_strategy):
     with pytest.raises(RuntimeError) as raised:
         strategy.run(lambda x, y: mirrored(x), batch)
     notes = " ".join(raised.value.__notes__)
-    assert all(word in notes for word in ("0 rows", "4 replicas", "drop_last", "optimizer.step()"))
+    assert all(word in notes for word in ("0 rows", "4 replicas", "drop_last", "ls.has_rows", "optimizer.step()"))
 
 
 def test_an_error_in_a_shard_with_rows_says_nothing_of_0_rows(make_strategy):
@@ -105,7 +105,7 @@ def test_a_step_that_runs_its_passes_only_where_there_are_rows_equals_one_device
 
     def step(x: Tensor, y: Tensor, rows: int) -> None:
         optimizer.zero_grad()
-        if len(x):
+        if ls.has_rows((x, y)):
             losses = F.cross_entropy(mirrored(x), y, reduction="none")
             ls.compute_average_loss(losses, global_batch_size=rows).backward()
         optimizer.step()
@@ -113,6 +113,19 @@ def test_a_step_that_runs_its_passes_only_where_there_are_rows_equals_one_device
     for (x, y), rows in zip(strategy.distribute_dataset(batches()), SIZES, strict=True):
         strategy.run(step, (x, y, rows))
     close(plain, by_hand())
+
+
+def test_has_rows_looks_at_tensors_and_lists_of_rows(make_strategy):
+    batch = {"x": [torch.ones(row + 3) for row in range(2)], "name": ["a", "b"], "n": 3}
+    (shards,) = make_strategy(3).distribute_datasets_from_function(lambda _: [batch])
+    assert [ls.has_rows(make_strategy(3).local_results(shards)[replica]) for replica in range(3)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not ls.has_rows(torch.ones(0, 3))
+    with pytest.raises(ls.errors.DataError, match="has_rows"):
+        ls.has_rows(3)
 
 
 def test_a_module_that_cannot_take_0_rows_trains_where_no_shard_is_empty(make_strategy):

@@ -143,6 +143,28 @@ def two_passes(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
     return losses[::2].sum(), losses[1::2].sum()
 
 
+def train_clipped_between(strategy: ls.Strategy) -> dict[str, Tensor]:
+    """Two passes that add up, and between them a look at the gradients: the sums of all workers."""
+    module = net()
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+
+    def step(batch: tuple[Tensor, Tensor], announced: bool) -> None:
+        context = ls.get_replica_context()
+        assert context is not None
+        rows = context.all_reduce("sum", float(len(batch[0])))
+        with replicated.no_sync() if announced else nullcontext():
+            (two_passes(replicated, *batch)[0] / rows).backward()
+        torch.nn.utils.clip_grad_norm_(replicated.parameters(), 0.1)
+        (two_passes(replicated, *batch)[1] / rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number, batch in enumerate(strategy.distribute_dataset(batches())):
+        strategy.run(step, (batch, bool(number % 2)))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 ANNOUNCED: dict[str, set[int]] = {
     "inside": {0, 1, 2, 3},
     "outside": {0, 1, 2, 3},
@@ -196,6 +218,7 @@ def run_job() -> dict[str, Any]:
     strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(bucket_mb=0.0005))
     results: dict[str, Any] = {name: train(strategy, change) for name, change in CHANGES.items()}
     results["frozen"] = train_frozen(strategy)
+    results["clipped between"] = train_clipped_between(strategy)
     for name in ANNOUNCED:
         with kept_warnings() as messages:
             results[name] = (*train_in_passes(strategy, name), messages)
@@ -282,3 +305,18 @@ def test_a_cycle_without_a_change_brings_back_the_exchange_during_the_pass(resul
 
     assert gone == [[(ALL, ALL)] * 2, [(NONE, NONE)] * 2, [(NONE, ALL)] * 2, [(NONE, ALL)] * 2]
     assert len(warnings) == 1
+
+
+def test_a_look_at_the_gradients_between_passes_is_one_device_s(results: dict[str, Any]):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        # The halves of each replica's rows, as the replicas have them.
+        shards = list(zip(x.tensor_split(4), y.tensor_split(4), strict=True))
+        (sum(two_passes(module, *shard)[0] for shard in shards) / len(x)).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        (sum(two_passes(module, *shard)[1] for shard in shards) / len(x)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+    torch.testing.assert_close(results["clipped between"], dict(module.state_dict()), rtol=1e-9, atol=1e-12)

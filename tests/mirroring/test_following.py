@@ -350,6 +350,29 @@ def test_what_cannot_be_copied_is_refused_by_its_name(make_strategy: MakeStrateg
     strategy.run(lambda: None)
 
 
+def test_a_mirrored_module_set_in_another_is_refused(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    first, second = strategy.mirror(Net()), strategy.mirror(Net())
+    first.head = second
+
+    with pytest.raises(UsageError, match=r"'head', set on Net,.*mirrored module"):
+        strategy.run(lambda: None)
+    first.head = second.module.head
+    strategy.run(lambda: None)
+    assert [duplicate.head for duplicate in first.copies] == [duplicate.head for duplicate in second.copies]
+
+
+def test_what_belongs_to_the_strategy_is_the_same_for_all(make_strategy: MakeStrategy):
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(Net())
+    mirrored.strategy, mirrored.count = strategy, strategy.variable(1.0, aggregation="sum")
+    mirrored.optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+    strategy.run(lambda: None)
+
+    for name in ("strategy", "count", "optimizer"):
+        assert len({id(getattr(duplicate, name)) for duplicate in mirrored.copies}) == 1
+
+
 def test_a_parameter_made_in_a_step_is_refused(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     mirrored = strategy.mirror(Net())

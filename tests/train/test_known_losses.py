@@ -136,6 +136,14 @@ class Scaled(nn.CrossEntropyLoss):
         return super().forward(input * 2, target)
 
 
+class Halved(nn.CrossEntropyLoss):
+    """Known by name only: it divides by half the rows, and half the labels that are not ignored."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        losses = F.cross_entropy(input, target, reduction="none")
+        return losses.sum() * 2 / (len(target) + (target != -100).sum())
+
+
 class Wrapper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +180,12 @@ def masked_sum(scores: Tensor, target: Tensor) -> Tensor:
     return (losses * mask).sum() / max(mask.sum().item(), 1)
 
 
+def half_of_masked_squares(scores: Tensor, target: Tensor) -> Tensor:
+    mask = (target != -100).double()[..., None]
+    squares, sizes = ((scores - 1).square() * mask).sum(), (scores.abs() * mask).sum()
+    return (0.5 * squares + sizes) / mask.sum()
+
+
 def sum_of_chosen(scores: Tensor, target: Tensor) -> Tensor:
     chosen = F.cross_entropy(scores.transpose(1, 2), target, reduction="none")[target != -100]
     return chosen.sum() / max(len(chosen), 1)
@@ -204,6 +218,7 @@ CASES = {
     "partial": Case(partial(F.cross_entropy, weight=WEIGHT), with_ignored),
     "function": Case(lambda scores, target: F.cross_entropy(scores, target, WEIGHT), with_ignored),
     "subclass": Case(Scaled(), with_ignored),
+    "subclass with another count": Case(Halved(), with_one_in_three_ignored),
     "nll": Case(nn.NLLLoss(WEIGHT), with_ignored, lambda scores: scores.log_softmax(1)),
     "bce": Case(nn.BCELoss(), bits, torch.sigmoid),
     "bce with logits": Case(nn.BCEWithLogitsLoss(pos_weight=WEIGHT), bits),
@@ -232,6 +247,8 @@ CASES = {
     "masked sum": Case(sum_over_chosen, token_labels),
     "masked sum by a number": Case(masked_sum, token_labels),
     "sum of chosen": Case(sum_of_chosen, token_labels),
+    "half of masked squares": Case(half_of_masked_squares, token_labels),
+    "scaled": Case(lambda scores, y: -0.5 * -F.cross_entropy(scores, y, WEIGHT) * 3 / 2, with_ignored),
     "ctc": Case(lines, token_labels),
     "by hand": Case(hand_written, numbers),
     "mixed": Case(evenly_mixed, labels),
@@ -285,12 +302,9 @@ class Summed(nn.MSELoss):
         return (input - target).square().sum()
 
 
-class Halved(nn.CrossEntropyLoss):
-    """Known by name only: it divides by the rows and half the ignored labels."""
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        losses = F.cross_entropy(input, target, reduction="none")
-        return losses.sum() * 2 / (len(target) + float((target != -100).sum()))
+def over_a_root(scores: Tensor, target: Tensor) -> Tensor:
+    mask = target != -100
+    return F.cross_entropy(scores, target, reduction="sum") / mask.sum().sqrt()
 
 
 def contrastive(scores: Tensor, target: Tensor) -> Tensor:
@@ -333,10 +347,10 @@ REFUSED = {
     "contrastive": Case(contrastive, labels),
     "contrastive, a value per row": Case(contrastive_rows, labels),
     "root": Case(root, numbers),
-    "subclass with another count": Case(Halved(), with_one_in_three_ignored),
+    "over a root": Case(over_a_root, with_one_in_three_ignored),
     "two means as a pair": Case(two_means, labels),
     "ignored labels in a mixture": Case(ignored_in_a_mixture, with_ignored),
-    "weights in a mixture": Case(lambda s, y: 2 * F.cross_entropy(s, y, WEIGHT), labels),
+    "weights in a mixture": Case(lambda s, y: F.cross_entropy(s, y, WEIGHT) + s.mean(), labels),
     "columns beside rows": Case(F.mse_loss, flat, lambda scores: scores[:, :1]),
     "columns beside rows, values": Case(lambda s, y: (s - y).square(), flat, lambda scores: scores[:, :1]),
 }

@@ -163,7 +163,9 @@ class Following:
         self._parts = [list(duplicate.modules()) for duplicate in self._copies]
         self._check_alike("submodules", self._parts)
         self._owners.clear()
-        self._watched = [Watched(part, tuple(twins), self._owners) for part, *twins in zip(*self._parts, strict=True)]
+        parts = [(mine, tuple(twins)) for mine, *twins in zip(*self._parts, strict=True)]
+        # A part that is one object in all copies, a mirrored metric, sees to its replicas itself.
+        self._watched = [Watched(mine, twins, self._owners) for mine, twins in parts if mine not in twins]
         self._weights = [list(duplicate.parameters()) for duplicate in self._copies]
         self._check_alike("parameters", self._weights)
         buffers = [list(duplicate.buffers()) for duplicate in self._copies]
@@ -354,11 +356,9 @@ class Change:
         return self._watched.places[number - 1 - len(OWN)]
 
     def _copy(self, value: Any, key: Any) -> Any:
-        return (
-            value
-            if is_atom(value)
-            else self._copying.of(value, f"{key!r}, set on {type(self._watched.part).__name__},")
-        )
+        if is_atom(value) and not isinstance(value, nn.Module):
+            return value
+        return self._copying.of(value, f"{key!r}, set on {type(self._watched.part).__name__},")
 
 
 def _bring_flags(own: Any, other: Any) -> None:

@@ -51,6 +51,7 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     ]
 )
+_OWN_OBJECTS = f"{__name__.partition('.')[0]}."
 _WITHOUT_CONTENT = (nn.Module, torch.Tensor, Optimizer, type, types.MethodType, types.ModuleType)
 Container = Any
 """A dict, list, deque or set, live or kept; a tuple stands for itself."""
@@ -81,8 +82,9 @@ class Distinct(TorchFunctionMode):
 
 
 def is_atom(value: Any) -> bool:
-    """Whether nothing in it can change, so that it is every replica's as it is."""
-    return type(value) in _ATOMS or isinstance(value, enum.Enum)
+    """Whether it is every replica's as it is: nothing in it can change, or it is this package's, such as a strategy."""
+    kind = type(value)
+    return kind in _ATOMS or isinstance(value, enum.Enum) or kind.__module__.startswith(_OWN_OBJECTS)
 
 
 def content_of(value: Any) -> Container | None:

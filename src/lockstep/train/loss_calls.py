@@ -40,7 +40,7 @@ class LossCalls(TorchFunctionMode):
         self._of_nothing: set[int] = set()
         self._reads: set[float] = set()
         self._unclamped: dict[int, tuple[Tensor, Tensor]] = {}
-        self._labelled: list[tuple[Tensor, Labels]] = []
+        self._labels: list[Labels] = []
         self._masked = False
 
     def __torch_function__(
@@ -60,9 +60,10 @@ class LossCalls(TorchFunctionMode):
         found = self._sums.get(id(returned))
         return None if found is None else found[1]
 
-    def labels_beside(self, returned: Any) -> list[Labels]:
-        """The labels of the means over labels that went into ``returned`` and are not ``returned`` itself."""
-        return [labels for result, labels in self._labelled if result is not returned]
+    @property
+    def labels(self) -> list[Labels]:
+        """Those that means over labels were taken of."""
+        return self._labels
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
@@ -77,7 +78,7 @@ class LossCalls(TorchFunctionMode):
         result = total / count
         self._pairs[id(result)] = (result, (total, count))
         if func in _OF_LABELS and not _are_probabilities(given):
-            self._labelled.append((result, Labels(given["target"], given.get("weight"), _ignored(given))))
+            self._labels.append(Labels(given["target"], given.get("weight"), _ignored(given)))
         return result
 
     def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,9 +99,31 @@ class LossCalls(TorchFunctionMode):
             self._pairs[id(result)] = (result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
         return result
 
+    def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if args and not kwargs and all(isinstance(each, (int, float)) for each in args[1:]):
+            self._note_scaled(result, args[0], func, args[1:])
+        return result
+
+    def _note_scaled(self, result: Any, of: Any, func: Callable[..., Any], by: tuple[float, ...]) -> None:
+        if id(of) in self._pairs:
+            total, count = self._pairs[id(of)][1]
+            self._pairs[id(result)] = (result, (func(total, *by), count))
+        elif id(of) in self._sums:
+            self._sums[id(result)] = (result, self._sums[id(of)][1])
+
+    def _added(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if len(args) == 2 and not kwargs and all(id(each) in self._sums for each in args):
+            self._sums[id(result)] = (result, self._sums[id(args[0])][1])
+        return result
+
     def _quotient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = _OUT_OF_PLACE.get(func, func)(*args, **kwargs)
-        if len(args) == 2 and not kwargs and id(args[0]) in self._sums:
+        func = _OUT_OF_PLACE.get(func, func)
+        result = func(*args, **kwargs)
+        if len(args) == 2 and not kwargs and id(args[0]) in self._pairs and isinstance(args[1], (int, float)):
+            self._note_scaled(result, args[0], func, args[1:])
+        elif len(args) == 2 and not kwargs and id(args[0]) in self._sums:
             total, count = args
             if isinstance(count, Tensor) and count.numel() == 1:
                 self._pairs[id(result)] = (result, (total, self._unclamped.get(id(count), (count, count))[1]))
@@ -246,6 +269,9 @@ _WATCHED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.mean, Tensor.mean], LossCalls._mean),
     **dict.fromkeys([torch.div, torch.true_divide, Tensor.div, Tensor.true_divide], LossCalls._quotient),
     **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], LossCalls._quotient),
+    **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], LossCalls._scaled),
+    **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], LossCalls._scaled),
+    **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], LossCalls._added),
     **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], LossCalls._clamp),
     **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], LossCalls._clamp),
     **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], LossCalls._read),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.parallel.scores import holds_divided
@@ -26,6 +26,7 @@ from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.train.batch import LabelledBatch
 from lockstep.train.loss import loss_sums
 from lockstep.train.loss_calls import Labels, LossCalls
+from lockstep.train.rows import Rows, random_numbers_apart
 
 Loss = Callable[[Any, Any], Any]
 
@@ -62,42 +63,6 @@ class LossSums:
     rounding: float = torch.finfo(torch.float32).eps
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A shard as the loss sees it, which can be divided."""
-
-    outputs: Any
-    batch: LabelledBatch
-    rows: int
-
-    def leaves(self) -> tuple[list[Any], Any]:
-        return tree_flatten((self.outputs, self.batch.y, self.batch.sample_weight))
-
-    def take(self, index: Tensor) -> _Rows:
-        leaves, structure = self.leaves()
-        taken = [leaf[index] if self.is_divided(leaf) else leaf for leaf in leaves]
-        outputs, y, weight = tree_unflatten(taken, structure)
-        return _Rows(outputs, LabelledBatch(None, y, weight), index.numel())
-
-    def is_divided(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
-
-    def hides(self) -> bool:
-        """Whether the outputs hold what has no rows: a number that the module computed, a cache."""
-        plain = (int, float, str, type(None))
-        return any(not self.is_divided(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
-
-    def without_hidden(self) -> _Rows:
-        """The same with something else in place of what has no rows."""
-
-        def other(leaf: Any) -> Any:
-            if self.is_divided(leaf):
-                return leaf
-            return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
-
-        return _Rows(tree_map(other, self.outputs), self.batch, self.rows)
-
-
 class ReplicaLoss:
     """The loss on one replica, in one pass."""
 
@@ -120,7 +85,7 @@ class ReplicaLoss:
         Raises:
             ConfigError: the loss returned what is no loss, or one that is not the sum of its parts.
         """
-        shard = _Rows(outputs, batch, rows)
+        shard = Rows(outputs, batch, rows)
         sums = _sums_of(loss, shard, divided=divided)
         self._steps += 1
         if divided and not holds_divided(outputs):
@@ -136,7 +101,7 @@ class ReplicaLoss:
         return self._steps <= FIRST_LOOKS or (self._steps <= LAST_LOOK and self._steps.bit_count() == 1)
 
 
-def _sums_of(loss: Loss, shard: _Rows, *, divided: bool) -> LossSums:
+def _sums_of(loss: Loss, shard: Rows, *, divided: bool) -> LossSums:
     weight = shard.batch.sample_weight
     with LossCalls() as calls:
         returned = loss(shard.outputs, shard.batch.y)
@@ -153,7 +118,7 @@ def _sums_of(loss: Loss, shard: _Rows, *, divided: bool) -> LossSums:
             f"times larger as the global batch has rows, or {_WAYS}"
         )
     total, count = loss_sums(returned, shard.rows)
-    return LossSums(total, count, assumed=True, beside=calls.labels_beside(returned), rounding=rounding)
+    return LossSums(total, count, assumed=True, beside=calls.labels, rounding=rounding)
 
 
 def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
@@ -170,16 +135,14 @@ def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
         )
 
 
-def _look(loss: Loss, shard: _Rows, sums: LossSums, context: ReplicaContext) -> None:
+def _look(loss: Loss, shard: Rows, sums: LossSums, context: ReplicaContext) -> None:
     """Compares a shard with its parts.
 
     Raises:
         ConfigError: it is not the sum of its parts.
     """
-    tensors = [leaf for leaf in shard.leaves()[0] if isinstance(leaf, Tensor)]
-    devices = sorted({leaf.device.index for leaf in tensors if leaf.device.type == "cuda"})
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), in_context(context.alone()):
+        with torch.no_grad(), random_numbers_apart(context), in_context(context.alone()):
             found = _compared(loss, shard, sums)
     except CollectiveError:  # of a loss that knows of the other replicas
         found = _Unchecked("it calls collectives") if sums.assumed else None
@@ -210,15 +173,14 @@ class _Refused:
     message: str
 
 
-def _compared(loss: Loss, shard: _Rows, sums: LossSums) -> _Unchecked | _Refused | None:
+def _compared(loss: Loss, shard: Rows, sums: LossSums) -> _Unchecked | _Refused | None:
     """None where the shard is the sum of its parts."""
     whole = _Numbers.of(sums)
     if not whole.finite:
         return None
-    device = next((leaf.device for leaf in shard.leaves()[0] if shard.is_divided(leaf)), None)
-    if device is None:
+    index = shard.index()
+    if index is None:
         return _Unchecked("no tensor of its arguments has a row for each example")
-    index = torch.arange(shard.rows, device=device)
     if shard.rows == 1:  # twice the same row must give the same mean
         index = index.repeat(2)
         whole = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
@@ -240,7 +202,7 @@ def _compared(loss: Loss, shard: _Rows, sums: LossSums) -> _Unchecked | _Refused
     return _Refused(_refusal(loss, shard, sums, whole, parts))
 
 
-def _depends_on_hidden(loss: Loss, shard: _Rows, whole: _Numbers, rounding: float) -> bool:
+def _depends_on_hidden(loss: Loss, shard: Rows, whole: _Numbers, rounding: float) -> bool:
     try:
         other = _Numbers.of(_sums_of(loss, shard.without_hidden(), divided=True))
     except _FAILURES:
@@ -275,7 +237,7 @@ def _apart(whole: float, parts: Sequence[float]) -> float:
     return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
 
 
-def _refusal(loss: Loss, shard: _Rows, sums: LossSums, whole: _Numbers, parts: Sequence[_Numbers]) -> str:
+def _refusal(loss: Loss, shard: Rows, sums: LossSums, whole: _Numbers, parts: Sequence[_Numbers]) -> str:
     means = [part.total / part.count for part in parts if part.count]
     is_sum = sums.assumed and math.isclose(sum(means), whole.total / whole.count, rel_tol=_certain(sums.rounding))
     shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]

@@ -72,7 +72,7 @@ class ReplicaMetrics:
         self._workers = workers
         self._home = home
         self._checked = home is None or home.kind == "CPU" or not metrics
-        self._copies = [{name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
+        self._copies = [{name: fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
 
     @classmethod
     def on(cls, strategy: Strategy, metrics: Mapping[str, Any]) -> Self:
@@ -126,7 +126,8 @@ def gather_states(metric: Any) -> None:
                 setattr(part, name, gathered(state))
 
 
-def _fresh_copy(metric: Any, device: torch.device) -> Any:
+def fresh_copy(metric: Any, device: torch.device) -> Any:
+    """The metric on a device, without its states."""
     fresh = copy.deepcopy(metric).to(device)
     fresh.reset()
     return fresh
