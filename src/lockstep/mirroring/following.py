@@ -174,6 +174,7 @@ class Following:
             [each for each, mine in zip(own, self._weights[0], strict=True) if mine.is_floating_point()]
             for own in self._weights
         ]
+        self._addresses: dict[int, list[int]] = {}
         known, self._known = self._known, {id(each) for each in (*self._weights[0], *buffers[0])}
         if known:
             every = (*zip(*self._weights, strict=True), *zip(*buffers, strict=True))
@@ -275,16 +276,16 @@ class Following:
 
     def _align_storage(self) -> bool:
         """Shares the storage of weights once more where the user has given some another (``.data = ``)."""
-        moved = False
         addresses = {leader: [each.data_ptr() for each in self._floating[leader]] for leader in self._leaders}
+        if addresses == self._addresses:
+            return False
+        self._addresses = addresses
+        moved = False
         for replica, leader in self._leader.items():
-            own = self._floating[replica]
-            if leader == replica or [each.data_ptr() for each in own] == addresses[leader]:
-                continue
-            moved = True
-            for each, source in zip(own, self._floating[leader], strict=True):
-                if each.data_ptr() != source.data_ptr():
+            for each, source in zip(self._floating[replica], self._floating[leader], strict=True):
+                if each.data_ptr() != source.data_ptr() and leader != replica:
                     each.data = source.data
+                    moved = True
         return moved
 
 
