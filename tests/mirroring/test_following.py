@@ -170,12 +170,23 @@ def another_forward(net: Net) -> None:
     net.forward = MethodType(forward, net)  # type: ignore[method-assign]
 
 
+class Doubling(Net):
+    """Its outputs are twice those of the class that it inherits from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def another_class(net: Net) -> None:
+    net.__class__ = Doubling
+
+
 CHANGES: list[Callable[[Net], None]] = [
     *(an_attribute, an_attribute_of_a_part, a_config_that_parts_share, a_list_in_a_config, another_config),
     *(an_equal_config_that_changes_later, a_dict, a_deque, a_set, a_plain_tensor, a_plain_tensor_in_place),
     *(a_tensor_with_a_history, a_buffer_that_is_no_average, another_buffer, a_new_buffer, a_frozen_part),
     *(a_part_without_weights, a_part_left_out, parts_exchanged, a_weight_tied, values_of_weights),
-    *(other_storage_of_weights, another_forward),
+    *(other_storage_of_weights, another_forward, another_class),
 ]
 
 

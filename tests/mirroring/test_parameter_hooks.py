@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lockstep as ls
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -249,3 +250,27 @@ def test_outside_replicas_they_act_as_ever(make_strategy: MakeStrategy):
         for number in range(2):
             module(rows(number)).square().sum().backward()
     torch.testing.assert_close([each.grad for each in users.parameters()], [each.grad for each in plain.parameters()])
+
+
+def test_fit_gives_them_the_gradient_of_the_mean(make_strategy: MakeStrategy):
+    targets = torch.randn(14, 3, generator=torch.Generator().manual_seed(9))
+    inputs = torch.cat([rows(0), rows(1)])
+    plain = net()
+    limit(plain, [])
+    own = torch.optim.SGD(plain.parameters(), 0.5)
+    for at in (0, 8):
+        own.zero_grad()
+        nn.functional.mse_loss(plain(inputs[at : at + 8]), targets[at : at + 8]).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        own.step()
+
+    users = net()
+    with make_strategy(3).scope():
+        model = ls.Model(users)
+        model.compile(
+            optimizer=torch.optim.SGD(users.parameters(), 0.5), loss=nn.MSELoss(reduction="none"), clip_norm=0.1
+        )
+    limit(users, [])
+    model.fit([(inputs[:8], targets[:8]), (inputs[8:], targets[8:])], verbose=0)
+
+    torch.testing.assert_close(dict(users.state_dict()), dict(plain.state_dict()))

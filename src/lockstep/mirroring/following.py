@@ -115,6 +115,7 @@ class Following:
             self._bring(replica, differing, copyings)
         if restructured:
             self._take()
+            self._spread_values()
         else:
             self._keep(differing)
         return restructured
@@ -214,6 +215,7 @@ class Following:
         self._live = [each.live for each in self._watched]
         self._kept = [each.kept for each in self._watched]
         self._held = [held for each in self._watched for held in each.held]
+        self._kinds = list(map(type, self._parts[0]))
         self._with_tensors = [each for each in self._watched if each.tensors]
         self._see_versions()
 
@@ -224,7 +226,7 @@ class Following:
 
     def _is_as_kept(self) -> bool:
         with Distinct():
-            if not equal(self._live, self._kept):
+            if not equal(self._live, self._kept) or list(map(type, self._parts[0])) != self._kinds:
                 return False
         if any(container[key] is not value for container, key, value in self._held):
             return False
@@ -233,7 +235,11 @@ class Following:
     def _bring_plain(self, differing: Sequence[Watched]) -> bool:
         """Brings all that differs to all copies, if it is nothing but plain values, as of a schedule; else False."""
         changes = [each.plain_changes() for each in differing]
-        if any(each is None for each in changes) or any(each._version != seen for each, seen in self._plain):
+        if (
+            list(map(type, self._parts[0])) != self._kinds
+            or any(each is None for each in changes)
+            or any(each._version != seen for each, seen in self._plain)
+        ):
             return False
         for part, those in zip(differing, changes, strict=True):
             for own in (*(twin.__dict__ for twin in part.twins), part.kept[0]):
@@ -255,11 +261,20 @@ class Following:
         )
         contents = [each.twin_contents(replica) for each in differing]  # before anything is changed
         for each, theirs in zip(differing, contents, strict=True):
-            Change(each, theirs, copying).bring()
+            Change(each, each.twins[replica - 1], theirs, copying).bring()
         with torch.no_grad():
             for tensor, version in self._plain:
                 if tensor._version != version and id(tensor) in known:
                     known[id(tensor)].copy_(tensor)
+
+    def _spread_values(self) -> None:
+        """Gives the other storages the user's weights: a change of parts may have changed values under new names."""
+        for leader in self._leaders[1:]:
+            for mine, other in zip(self._floating[0], self._floating[leader], strict=True):
+                if other.shape == mine.shape and other.dtype == mine.dtype:
+                    other.data.copy_(mine.data)
+                else:
+                    other.data = mine.data.to(other.device, copy=True)
 
     def _align(self) -> bool:
         """The training mode, the frozen parameters and the storage of the weights are the user's module's."""
@@ -294,18 +309,21 @@ class Change:
 
     Args:
         watched: the part.
+        twin: the copy.
         theirs: the copy's containers, as ``Watched.twin_contents`` gives them.
         copying: makes this replica's copy of what is new.
     """
 
-    def __init__(self, watched: Watched, theirs: Sequence[Any], copying: Copying) -> None:
+    def __init__(self, watched: Watched, twin: nn.Module, theirs: Sequence[Any], copying: Copying) -> None:
         self._watched = watched
+        self._twin = twin
         self._theirs = theirs
         self._copying = copying
 
     def bring(self) -> None:
         """Brings it."""
         own, other = self._watched.part.__dict__, self._theirs[0]
+        self._twin.__class__ = type(self._watched.part)  # parametrizations make another of it
         for number, (live, kept, theirs) in enumerate(
             zip(self._watched.live, self._watched.kept, self._theirs, strict=True)
         ):

@@ -210,6 +210,8 @@ class MirroredModule(nn.Module):
             Whether any copy has other weights or parts than before, or weights in other memory.
         """
         moved = self.following.begin()
+        if moved:
+            self._outside_changes.look_again()
         moved |= self._outside_changes.run_begins()
         fresh = self.following.take_fresh()
         if fresh and not self._workers.alone and not self.shares_weights:

@@ -206,6 +206,8 @@ class Watched:
 
     def differs(self) -> bool:
         """Whether anything is another than when last seen, or has other contents. Asked inside ``Distinct``."""
+        if type(self.part) is not type(self.twins[0] if self.twins else self.part):
+            return True
         return not equal(self.live, self.kept) or any(
             container[key] is not value for container, key, value in self.held
         )
