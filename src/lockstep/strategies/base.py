@@ -119,9 +119,11 @@ class Strategy(Executor):
                 self._mirrored.settled(),
                 self._mirrored.clearing_after_failure(len(self.devices)),
             ):
-                return merge(self._execute(fn, bodies, rows))
+                results = merge(self._execute(fn, bodies, rows))
         finally:
             self._mirrored.note()
+        self._mirrored.sum_after_run(self)
+        return results
 
     def changes_spread(self) -> AbstractContextManager[None]:
         """Opens a block in the middle of a run whose changes to the users' modules reach all copies."""
