@@ -87,8 +87,8 @@ class ReplicaThreads:
 def _settle_interrupts() -> None:
     """Has the interpreter look at an interrupt that arrives, and so at none that was taken back.
 
-    CPython 3.11 and 3.12 go on expecting one that was taken back, in all threads, until another has been raised. In 3.11
-    a thread that is profiled or traced then stands still for ever at its next call of a function.
+    CPython 3.11 and 3.12 go on expecting one that was taken back, in all threads, until another has been raised. In
+    3.11 a thread that is profiled or traced then stands still for ever at its next call of a function.
     """
     try:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Settled))
