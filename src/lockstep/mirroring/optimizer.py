@@ -22,6 +22,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.exchange import Copies, GradientExchange
 from lockstep.mirroring.given_sums import GivenSums
 from lockstep.mirroring.param_groups import guard_groups
+from lockstep.mirroring.parameter_hooks import forget
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.mirroring.updaters import HeldState
@@ -351,6 +352,9 @@ class MirroredOptimizer(Optimizer):
             self._given.forget(replica)
         self._holds_sums = self._summed_after_run = False
         self._lost = ""
+        if context is None or context.local_replica == 0:
+            with torch._C.DisableTorchFunction():
+                forget(self._parameters)
 
     def gradient_marks(self) -> list[tuple[int, int]] | None:
         """By what to tell whether a run has changed gradients that were there before it; None where none were."""

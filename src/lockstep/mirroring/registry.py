@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
 from lockstep.mirroring.param_groups import guard_groups
+from lockstep.mirroring.parameter_hooks import HeldHook, hold, release
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
@@ -56,6 +58,7 @@ class MirroredObjects:
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
+        self._held_hooks: list[HeldHook] = []
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
@@ -216,8 +219,18 @@ class MirroredObjects:
             module.begin_run()
             if module.align():
                 self._guarded = -1
+        self._hold_hooks()
         for optimizer in self.optimizers:
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
+
+    def _hold_hooks(self) -> None:
+        """The user's hooks on parameters wait for the sum of the gradients."""
+        parts = (module for module in self.modules if not (module.is_part or module.shares_weights))
+        own = [parameter for module in parts if module.has_others for parameter in module.following.weights]
+        self._held_hooks = hold(own, self._stepped)
+
+    def _stepped(self) -> set[int]:
+        return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
     def note(self) -> None:
         """After a run: what is changed in the users' modules from here on is changed outside replicas."""
@@ -229,7 +242,10 @@ class MirroredObjects:
         """What to run a program's function in, that runs once for all replicas in the middle of a run."""
         self.note()
         try:
-            yield
+            with ExitStack() as stack:
+                for module in self.modules:
+                    stack.enter_context(module.following.paused())
+                yield
         finally:
             for module in self.modules:
                 module.outside_changes.run_begins()
@@ -252,6 +268,7 @@ class MirroredObjects:
             yield
             failed = False
         finally:
+            release(self._held_hooks)
             for module in self.modules:
                 module.following.end(failed=failed)
 
@@ -292,7 +309,7 @@ class MirroredObjects:
         """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
         while isinstance(fn, partial):
             fn = fn.func
-        key = code_of(fn)
+        key = code_of(inspect.unwrap(fn))
         # Looking takes hooks, which torch.compile would take for a part of the compiled module.
         if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
             return False

@@ -235,7 +235,7 @@ class Strategy(Executor):
                 a dataset of its own ("off").
             prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
                 the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
-                your own.
+                your own, and data that draws random numbers is then read when it is asked for.
             lists: what lists and tuples in a batch are: of one item a row ("rows"), structure ("columns"), or what
                 their lengths say ("auto"), where a list that could be both is refused.
         """
