@@ -102,6 +102,13 @@ class OutsideChanges:
         self._running = True
         return found
 
+    def look_again(self) -> None:
+        """All copies have got other parts, weights or buffers; between runs."""
+        self.spread()
+        if len(self._copies) > 1:
+            self._look_up()
+            self.note()
+
     @torch.no_grad()
     def spread(self) -> bool:
         """Copies what was changed outside to all copies.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -25,10 +26,14 @@ from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
 from lockstep.mirroring.param_groups import guard_groups
+from lockstep.mirroring.parameter_hooks import HeldHook, hold, release
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.issue import code_of
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
 
 
 class MirroredObjects:
@@ -48,9 +53,12 @@ class MirroredObjects:
         self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
         self._made = 0  # modules so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
+        self._by_hand: list[tuple[nn.Parameter, ...]] | None = None
+        self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
+        self._held_hooks: list[HeldHook] = []
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
@@ -141,8 +149,32 @@ class MirroredObjects:
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
+        for former in [each for each in self._adopted if _have_in_common(each, mirrored)]:
+            self._adopted.remove(former)
+            self.optimizers.discard(former)
         self.optimizers.add(mirrored)
+        self._guarded = -1
         return mirrored
+
+    def sum_after_run(self, strategy: Strategy) -> None:
+        """After a run: gradients that replicas have left are summed, for whoever looks at them outside.
+
+        Where an optimizer shares parameters with another one, its step sums them as before.
+        """
+        if not strategy.workers.alone or len(strategy.devices) == 1:
+            return
+        if self._by_hand is None:
+            stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
+            every = (zip(*(copy.parameters() for copy in module.copies), strict=True) for module in self.modules)
+            self._by_hand = [copies for module in every for copies in module if id(copies[0]) not in stepped]
+            self._stepped_twice = {each for each, times in stepped.items() if times > 1}
+        for copies in self._by_hand:
+            if any(copy.grad is not None for copy in copies[1:]):
+                self._adopt(strategy, copies[0])
+                break
+        for optimizer in tuple(self.optimizers):
+            if not any(id(copies[0]) in self._stepped_twice for copies in optimizer.parameters):
+                optimizer.sum_after_run()
 
     def adopt(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
         """Has the gradients of a module that no optimizer steps added up, for a step that updates weights by hand.
@@ -151,11 +183,13 @@ class MirroredObjects:
             context: of a replica, for its strategy.
             parameter: a weight of the module.
         """
+        self._adopt(context.strategy, parameter)
+
+    def _adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
         stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
             if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
-                strategy = context.strategy
                 summing = torch.optim.SGD(own, lr=0.0)
                 self._adopted.append(self.mirror_optimizer(strategy, summing, strategy.devices, strategy.workers))
 
@@ -185,8 +219,18 @@ class MirroredObjects:
             module.begin_run()
             if module.align():
                 self._guarded = -1
+        self._hold_hooks()
         for optimizer in self.optimizers:
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
+
+    def _hold_hooks(self) -> None:
+        """The user's hooks on parameters wait for the sum of the gradients."""
+        parts = (module for module in self.modules if not (module.is_part or module.shares_weights))
+        own = [parameter for module in parts if module.has_others for parameter in module.following.weights]
+        self._held_hooks = hold(own, self._stepped)
+
+    def _stepped(self) -> set[int]:
+        return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
     def note(self) -> None:
         """After a run: what is changed in the users' modules from here on is changed outside replicas."""
@@ -198,7 +242,10 @@ class MirroredObjects:
         """What to run a program's function in, that runs once for all replicas in the middle of a run."""
         self.note()
         try:
-            yield
+            with ExitStack() as stack:
+                for module in self.modules:
+                    stack.enter_context(module.following.paused())
+                yield
         finally:
             for module in self.modules:
                 module.outside_changes.run_begins()
@@ -221,6 +268,7 @@ class MirroredObjects:
             yield
             failed = False
         finally:
+            release(self._held_hooks)
             for module in self.modules:
                 module.following.end(failed=failed)
 
@@ -232,6 +280,7 @@ class MirroredObjects:
         """
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
+            self._by_hand = None
             ownership = Ownership(self.modules, replicas)
             gradients = _Gradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
@@ -316,6 +365,11 @@ class _Gradients:
         objects = self._objects()
         if objects is not None:
             objects.adopt(context, parameters[0])
+
+
+def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:
+    """Whether two optimizers have a parameter in common."""
+    return bool({id(copies[0]) for copies in first.parameters} & {id(copies[0]) for copies in second.parameters})
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[str]:

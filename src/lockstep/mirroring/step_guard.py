@@ -31,6 +31,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.averages import tensor_digest
 from lockstep.mirroring.metric import metric_being_updated
 from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.parameter_hooks import EngineHook, has_waiting
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.random import PROCEED, is_random
 
@@ -60,7 +61,8 @@ _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
 _PLAIN = (int, float, complex, str, tuple, type(None))
 _SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
 _MAKE_DUAL: Any = torch._VF._make_dual
-_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL}
+_HOOKS = frozenset([torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
+_SPECIAL = _EMBEDDINGS | _HOOKS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL, torch.autograd.grad}
 
 
 def refuse_forward_mode() -> None:
@@ -181,7 +183,7 @@ class Claims:
                 if context is not None and context.local_replica == replica:
                     raise UsageError(message)
 
-            self._watched[id(tensor), replica] = tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+            self._watched[id(tensor), replica] = tensor.register_hook(EngineHook(refuse))  # type: ignore[no-untyped-call]
 
     def used_before(self, thing: Any) -> bool:
         """Whether the only local replica has used an object in the run before this."""
@@ -267,9 +269,23 @@ class StepGuard:
         if func is _SET_GRAD_MODE:
             self._check_metric()
             return
+        if func is torch.autograd.grad:
+            self._check_gradients_of(args[1] if len(args) > 1 else kwargs.get("inputs"))
+            return
+        self._check_parameter(func, args)
+
+    def _check_parameter(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         parameter, context = args[0], get_replica_context()
         known = self._known.get(id(parameter))
-        if context is None or known is None or known.replica != self._replica or not known.is_of(parameter):
+        if context is None or known is None or not known.is_of(parameter):
+            return
+        if func in _HOOKS:
+            raise UsageError(
+                f"the step registers a hook on {known.name!r}, a weight that each replica has a copy of, at "
+                f"{caller()}; register it once outside strategy.run, on the plain module's parameter, and it will "
+                "see the sum of all replicas' gradients"
+            )
+        if known.replica != self._replica:
             return
         if func == _SET_DATA:
             raise UsageError(
@@ -286,6 +302,18 @@ class StepGuard:
             self._gradients.read(context, parameter)
         else:
             self._gradients.assigned(context, parameter, args[1])
+
+    def _check_gradients_of(self, inputs: Any) -> None:
+        if get_replica_context() is None:
+            return
+        for each in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+            known = self._known.get(id(each))
+            if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
+                raise UsageError(
+                    f"the step asks torch.autograd.grad for the gradient of {known.name!r}, which has a hook, at "
+                    f"{caller()}: it would have to see the sum of all replicas' gradients, and this is one replica's; "
+                    "remove the hook, and change what torch.autograd.grad gives"
+                )
 
     def _both(self, other: int) -> str:
         first, second = sorted((other, self._replica))

@@ -206,6 +206,8 @@ class Watched:
 
     def differs(self) -> bool:
         """Whether anything is another than when last seen, or has other contents. Asked inside ``Distinct``."""
+        if type(self.part) is not type(self.twins[0] if self.twins else self.part):
+            return True
         return not equal(self.live, self.kept) or any(
             container[key] is not value for container, key, value in self.held
         )
@@ -243,12 +245,6 @@ class Watched:
         for home, key in self.tensors:
             tensor = item(self.kept[home], key)
             if isinstance(tensor, torch.Tensor):
-                yield tensor
-
-    def seen_buffers(self) -> Iterator[torch.Tensor]:
-        """The buffers."""
-        for tensor in self.kept[_BUFFERS_AT].values():
-            if tensor is not None:
                 yield tensor
 
     def twin_contents(self, replica: int) -> list[Container | None]:
