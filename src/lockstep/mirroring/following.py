@@ -163,6 +163,7 @@ class Following:
         """Looks at all parts anew."""
         self._parts = [list(duplicate.modules()) for duplicate in self._copies]
         self._check_alike("submodules", self._parts)
+        self._refuse_scripted()
         self._owners.clear()
         parts = [(mine, tuple(twins)) for mine, *twins in zip(*self._parts, strict=True)]
         # A part that is one object in all copies, a mirrored metric, sees to its replicas itself.
@@ -189,6 +190,15 @@ class Following:
                 "the step registers some in one replica and not in others; register them in all alike, or on the "
                 "user's module outside strategy.run"
             )
+
+    def _refuse_scripted(self) -> None:
+        for part in self._parts[0] if len(self._copies) > 1 else ():
+            if isinstance(part, torch.jit.ScriptModule) and any(each.requires_grad for each in part.parameters()):
+                raise UsageError(
+                    f"{self._name} has a scripted module ({part.original_name}) with weights that are trained, and "
+                    "TorchScript loses gradients of copies that run beside each other; mirror the module that it was "
+                    "scripted from and script it after training, or freeze its parameters with requires_grad_(False)"
+                )
 
     def _refuse_new_weights(self) -> None:
         for name, parameter in self._copies[0].named_parameters():
@@ -322,7 +332,7 @@ class Change:
 
     def bring(self) -> None:
         """Brings it."""
-        own, other = self._watched.part.__dict__, self._theirs[0]
+        own, other = self._watched.live[0], self._theirs[0]
         self._twin.__class__ = type(self._watched.part)  # parametrizations make another of it
         for number, (live, kept, theirs) in enumerate(
             zip(self._watched.live, self._watched.kept, self._theirs, strict=True)
@@ -336,7 +346,7 @@ class Change:
             elif isinstance(live, set) and live != kept:
                 theirs.clear()
                 theirs.update(self._copy(each, each) for each in live)
-        if any(other[name] for name in HOOKS):
+        if any(other.get(name) for name in HOOKS):
             _bring_flags(own, other)
 
     def _bring_items(self, live: Any, kept: Any, theirs: Any, leaving: frozenset[str]) -> None:

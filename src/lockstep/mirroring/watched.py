@@ -106,6 +106,15 @@ def items_of(content: Container) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(content)
 
 
+def _dicts_of(part: nn.Module) -> list[Container]:
+    """``__dict__`` and those of ``OWN``. A scripted module keeps its own in C++, where no attribute is set from outside."""
+    if isinstance(part, torch.jit.ScriptModule):
+        tensors = (part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+        return [{}, *map(dict, tensors), *({} for _ in OWN[2:])]
+    own = part.__dict__
+    return [own, *(own[name] for name in OWN)]
+
+
 def equal(live: Container, kept: Container) -> bool:
     """Whether two structures are the same, or equal, in every element; what cannot be compared is not equal."""
     try:
@@ -153,8 +162,8 @@ class Watched:
 
     def keep(self) -> None:
         """Takes all as it is now."""
-        own = self.part.__dict__
-        self.live: list[Container] = [own, *(own[name] for name in OWN)]
+        self.live: list[Container] = _dicts_of(self.part)
+        own = self.live[0]
         self.kept: list[Container] = [dict(each) for each in self.live]
         self.places: list[Place] = []
         self.held: list[tuple[Container, Any, Any]] = []
@@ -186,7 +195,7 @@ class Watched:
 
     def keep_simple(self) -> bool:
         """``keep``, where only plain values, tensors and buffers were set anew; else does nothing and says False."""
-        own, kept = self.part.__dict__, self.kept[0]
+        own, kept = self.live[0], self.kept[0]
         buffers = _BUFFERS_AT
         others = [number for number in range(1, len(self.live)) if number != buffers]
         with Distinct():
@@ -214,7 +223,7 @@ class Watched:
 
     def plain_changes(self) -> dict[str, Any] | None:
         """The attributes that have other plain values, if nothing else differs; else None."""
-        own, kept = self.part.__dict__, self.kept[0]
+        own, kept = self.live[0], self.kept[0]
         with Distinct():
             if own.keys() != kept.keys() or not equal(self.live[1:], self.kept[1:]):
                 return None
@@ -249,8 +258,7 @@ class Watched:
 
     def twin_contents(self, replica: int) -> list[Container | None]:
         """The other replica's counterpart of each of ``live``; None where it has another kind of thing there."""
-        twin = self.twins[replica - 1].__dict__
-        found: list[Container | None] = [twin, *(twin[name] for name in OWN)]
+        found: list[Container | None] = _dicts_of(self.twins[replica - 1])
         for place in self.places:
             home = found[place.home]
             value = None if home is None else item(home, place.key)
@@ -259,17 +267,13 @@ class Watched:
 
     def pairs(self, replica: int) -> Iterator[tuple[Any, Any]]:
         """What was seen last and the other replica's counterpart: itself, weights, buffers, tensors and objects."""
-        twin = self.twins[replica - 1]
-        yield self.part, twin
-        tensors: list[tuple[Container, Container]] = [
-            (self.kept[_PARAMETERS_AT], twin._parameters),
-            (self.kept[_BUFFERS_AT], twin._buffers),
-        ]
-        for mine, others in tensors:
-            for name, tensor in mine.items():
-                if tensor is not None and others.get(name) is not None:
-                    yield tensor, others[name]
+        yield self.part, self.twins[replica - 1]
         contents = self.twin_contents(replica)
+        for number in (_PARAMETERS_AT, _BUFFERS_AT):
+            for name, tensor in self.kept[number].items():
+                other = item(contents[number], name)
+                if tensor is not None and other is not None:
+                    yield tensor, other
         for place, content in zip(self.places, contents[len(OWN) + 1 :], strict=True):
             if content is not None:
                 yield place.value, item(contents[place.home], place.key)
