@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
+from lockstep.collectives.per_replica import select
+from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
+from lockstep.data.distributed import DistributedDataset
 from lockstep.data.layout import BatchLayout
 from lockstep.data.shards import per_replica_batch, split_batch
 from lockstep.errors import ConfigError, DataError
@@ -214,6 +219,37 @@ def test_a_stream_of_pairs_gives_pairs(make_strategy):
         assert [tuple(each.shape) for each in (*x, *y)] == [(2, 3)] * 4
 
 
+class Images(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield images(5)
+
+
+def test_a_stream_of_lists_of_images_is_refused(make_strategy):
+    with pytest.raises(DataError, match="lists="):
+        list(make_strategy(2).distribute_dataset(DataLoader(Images(), batch_size=None)))
+
+
+def test_records_are_rows_where_that_is_said():
+    labels = [{"boxes": torch.full((2, 4), row)} for row in range(2)]
+    shards = split_batch({"x": torch.ones(2, 3), "labels": labels}, 2, BatchLayout(records_are_rows=True))
+    assert [[int(label["boxes"][0, 0]) for label in shard["labels"]] for shard in shards] == [[0], [1]]
+
+
+@dataclass
+class Fields:
+    x: Tensor
+
+
+def test_other_objects_are_refused_by_their_type_outside_lists_of_rows():
+    pandas = pytest.importorskip("pandas")
+    for odd in (Fields(torch.ones(4)), pandas.DataFrame({"x": [1, 2, 3, 4]}), {1, 2, 3, 4}):
+        with pytest.raises(DataError) as raised:
+            split_batch({"odd": odd, "y": torch.ones(4)}, 2)
+        assert all(word in str(raised.value) for word in ('batch["odd"]', type(odd).__name__, "collate_fn"))
+    rows = [Fields(torch.ones(row)) for row in range(4)]
+    assert [len(shard["rows"]) for shard in split_batch({"rows": rows, "y": torch.ones(4)}, 2)] == [2, 2]
+
+
 class Pooled(nn.Module):
     """A module that takes a list of sequences of many lengths."""
 
@@ -306,3 +342,40 @@ def test_a_list_of_arrays_is_one_of_rows_too():
 def test_a_mistake_is_no_list_of_rows(batch: Any):
     with pytest.raises(DataError):
         per_replica_batch(batch, 2)
+
+
+def shards_of(workers: Workers, make: Callable[[Workers], Iterable[Any]], devices: Any, **named: Any) -> list[Any]:
+    own = devices[: workers.replicas[workers.index]]
+    data = DistributedDataset(make(workers), own, workers=workers, **named)
+    return [[select(batch, replica, len(own)) for replica in range(len(own))] for batch in data]
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [*((name, False) for name in COLLATES), *((name, True) for name in COLLATES if name != "a list of lists")],
+)
+def test_several_workers_cut_lists_as_one_does(split_cpu, run_workers, name: str, whole: bool):
+    def make(_: Workers) -> Iterable[Any]:
+        loader = DataLoader(Detection(), batch_size=4, collate_fn=COLLATES[name])
+        return list(loader) if whole else loader
+
+    lists = "rows" if whole else "auto"  # a list of batches says nothing of its rows
+    found = run_workers((1, 2), partial(shards_of, lists=lists), make, split_cpu(2))
+    batches = list(make(OneWorker(1)))
+    for number, batch in enumerate(batches):
+        parts = [shard for of_worker in found for shard in of_worker[number]]
+        assert [row for part in parts for row in rows_of(name, part)] == rows_of(name, batch)
+        assert [len(rows_of(name, part)) for part in parts] == ([2, 1, 1] if number == 0 else [1, 1, 1])
+
+
+def test_a_worker_without_data_gets_empty_lists(split_cpu, run_workers):
+    def make(workers: Workers) -> Iterable[Any]:
+        return [(images(3, 4), ("a", "b", "c"), torch.ones(3, 1))][workers.index :]
+
+    found = run_workers((2, 2), partial(shards_of, shard="off", lists="rows"), make, split_cpu(2))
+    assert [[[len(each) for each in shard] for shard in of_worker[0]] for of_worker in found] == [
+        [[2, 2, 2], [1, 1, 1]],
+        [[0, 0, 0], [0, 0, 0]],
+    ]
+    assert isinstance(found[1][0][0][0], list)
+    assert isinstance(found[1][0][0][1], tuple)

@@ -22,9 +22,8 @@ from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.meeting import Alone, Meeting, OwnBatches, SameBatches
 from lockstep.data.own_rows import OwnRows
 from lockstep.data.passes import Passes
-from lockstep.data.prefetch import DEPTH, checked_depth
 from lockstep.data.readers import CutBatches, LocalBatches, Reader, Rounds
-from lockstep.data.skipping import loads_by_index, read_ahead_unasked
+from lockstep.data.skipping import loads_by_index
 from lockstep.errors import ConfigError, DataError
 
 Shard = Literal["batch", "file", "off"]
@@ -43,10 +42,10 @@ class DistributedDataset(Distributed):
             all that its own dataset gives. With "file" and "off" a batch is divided among the worker's own replicas,
             and workers whose data has ended give empty batches until the last one has ended.
         prefetch: how many batches to read ahead in a thread; 0 reads each one when it is asked for, in the caller's
-            thread. None is 2 for a DataLoader, a list and a Hugging Face dataset, and 0 for what may look at the
-            training's state, such as a replay buffer: a generator, an iterable or a sampler of your own, and a
-            DataLoader without processes over an ``IterableDataset`` of your own. A map-style dataset that looks at it
-            needs ``prefetch=0``, since it would see a state up to two steps old.
+            thread. None is 2 for a DataLoader, a list and a Hugging Face dataset, as long as they draw no random
+            numbers, and 0 for what may look at the training's state, such as a replay buffer: a generator, an iterable
+            or a sampler of your own, and a DataLoader without processes over an ``IterableDataset`` of your own. A
+            map-style dataset that looks at it needs ``prefetch=0``, since it would see a state up to two steps old.
         lists: what a list or tuple in a batch is: one item a row ("rows"), or structure ("columns"), whose tensors all
             have all rows. "auto" tells them apart by their lengths and refuses what could be both: a DataLoader that
             collates as torch does gives columns; a list as long as the batch, whose tensors are not, has rows. "rows"
@@ -83,7 +82,7 @@ class DistributedDataset(Distributed):
         reader = (
             _shared_reader(source, workers, layout) if shard == "batch" else _own_reader(source, workers, shard, layout)
         )
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=_depth(reader, prefetch)))
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
 class PerReplicaDataset(Distributed):
@@ -117,7 +116,7 @@ class PerReplicaDataset(Distributed):
         )
         source = _checked(fn(context))
         reader = Rounds(source, len(devices), BatchLayout.of(source, lists))
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=_depth(reader, prefetch)))
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
 def _shared_reader(dataset: Iterable[Any], workers: Workers, layout: BatchLayout) -> Reader:
@@ -134,12 +133,6 @@ def _shared_reader(dataset: Iterable[Any], workers: Workers, layout: BatchLayout
 def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard, layout: BatchLayout) -> Reader:
     own = own_files(dataset, workers) if shard == "file" else dataset
     return LocalBatches(own, workers.replicas[workers.index], layout)
-
-
-def _depth(reader: Reader, prefetch: int | None) -> int:
-    if prefetch is None:
-        return DEPTH if read_ahead_unasked(reader.dataset) else 0
-    return checked_depth(prefetch)
 
 
 def _meeting(reader: Reader, workers: Workers) -> Meeting:

@@ -59,6 +59,7 @@ class BatchLayout:
         sizes: the numbers of rows that batches of this source have, as far as they are known, the usual one first.
         items: the batches are (x, y) or (x, y, sample_weight), be they tuples or lists.
         records_are_rows: a list of anything but tensors that could be both is one of rows.
+        keeps_tuples: a batch that is a list was not a tuple before, as torch's default_convert makes lists of them.
 
     Raises:
         ConfigError: ``lists`` is unknown.
@@ -71,6 +72,7 @@ class BatchLayout:
         sizes: Sequence[int] = (),
         items: bool = False,
         records_are_rows: bool = False,
+        keeps_tuples: bool = True,
     ) -> None:
         if lists not in get_args(Lists):
             raise ConfigError(f'lists={lists!r} is unknown; choose "auto", "rows" or "columns"')
@@ -78,6 +80,7 @@ class BatchLayout:
         self._sizes = tuple(sizes)
         self._items = items
         self._records_are_rows = records_are_rows
+        self._keeps_tuples = keeps_tuples
         self._known: dict[str, _Mode] = {}
 
     @classmethod
@@ -87,8 +90,8 @@ class BatchLayout:
             return cls(lists, items=items)
         if dataset.collate_fn is default_collate:
             return cls("columns", items=items)
-        # default_convert makes lists of the tuples that a data set gives.
-        return cls(lists, sizes=_loader_sizes(dataset), items=items or dataset.collate_fn is default_convert)
+        tuples = dataset.collate_fn is not default_convert
+        return cls(lists, sizes=_loader_sizes(dataset), items=items, keeps_tuples=tuples)
 
     def marked(self, batch: Any, *, rows: int | None = None) -> Any:
         """The batch, its lists and tuples of rows made RowList and RowTuple.
@@ -140,7 +143,7 @@ class BatchLayout:
             return size is not None and len(batch) == size and _alike(batch), columns
         if size is not None:
             return len(batch) == size and not (size == 1 and columns), columns
-        long = isinstance(batch, list) or len(batch) > _MOST_ITEMS
+        long = (isinstance(batch, list) and self._keeps_tuples) or len(batch) > _MOST_ITEMS
         return columns and len(batch) > 1 and long, columns
 
     def _fit_root(self, below: list[tuple[str, Any]], sizes: Sequence[int]) -> _Fit | None:
@@ -155,7 +158,7 @@ class BatchLayout:
             return None
         if not anchors and not sizes and self._lists != "rows" and not _has_rows(below):
             return None  # a single example has lists, too
-        lengths = anchors or _lengths(below)
+        lengths = anchors or (self._list_lengths(below) if self._lists == "rows" else self._lengths(below))
         for size in sizes:
             if size in lengths and (fit := self._fit_of(below, size)) is not None:
                 return fit
@@ -164,6 +167,31 @@ class BatchLayout:
             unclear = [name for fit in fits for name, mode in fit.modes.items() if mode == "rows"]
             return _Fit(True, unclear=unclear or ["the batch"])
         return fits[0] if fits else None
+
+    def _list_lengths(self, below: list[tuple[str, Any]]) -> set[int]:
+        """Those of the outermost lists."""
+        found: set[int] = set()
+        for name, child in below:
+            if is_sequence(child):
+                found.add(len(child))
+            elif (inner := children(child, name)) is not None:
+                found |= self._list_lengths(inner)
+        return found
+
+    def _lengths(self, below: list[tuple[str, Any]]) -> set[int]:
+        """The lengths that a batch may have: those of its tensors and of its lists."""
+        found: set[int] = set()
+        for name, child in below:
+            if is_sequence(child):
+                found.add(len(child))
+                if self._known.get(name) == "rows":
+                    continue
+            inner = children(child, name)
+            if inner is not None:
+                found |= self._lengths(inner)
+            elif (length := _leaf_rows(child)) is not None:
+                found.add(length)
+        return found
 
     def _fit_of(self, below: list[tuple[str, Any]], rows: int) -> _Fit | None:
         fit = self._together(below, rows)
@@ -195,16 +223,16 @@ class BatchLayout:
         return whole
 
     def _fit_sequence(self, node: Any, name: str, rows: int) -> _Fit | None:
+        one_a_row = _Fit(True, {name: "rows"})
+        known = self._known.get(name)
+        if known == "rows":
+            return one_a_row if len(node) == rows else None
         columns = self._together(children(node, name) or [], rows)
         if columns is not None:
             columns.modes[name] = "columns"
-        if len(node) != rows or not _alike(node) or not self._may_be_rows(node, name):
-            return None if self._known.get(name) == "rows" else columns
-        one_a_row = _Fit(True, {name: "rows"})
-        known = self._known.get(name)
-        if known == "columns":
+        if known == "columns" or len(node) != rows or not _alike(node) or not self._may_be_rows(node):
             return columns
-        if columns is None or known == "rows" or self._lists == "rows" or _all_text(node):
+        if columns is None or self._lists == "rows" or _all_text(node):
             return one_a_row
         if self._lists == "columns":
             return columns
@@ -219,8 +247,8 @@ class BatchLayout:
             unclear = True
         return _Fit(True, one_a_row.modes, [name] if unclear else [])
 
-    def _may_be_rows(self, node: Any, name: str) -> bool:
-        return self._lists != "columns" or _all_text(node) or self._known.get(name) == "rows"
+    def _may_be_rows(self, node: Any) -> bool:
+        return self._lists != "columns" or _all_text(node)
 
     def _unclear(self, name: str, batch: Any = None) -> DataError:
         of = "" if batch is None else f" of {len(batch)} items"
@@ -277,20 +305,6 @@ def _anchors(below: list[tuple[str, Any]]) -> set[int]:
     return found
 
 
-def _lengths(below: list[tuple[str, Any]]) -> set[int]:
-    """The lengths that a batch may have: those of its tensors and of its lists."""
-    found: set[int] = set()
-    for name, child in below:
-        inner = children(child, name)
-        if is_sequence(child):
-            found.add(len(child))
-        if inner is not None:
-            found |= _lengths(inner)
-        elif (length := _leaf_rows(child)) is not None:
-            found.add(length)
-    return found
-
-
 def _leaf_rows(leaf: Any) -> int | None:
     if isinstance(leaf, Tensor) or has_rows(leaf):
         return rows_of(leaf)
@@ -309,7 +323,7 @@ def _all_text(node: Any) -> bool:
 
 def _alike(items: Iterable[Any]) -> bool:
     """Whether all items are of one kind, as the rows of a list are."""
-    return len({_kind(each) for each in items if each is not None}) <= 1
+    return len({_kind(each) for each in items if each is not None and not (is_sequence(each) and not each)}) <= 1
 
 
 def _kind(item: Any) -> Any:
@@ -319,4 +333,6 @@ def _kind(item: Any) -> Any:
         return "mapping", frozenset(item)
     if isinstance(item, (int, float, complex)):
         return "number"
-    return "sequence" if is_sequence(item) else type(item)
+    if is_sequence(item):  # a sample, such as (image, label), or a list of numbers
+        return "sequence", _kind(item[0]) if item else None
+    return type(item)

@@ -66,9 +66,10 @@ def rows_taken(leaf: Any, start: int, size: int) -> Any:
     if isinstance(leaf, PackedSequence) or leaf.is_nested:
         if not size:
             raise DataError(
-                f"a {'packed sequence' if isinstance(leaf, PackedSequence) else 'nested tensor'} of {rows_of(leaf)} "
-                "rows is divided among more replicas, and it cannot have 0 rows; make every batch of at least as many "
-                "rows as there are replicas (drop_last=True), or give a padded tensor and lengths"
+                f"a {'packed sequence' if isinstance(leaf, PackedSequence) else 'nested tensor'} cannot have 0 rows, "
+                "which a replica gets where a batch has fewer rows than there are replicas, or where its worker's data "
+                "has ended; make every batch of at least as many rows (drop_last=True), or give a padded tensor and "
+                "lengths"
             )
         return _packed_rows(leaf, start, size) if isinstance(leaf, PackedSequence) else _nested_rows(leaf, start, size)
     if leaf.layout is torch.sparse_coo:

@@ -148,7 +148,8 @@ class MirroredModule(nn.Module):
 
         Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
         pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
-        Inside a replica it is about that replica's passes, outside about all of this worker's.
+        Inside a replica it is about that replica's passes, outside about all of this worker's. Where replicas share the
+        weights (``shard_parameters``), each pass sends all the same, since no replica has room for whole gradients.
 
         Example:
             >>> import torch, lockstep as ls
@@ -501,7 +502,7 @@ class MirroredModule(nn.Module):
         self.following.follow()
         with torch.no_grad():
             self._outside_changes.spread()
-            means, copies = self._buffer_averages.read(), list(self._buffer_copies())
+            copies, means = list(self._buffer_copies()), self._buffer_averages.read()
             for buffers, mean in zip(copies, means, strict=True):
                 self._outside_changes.note_read(mean, buffers)
             return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -30,6 +32,9 @@ from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.issue import code_of
 
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
+
 
 class MirroredObjects:
     """The mirrored modules, optimizers and variables of one strategy.
@@ -48,6 +53,8 @@ class MirroredObjects:
         self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
         self._made = 0  # modules so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
+        self._by_hand: list[tuple[nn.Parameter, ...]] | None = None
+        self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
@@ -142,8 +149,32 @@ class MirroredObjects:
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
+        for former in [each for each in self._adopted if _have_in_common(each, mirrored)]:
+            self._adopted.remove(former)
+            self.optimizers.discard(former)
         self.optimizers.add(mirrored)
+        self._guarded = -1
         return mirrored
+
+    def sum_after_run(self, strategy: Strategy) -> None:
+        """After a run: gradients that replicas have left are summed, for whoever looks at them outside.
+
+        Where an optimizer shares parameters with another one, its step sums them as before.
+        """
+        if not strategy.workers.alone or len(strategy.devices) == 1:
+            return
+        if self._by_hand is None:
+            stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
+            every = (zip(*(copy.parameters() for copy in module.copies), strict=True) for module in self.modules)
+            self._by_hand = [copies for module in every for copies in module if id(copies[0]) not in stepped]
+            self._stepped_twice = {each for each, times in stepped.items() if times > 1}
+        for copies in self._by_hand:
+            if any(copy.grad is not None for copy in copies[1:]):
+                self._adopt(strategy, copies[0])
+                break
+        for optimizer in tuple(self.optimizers):
+            if not any(id(copies[0]) in self._stepped_twice for copies in optimizer.parameters):
+                optimizer.sum_after_run()
 
     def adopt(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
         """Has the gradients of a module that no optimizer steps added up, for a step that updates weights by hand.
@@ -152,11 +183,13 @@ class MirroredObjects:
             context: of a replica, for its strategy.
             parameter: a weight of the module.
         """
+        self._adopt(context.strategy, parameter)
+
+    def _adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
         stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
             if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
-                strategy = context.strategy
                 summing = torch.optim.SGD(own, lr=0.0)
                 self._adopted.append(self.mirror_optimizer(strategy, summing, strategy.devices, strategy.workers))
 
@@ -247,6 +280,7 @@ class MirroredObjects:
         """
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
+            self._by_hand = None
             ownership = Ownership(self.modules, replicas)
             gradients = _Gradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
@@ -275,7 +309,7 @@ class MirroredObjects:
         """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
         while isinstance(fn, partial):
             fn = fn.func
-        key = code_of(fn)
+        key = code_of(inspect.unwrap(fn))
         # Looking takes hooks, which torch.compile would take for a part of the compiled module.
         if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
             return False
@@ -331,6 +365,11 @@ class _Gradients:
         objects = self._objects()
         if objects is not None:
             objects.adopt(context, parameters[0])
+
+
+def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:
+    """Whether two optimizers have a parameter in common."""
+    return bool({id(copies[0]) for copies in first.parameters} & {id(copies[0]) for copies in second.parameters})
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[str]:

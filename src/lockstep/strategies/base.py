@@ -119,9 +119,11 @@ class Strategy(Executor):
                 self._mirrored.settled(),
                 self._mirrored.clearing_after_failure(len(self.devices)),
             ):
-                return merge(self._execute(fn, bodies, rows))
+                results = merge(self._execute(fn, bodies, rows))
         finally:
             self._mirrored.note()
+        self._mirrored.sum_after_run(self)
+        return results
 
     def changes_spread(self) -> AbstractContextManager[None]:
         """Opens a block in the middle of a run whose changes to the users' modules reach all copies."""
@@ -233,7 +235,7 @@ class Strategy(Executor):
                 a dataset of its own ("off").
             prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
                 the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
-                your own.
+                your own, and data that draws random numbers is then read when it is asked for.
             lists: what lists and tuples in a batch are: of one item a row ("rows"), structure ("columns"), or what
                 their lengths say ("auto"), where a list that could be both is refused.
         """

@@ -72,7 +72,7 @@ class FirstRun:
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
-        captured = {name: (value, _state(value)) for name, value in self._captured()}
+        captured = {name: (value, state_of(value)) for name, value in self._captured()}
         before = [[_values(_counting_buffers(copy)) for copy in module.copies] for module in self._modules]
         drawn = _stream_states()
         for module in self._modules:
@@ -117,7 +117,7 @@ class FirstRun:
 
     def _captured(self) -> Iterator[tuple[str, Any]]:
         for fn in (self._fn, *self._hooks()):
-            yield from _captured_by(fn)
+            yield from captured_by(fn)
 
     def _hooks(self) -> Iterator[Callable[..., Any]]:
         parts = [part for module in self._modules for part in module.module.modules()]
@@ -137,7 +137,9 @@ class FirstRun:
                 )
 
     def _tell_of_captured(self, before: dict[str, tuple[Any, Any]]) -> None:
-        now = [(name, value) for name, value in self._captured() if name in before and before[name][1] != _state(value)]
+        now = [
+            (name, value) for name, value in self._captured() if name in before and before[name][1] != state_of(value)
+        ]
         generators = [name for name, value in now if _is_generator(value)]
         changed = [name for name, value in now if not _is_generator(value)]
         if generators:
@@ -204,7 +206,7 @@ def _plain(fn: Any) -> Any:
     return getattr(fn, "__func__", fn)
 
 
-def _captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
     """Containers and numbers that a function can reach: of its closure, of its object, and its module's globals."""
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -238,7 +240,7 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
-def _state(value: Any) -> Any:
+def state_of(value: Any) -> Any:
     """What tells whether a container or number has been changed since."""
     if _is_generator(value):
         return pickle.dumps(value)

@@ -113,7 +113,7 @@ def _sums_of(loss: Loss, shard: Rows, *, divided: bool) -> LossSums:
         return LossSums(*loss_sums(pair, shard.rows), rounding=rounding)
     if summed is not None and divided:
         raise ConfigError(
-            f"the loss {_name(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
+            f"the loss {name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
             f"times larger as the global batch has rows, or {_WAYS}"
         )
@@ -124,14 +124,15 @@ def _sums_of(loss: Loss, shard: Rows, *, divided: bool) -> LossSums:
 def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
     if not all(labels.count_alike() for labels in beside):
         raise ConfigError(
-            f"the loss {_name(loss)} computes with a mean over labels that do not count alike, for some are ignored or "
-            "their classes have weights, so that it is no mean over the rows; return that mean alone, or a pair "
-            "(total, count) of all"
+            f"the loss {name_of(loss)} computes with a mean over labels that do not count alike, for some are ignored "
+            "or their classes have weights, so that it is no mean over the rows; return that mean alone, or a pair "
+            "(total, count), or divide each sum by its own count of all replicas, which is "
+            'ls.get_replica_context().all_reduce("sum", count), in a loop of your own with strategy.run'
         )
     if not on_cpu:
         _warn(
-            f"the loss {_name(loss)} computes with a mean over labels, and is taken as a mean over the rows, which it "
-            "is only as long as no label is ignored; if some are, return a pair (total, count)"
+            f"the loss {name_of(loss)} computes with a mean over labels, and is taken as a mean over the rows, which "
+            "it is only as long as no label is ignored; if some are, return a pair (total, count)"
         )
 
 
@@ -151,10 +152,11 @@ def _look(loss: Loss, shard: Rows, sums: LossSums, context: ReplicaContext) -> N
         found = _Unchecked(f"on some of the rows alone it ends in {type(error).__name__}: {first_line}")
     if isinstance(found, _Refused):
         raise ConfigError(found.message)
-    if found is not None:
+    # A total and a count of outputs that are no rows, such as those of the words to be guessed, are the program's word.
+    if found is not None and (sums.assumed or not shard.hides()):
         taken = "a mean over" if sums.assumed else "adding up over"
         _warn(
-            f"the loss {_name(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if it is "
+            f"the loss {name_of(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if it is "
             f"not, {_WAYS}"
         )
 
@@ -186,7 +188,10 @@ def _compared(loss: Loss, shard: Rows, sums: LossSums) -> _Unchecked | _Refused 
         whole = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
     pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
     parts = [_Numbers.of(_sums_of(loss, shard.take(piece), divided=True)) for piece in pieces]
-    if not all(part.finite for part in parts):
+    if not all(part.finite for part in parts):  # as the deviation of a single row; but all rows may come twice
+        twice = _Numbers.of(_sums_of(loss, shard.take(index.repeat(2)), divided=True))
+        if twice.apart([whole, whole]) > _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
+            return _Refused(_refusal(loss, shard, sums, whole, [whole, whole]))
         return _Unchecked("on some of the rows alone it is not finite")
     apart, suspect = whole.apart(parts), _suspect(sums.rounding)
     if apart <= suspect:
@@ -247,26 +252,28 @@ def _refusal(loss: Loss, shard: Rows, sums: LossSums, whole: _Numbers, parts: Se
         else "no mean over the rows: it gives something else for all rows than for some of them and the others"
     )
     return (
-        f"the loss {_name(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
+        f"the loss {name_of(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
         f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_WAYS}, which no other row has a part in. "
         "What compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
     )
 
 
 def _rounding(values: Any) -> float:
+    """Relative, of the least exact numbers; single precision at the best, with which a loss may have computed."""
     dtypes = {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+    return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
 
 
 def _suspect(rounding: float) -> float:
-    return max(rounding * (4 if rounding > 1e-4 else SUSPECT), 1e-9)
+    return rounding * (4 if rounding > 1e-4 else SUSPECT)
 
 
 def _certain(rounding: float) -> float:
-    return max(rounding * (16 if rounding > 1e-4 else CERTAIN), 5e-8)
+    return rounding * (16 if rounding > 1e-4 else CERTAIN)
 
 
-def _name(loss: Any) -> str:
+def name_of(loss: Any) -> str:
+    """What a loss function is called in messages."""
     while isinstance(loss, partial):
         loss = loss.func
     return repr(getattr(loss, "__qualname__", type(loss).__name__))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.data.leaves import has_rows, rows_taken
+from lockstep.data.leaves import has_rows, is_plain, rows_taken
 from lockstep.data.shards import batch_rows
-from lockstep.data.structure import map_leaves
-from lockstep.errors import ConfigError, UsageError
+from lockstep.data.structure import map_leaves, named_leaves
+from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult, Totals
@@ -169,6 +169,7 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
             outputs = call_module(module, x)
             return Prediction(rows=rows, outputs=outputs if rows else None)
         parts: list[Any] = []
+        _check_microbatches(x)
         module.pipeline.evaluate(x, rows, lambda outputs, _: _kept(parts, outputs))
     if not parts:  # another worker has the last stage
         return Prediction(rows=0)
@@ -179,6 +180,7 @@ class _MicrobatchSums:
     """What the microbatches of a shard add up to, on the worker that has their outputs."""
 
     def __init__(self, job: Job, state: ReplicaState, batch: LabelledBatch) -> None:
+        _check_microbatches(batch.x)
         self._job, self._state, self._batch = job, state, batch
         self.total: Count = 0.0
         self.count: Count = 0.0
@@ -197,6 +199,16 @@ class _MicrobatchSums:
             _check_graph(total)
         self.total, self.count = self.total + total.detach(), self.count + count
         return total
+
+
+def _check_microbatches(x: Any) -> None:
+    for name, leaf in named_leaves(x):
+        if has_rows(leaf) and not is_plain(leaf):
+            raise DataError(
+                f"a pipeline divides a shard into microbatches of tensors, and {name} of the inputs is a "
+                f"{'list of rows' if isinstance(leaf, (list, tuple)) else type(leaf).__name__}; give "
+                "one tensor, padded to one length"
+            )
 
 
 def _kept(parts: list[Any], outputs: Any) -> Tensor:

@@ -182,7 +182,9 @@ class Trainer(transformers.Trainer):
             self._mirrored_optimizer = self.optimizer = self._renewed(optimizer)
 
     def _renewed(self, optimizer: Any) -> MirroredOptimizer:
-        return self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+        renewed = self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+        renewed.sums_after_runs = False
+        return renewed
 
     def _get_dataloader(self, *args: Any, **named: Any) -> Any:
         with seen_as_chief(self.args):  # every worker loads the same batches, with the same random numbers
