@@ -31,6 +31,8 @@ from lockstep.mirroring.watched import (
     Watched,
     equal,
     is_atom,
+    mark_of,
+    write,
 )
 
 _ABSENT: Any = object()
@@ -232,7 +234,7 @@ class Following:
     def _see_versions(self) -> None:
         """Plain tensors are changed in place too. (Buffers and weights are the business of ``buffer_sync``.)"""
         plain = [each for part in self._with_tensors for each in part.seen_tensors()]
-        self._plain = [(each, each._version) for each in plain if not each.is_inference()]
+        self._plain = [(each, mark_of(each)) for each in plain]
 
     def _is_as_kept(self) -> bool:
         with Distinct():
@@ -240,7 +242,7 @@ class Following:
                 return False
         if any(container[key] is not value for container, key, value in self._held):
             return False
-        return all(each._version == version for each, version in self._plain)
+        return all(mark_of(each) == seen for each, seen in self._plain)
 
     def _bring_plain(self, differing: Sequence[Watched]) -> bool:
         """Brings all that differs to all copies, if it is nothing but plain values, as of a schedule; else False."""
@@ -248,7 +250,7 @@ class Following:
         if (
             list(map(type, self._parts[0])) != self._kinds
             or any(each is None for each in changes)
-            or any(each._version != seen for each, seen in self._plain)
+            or any(mark_of(each) != seen for each, seen in self._plain)
         ):
             return False
         for part, those in zip(differing, changes, strict=True):
@@ -273,9 +275,9 @@ class Following:
         for each, theirs in zip(differing, contents, strict=True):
             Change(each, each.twins[replica - 1], theirs, copying).bring()
         with torch.no_grad():
-            for tensor, version in self._plain:
-                if tensor._version != version and id(tensor) in known:
-                    known[id(tensor)].copy_(tensor)
+            for array, seen in self._plain:
+                if mark_of(array) != seen and id(array) in known:
+                    write(known[id(array)], array)
 
     def _spread_values(self) -> None:
         """Gives the other storages the user's weights: a change of parts may have changed values under new names."""

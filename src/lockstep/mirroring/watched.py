@@ -10,6 +10,7 @@ place. ``following`` decides what a difference means.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import types
 import weakref
@@ -41,6 +42,7 @@ DEPTH = 4
 """How many containers and objects deep a change in place is seen."""
 MOST = 5_000
 """How much hanging on one part is looked at."""
+_LOOKED_AT_BYTES = 4096
 LONGEST = 10_000
 """Containers of more elements are not looked into: comparing them would take more than 0.1 ms at every run."""
 
@@ -98,6 +100,37 @@ def content_of(value: Any) -> Container | None:
     return getattr(value, "__dict__", None)
 
 
+def is_array(value: Any) -> bool:
+    """Whether its values are changed in place, as those of a tensor or a NumPy array are."""
+    kind = type(value)
+    return isinstance(value, torch.Tensor) or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
+
+
+def mark_of(array: Any) -> object:
+    """By what to tell whether an array was written: the version of a tensor, and on a CPU its first bytes.
+
+    A write through ``.data`` counts no version, and NumPy counts none.
+    """
+    if not isinstance(array, torch.Tensor):
+        seen = array.dtype != object and array.flags.c_contiguous
+        return ctypes.string_at(array.ctypes.data, min(_LOOKED_AT_BYTES, array.nbytes)) if seen else None
+    version = 0 if array.is_inference() else array._version
+    seen = array.layout is torch.strided and array.is_cpu and array.is_contiguous() and type(array) is torch.Tensor
+    if not seen or not array.numel():
+        return version
+    return version, ctypes.string_at(array.data_ptr(), min(_LOOKED_AT_BYTES, array.nbytes))
+
+
+def write(into: Any, array: Any) -> None:
+    """Gives an array or tensor the values of another."""
+    if not isinstance(into, torch.Tensor):
+        into[...] = array
+    elif into.shape == array.shape:
+        into.copy_(array)
+    else:
+        into.data = array.detach().to(into.device, copy=True)
+
+
 def items_of(content: Container) -> Iterator[tuple[Any, Any]]:
     """Keys and values, or numbers and items; nothing for a set."""
     if isinstance(content, dict):
@@ -107,7 +140,7 @@ def items_of(content: Container) -> Iterator[tuple[Any, Any]]:
 
 
 def _dicts_of(part: nn.Module) -> list[Container]:
-    """``__dict__`` and those of ``OWN``. A scripted module keeps its own in C++, where no attribute is set from outside."""
+    """``__dict__`` and those of ``OWN``. A scripted module keeps its own in C++, where nothing is set from outside."""
     if isinstance(part, torch.jit.ScriptModule):
         tensors = (part.named_parameters(recurse=False), part.named_buffers(recurse=False))
         return [{}, *map(dict, tensors), *({} for _ in OWN[2:])]
@@ -146,7 +179,8 @@ class Watched:
         kept: the same as they were when last seen.
         places: where those after ``OWN`` hang.
         held: each container or object with what holds it and its key there, to see whether it is still the same one.
-        tensors: the tensors among attributes and what hangs on them: the number of what holds each, and its key there.
+        tensors: of the tensors and arrays among attributes and what hangs on them, the number of what holds each, and
+            its key there.
 
     Args:
         part: of the user's module.
@@ -172,8 +206,10 @@ class Watched:
         for home, key, value, depth in todo:  # grows
             if type(value) in _ATOMS or len(self.held) == MOST:
                 continue
-            if isinstance(value, torch.Tensor):
+            if is_array(value):
                 self.tensors.append((home, key))
+                if not isinstance(value, torch.Tensor):
+                    self.held.append((self.live[home], key, value))
                 continue
             content = content_of(value)
             if content is None or (type(value) is tuple and all(map(is_atom, value))):
@@ -249,11 +285,11 @@ class Watched:
             if not isinstance(self.kept[home], tuple):
                 self.kept[home][key] = item(self.live[home], key)
 
-    def seen_tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors among attributes and what hangs on them."""
+    def seen_tensors(self) -> Iterator[Any]:
+        """The tensors and arrays among attributes and what hangs on them."""
         for home, key in self.tensors:
             tensor = item(self.kept[home], key)
-            if isinstance(tensor, torch.Tensor):
+            if is_array(tensor):
                 yield tensor
 
     def twin_contents(self, replica: int) -> list[Container | None]:
@@ -279,7 +315,7 @@ class Watched:
                 yield place.value, item(contents[place.home], place.key)
         for home, key in self.tensors:
             tensor, theirs = item(self.kept[home], key), None if contents[home] is None else item(contents[home], key)
-            if isinstance(tensor, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            if is_array(tensor) and type(theirs) is type(tensor):
                 yield tensor, theirs
 
     def _add(self, place: Place, content: Container) -> None:
