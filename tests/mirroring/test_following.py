@@ -26,8 +26,14 @@ if TYPE_CHECKING:
 STEPS = 4
 
 
+@dataclass(slots=True)
+class Inner:
+    factor: float = 1.0
+
+
 @dataclass
 class Config:
+    inner: Inner = field(default_factory=Inner)
     scale: float = 1.0
     powers: list[int] = field(default_factory=lambda: [1])
 
@@ -51,7 +57,7 @@ class Block(nn.Module):
         y = y * self.mask
         for power in self.config.powers:
             y = y**power
-        return x if "all" in self.skipped else y * self.config.scale
+        return x if "all" in self.skipped else y * self.config.scale * self.config.inner.factor
 
 
 class Net(nn.Module):
@@ -95,6 +101,10 @@ def another_config(net: Net) -> None:
 def an_equal_config_that_changes_later(net: Net) -> None:
     net.blocks[1].config = Config()
     net.later = lambda: setattr(net.blocks[1].config, "scale", 7.0)
+
+
+def an_object_with_slots(net: Net) -> None:
+    net.blocks[1].config.inner.factor = 0.5
 
 
 def a_dict(net: Net) -> None:
@@ -206,7 +216,7 @@ CHANGES: list[Callable[[Net], None]] = [
     *(a_tensor_with_a_history, a_buffer_that_is_no_average, another_buffer, a_new_buffer, a_frozen_part),
     *(a_part_without_weights, a_part_left_out, parts_exchanged, a_weight_tied, values_of_weights),
     *(other_storage_of_weights, another_forward, another_class, a_plain_tensor_through_data),
-    *(an_array_in_place, another_array, a_tensor_in_a_list),
+    *(an_array_in_place, another_array, a_tensor_in_a_list, an_object_with_slots),
 ]
 
 

@@ -28,6 +28,7 @@ from lockstep.mirroring.watched import (
     OWN,
     Distinct,
     Place,
+    Slots,
     Watched,
     equal,
     is_atom,
@@ -341,7 +342,7 @@ class Change:
         ):
             if theirs is None:
                 self._bring_whole(number)
-            elif isinstance(live, dict):
+            elif isinstance(live, (dict, Slots)):
                 self._bring_items(live, kept, theirs, leaving=NO_ATTRIBUTES if number == 0 else frozenset())
             elif isinstance(live, (list, deque)):
                 self._bring_list(live, kept, theirs)
@@ -358,7 +359,7 @@ class Change:
         for key, value in fresh:
             if key not in leaving:
                 theirs[key] = self._copy(value, key)
-        if fresh and not leaving:  # in the order of the user's
+        if fresh and not leaving and isinstance(theirs, dict):  # in the order of the user's
             for key in live:
                 if key in theirs:
                     theirs[key] = theirs.pop(key)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,42 @@ def is_atom(value: Any) -> bool:
     return kind in _ATOMS or isinstance(value, enum.Enum) or kind.__module__.startswith(_OWN_OBJECTS)
 
 
+class Slots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has ``__slots__``, as those of others are in their ``__dict__``.
+
+    Args:
+        of: the object.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._of, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._of, name, value)  # of frozen ones too
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._of, name)
+
+    def __iter__(self) -> Iterator[str]:
+        for kind in type(self._of).__mro__:
+            names = vars(kind).get("__slots__", ())
+            for name in (names,) if isinstance(names, str) else names:
+                if name not in ("__weakref__", "__dict__") and hasattr(self._of, name):
+                    yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+
 def content_of(value: Any) -> Container | None:
     """The items or attributes of ``value``, as they are held; None for what has none that are looked at."""
     if type(value) in weakref.ProxyTypes:
@@ -97,7 +134,10 @@ def content_of(value: Any) -> Container | None:
         return value
     if is_atom(value) or isinstance(value, _WITHOUT_CONTENT):
         return None
-    return getattr(value, "__dict__", None)
+    own: Container | None = getattr(value, "__dict__", None)
+    if own is None and hasattr(type(value), "__slots__") and not isinstance(value, os.PathLike):
+        return Slots(value)
+    return own
 
 
 def is_array(value: Any) -> bool:
@@ -133,7 +173,7 @@ def write(into: Any, array: Any) -> None:
 
 def items_of(content: Container) -> Iterator[tuple[Any, Any]]:
     """Keys and values, or numbers and items; nothing for a set."""
-    if isinstance(content, dict):
+    if isinstance(content, (dict, Slots)):
         yield from content.items()
     elif not isinstance(content, set):
         yield from enumerate(content)
@@ -158,13 +198,13 @@ def equal(live: Container, kept: Container) -> bool:
 
 def item(content: Container, key: Any) -> Any:
     """What is there, or None."""
-    if isinstance(content, dict):
+    if isinstance(content, (dict, Slots)):
         return content.get(key)
     return content[key] if isinstance(content, (list, deque, tuple)) and key < len(content) else None
 
 
 def _shallow(content: Container) -> Container:
-    if isinstance(content, dict):
+    if isinstance(content, (dict, Slots)):
         return dict(content)
     if isinstance(content, (list, set)):
         return content.copy()
