@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.collectives.per_replica import PerReplica
     from lockstep.collectives.reduction import ReduceOp
     from lockstep.data.input_context import InputContext
+    from lockstep.data.no_rows import has_rows
     from lockstep.replicas.context import ReplicaContext, get_replica_context
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.default import get_strategy
@@ -72,6 +73,7 @@ __all__ = [
     "export_weights",
     "get_replica_context",
     "get_strategy",
+    "has_rows",
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
@@ -86,6 +88,7 @@ _WHERE = {
     "lockstep.collectives.per_replica": ("PerReplica",),
     "lockstep.collectives.reduction": ("ReduceOp",),
     "lockstep.data.input_context": ("InputContext",),
+    "lockstep.data.no_rows": ("has_rows",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
     "lockstep.strategies.base": ("Strategy",),
     "lockstep.strategies.default": ("get_strategy",),

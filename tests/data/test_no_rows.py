@@ -86,7 +86,7 @@ def test_the_error_of_a_step_that_cannot_take_0_rows_says_so(make_strategy):
     with pytest.raises(RuntimeError) as raised:
         strategy.run(lambda x, y: mirrored(x), batch)
     notes = " ".join(raised.value.__notes__)
-    assert all(word in notes for word in ("0 rows", "4 replicas", "drop_last", "optimizer.step()"))
+    assert all(word in notes for word in ("0 rows", "4 replicas", "drop_last", "ls.has_rows", "optimizer.step()"))
 
 
 def test_an_error_in_a_shard_with_rows_says_nothing_of_0_rows(make_strategy):
@@ -105,7 +105,7 @@ def test_a_step_that_runs_its_passes_only_where_there_are_rows_equals_one_device
 
     def step(x: Tensor, y: Tensor, rows: int) -> None:
         optimizer.zero_grad()
-        if len(x):
+        if ls.has_rows((x, y)):
             losses = F.cross_entropy(mirrored(x), y, reduction="none")
             ls.compute_average_loss(losses, global_batch_size=rows).backward()
         optimizer.step()
@@ -113,6 +113,19 @@ def test_a_step_that_runs_its_passes_only_where_there_are_rows_equals_one_device
     for (x, y), rows in zip(strategy.distribute_dataset(batches()), SIZES, strict=True):
         strategy.run(step, (x, y, rows))
     close(plain, by_hand())
+
+
+def test_has_rows_looks_at_tensors_and_lists_of_rows(make_strategy):
+    batch = {"x": [torch.ones(row + 3) for row in range(2)], "name": ["a", "b"], "n": 3}
+    (shards,) = make_strategy(3).distribute_datasets_from_function(lambda _: [batch])
+    assert [ls.has_rows(make_strategy(3).local_results(shards)[replica]) for replica in range(3)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not ls.has_rows(torch.ones(0, 3))
+    with pytest.raises(ls.errors.DataError, match="has_rows"):
+        ls.has_rows(3)
 
 
 def test_a_module_that_cannot_take_0_rows_trains_where_no_shard_is_empty(make_strategy):
@@ -135,3 +148,54 @@ def test_a_module_that_cannot_take_0_rows_trains_where_no_shard_is_empty(make_st
         F.cross_entropy(alone(x), y).backward()
         by_hand.step()
     close(plain, alone)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2"])
+def test_models_of_transformers_train_and_predict_where_shards_are_empty(make_strategy, name: str):
+    transformers = pytest.importorskip("transformers")
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if name == "BERT":
+                small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+                self.inner = transformers.BertModel(transformers.BertConfig(vocab_size=20, **small))
+            else:
+                tokens = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
+                config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8, **tokens)
+                self.inner = transformers.GPT2Model(config)
+            self.last = nn.Linear(16, 3)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            assert len(input_ids), "a forward pass without rows"
+            hidden = self.inner(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            out: Tensor = self.last(hidden[:, -1])
+            return out
+
+    random = torch.Generator().manual_seed(1)
+    data = [
+        (
+            {"input_ids": torch.randint(0, 20, (n, 6), generator=random), "attention_mask": torch.ones(n, 6).long()},
+            torch.randint(0, 3, (n,), generator=random),
+        )
+        for n in (5, 2, 1)
+    ]
+    torch.manual_seed(0)
+    trained = Scores().double()
+    for part in trained.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    alone = copy.deepcopy(trained)
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(alone(**x), y).backward()
+        optimizer.step()
+    with make_strategy(4).scope():
+        model = ls.Model(trained)
+        model.compile(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), loss=F.cross_entropy)
+    model.fit(data, epochs=1, verbose=0)
+    close(trained, alone)
+    alone.eval()
+    expected = torch.cat([alone(**x) for x, _ in data]).detach()
+    torch.testing.assert_close(model.predict([x for x, _ in data]), expected, rtol=1e-9, atol=1e-12)

@@ -32,7 +32,7 @@ class Drawing(Dataset[Tensor]):
 
 
 class Cropped(Dataset[Tensor]):
-    """Ten examples that draw from torch's default generator alone, so that they are read ahead."""
+    """Ten examples that draw from torch's default generator alone, so that they can be read ahead."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.stack([torch.tensor(float(index)), torch.rand(())])
@@ -61,6 +61,7 @@ def sampler_of_its_own() -> DataLoader[Tensor]:
 SOURCES: dict[str, Callable[[], Iterable[Any]]] = {
     "shuffled": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True),
     "cropped": lambda: DataLoader(Cropped(), batch_size=3, shuffle=True),
+    "cropped in turn": lambda: DataLoader(Cropped(), batch_size=3, shuffle=True),
     "weighted": lambda: DataLoader(Drawing(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 10, 10)),
     "generator": lambda: DataLoader(Drawing(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(4)),
     "sampler": sampler_of_its_own,
@@ -92,7 +93,8 @@ def test_what_is_passed_over_is_as_if_it_had_been_taken(split_cpu, name: str, ta
         return found
 
     seeded()
-    data = DistributedDataset(SOURCES[name](), split_cpu(2))
+    ahead = 2 if name == "cropped" else None
+    data = DistributedDataset(SOURCES[name](), split_cpu(2), prefetch=ahead)
     rest(data)  # the position is one in the second epoch
     begun = data.random_state()
     with closing(iter(data)) as batches:
@@ -104,7 +106,7 @@ def test_what_is_passed_over_is_as_if_it_had_been_taken(split_cpu, name: str, ta
         expected = [rest(batches), rest(data), torch.rand(()).item()]
 
     seeded()
-    again = DistributedDataset(SOURCES[name](), split_cpu(2))
+    again = DistributedDataset(SOURCES[name](), split_cpu(2), prefetch=ahead)
     set_random_state([], {**random_state([]), "torch": callers})
     found = [rest(again.iterate(skip=taken, random=begun)), rest(again), torch.rand(()).item()]
 

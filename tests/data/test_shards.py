@@ -71,8 +71,10 @@ def test_values_without_rows_go_to_every_replica_as_they_are():
         assert all(given is got for given, got in zip(single, shard[1:], strict=True))
 
 
-def test_strings_are_not_rows():
-    assert split_batch({"id": ["a", "b"], "x": torch.ones(2)}, 2)[0]["id"] == ["a", "b"]
+def test_a_list_of_strings_as_long_as_the_batch_has_one_a_row():
+    shards = split_batch({"id": ["a", "b", "c"], "all": ["a", "b"], "x": torch.ones(3)}, 2)
+    assert [shard["id"] for shard in shards] == [["a", "b"], ["c"]]
+    assert [shard["all"] for shard in shards] == [["a", "b"], ["a", "b"]]
 
 
 def test_arrays_share_their_memory_with_the_shards():

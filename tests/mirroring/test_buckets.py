@@ -17,6 +17,8 @@ from lockstep.mirroring.buckets import BucketExchange
 
 pytestmark = pytest.mark.workers
 
+LAST = 3
+"""Of four replicas."""
 ALL, NONE = 1.0, 0.0
 """Shares of the buckets."""
 Change = Callable[[list[nn.Parameter], int], None]
@@ -48,21 +50,18 @@ def dropped(parameters: list[nn.Parameter], _: int) -> None:
     parameters[2].grad = None
 
 
-def by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
-    """Of one worker alone: the others have changed nothing, and must exchange again all the same.
-
-    Behind the back of what watches the step, which would give each replica the sums.
-    """
-    if replica == 3:
-        with torch._C.DisableTorchFunction():
-            written_to(parameters, replica)
+def added_by_the_last_replica(parameters: list[nn.Parameter], replica: int) -> None:
+    """On one worker alone: the others have changed nothing, and must exchange again all the same."""
+    if replica == LAST:
+        penalties = [(parameter**2).sum() for parameter in parameters]
+        torch.stack(penalties).sum().backward()  # type: ignore[no-untyped-call]
 
 
 CHANGES: dict[str, Change] = {
     "written to": written_to,
     "replaced": replaced,
     "dropped": dropped,
-    "by the last replica": by_the_last_replica,
+    "added by the last replica": added_by_the_last_replica,
 }
 
 
@@ -144,6 +143,28 @@ def two_passes(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
     return losses[::2].sum(), losses[1::2].sum()
 
 
+def train_clipped_between(strategy: ls.Strategy) -> dict[str, Tensor]:
+    """Two passes that add up, and between them a look at the gradients: the sums of all workers."""
+    module = net()
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+
+    def step(batch: tuple[Tensor, Tensor], announced: bool) -> None:
+        context = ls.get_replica_context()
+        assert context is not None
+        rows = context.all_reduce("sum", float(len(batch[0])))
+        with replicated.no_sync() if announced else nullcontext():
+            (two_passes(replicated, *batch)[0] / rows).backward()
+        torch.nn.utils.clip_grad_norm_(replicated.parameters(), 0.1)
+        (two_passes(replicated, *batch)[1] / rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number, batch in enumerate(strategy.distribute_dataset(batches())):
+        strategy.run(step, (batch, bool(number % 2)))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 ANNOUNCED: dict[str, set[int]] = {
     "inside": {0, 1, 2, 3},
     "outside": {0, 1, 2, 3},
@@ -197,6 +218,7 @@ def run_job() -> dict[str, Any]:
     strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(bucket_mb=0.0005))
     results: dict[str, Any] = {name: train(strategy, change) for name, change in CHANGES.items()}
     results["frozen"] = train_frozen(strategy)
+    results["clipped between"] = train_clipped_between(strategy)
     for name in ANNOUNCED:
         with kept_warnings() as messages:
             results[name] = (*train_in_passes(strategy, name), messages)
@@ -210,21 +232,13 @@ def results() -> dict[str, Any]:
 
 
 def one_device(name: str) -> nn.Sequential:
-    """The loop by hand, shard after shard."""
+    """The loop by hand."""
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
     for x, y in batches():
-        total: dict[int, Tensor] = {}
-        shards = zip(x.tensor_split(4), y.tensor_split(4), strict=True)
-        for replica, (shard_x, shard_y) in enumerate(shards):
-            optimizer.zero_grad()
-            (F.cross_entropy(module(shard_x), shard_y, reduction="none").sum() / len(x)).backward()
-            CHANGES[name](list(module.parameters()), replica)
-            for index, parameter in enumerate(module.parameters()):
-                if parameter.grad is not None:
-                    total[index] = total.get(index, torch.zeros(())) + parameter.grad
-        for index, parameter in enumerate(module.parameters()):
-            parameter.grad = total.get(index)
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        CHANGES[name](list(module.parameters()), LAST)
         optimizer.step()
     return module
 
@@ -291,3 +305,18 @@ def test_a_cycle_without_a_change_brings_back_the_exchange_during_the_pass(resul
 
     assert gone == [[(ALL, ALL)] * 2, [(NONE, NONE)] * 2, [(NONE, ALL)] * 2, [(NONE, ALL)] * 2]
     assert len(warnings) == 1
+
+
+def test_a_look_at_the_gradients_between_passes_is_one_device_s(results: dict[str, Any]):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        # The halves of each replica's rows, as the replicas have them.
+        shards = list(zip(x.tensor_split(4), y.tensor_split(4), strict=True))
+        (sum(two_passes(module, *shard)[0] for shard in shards) / len(x)).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        (sum(two_passes(module, *shard)[1] for shard in shards) / len(x)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+    torch.testing.assert_close(results["clipped between"], dict(module.state_dict()), rtol=1e-9, atol=1e-12)

@@ -279,3 +279,13 @@ def test_eval_inside_a_replica_is_said_to_be_its_own_once(
 
     (message,) = [record.getMessage() for record in caplog.records if "eval()" in record.getMessage()]
     assert "outside strategy.run" in message
+
+
+def test_a_buffer_that_came_after_mirroring_is_read_before_the_next_run(make_strategy: MakeStrategy):
+    module = net()
+    mirrored = make_strategy(2).mirror(module)
+    module.register_buffer("seen", torch.tensor(3))
+    module.register_buffer("scale", torch.tensor(0.5))
+
+    assert mirrored.state_dict()["seen"] == 3
+    assert dict(mirrored.named_buffers())["scale"] == 0.5

@@ -170,12 +170,23 @@ def another_forward(net: Net) -> None:
     net.forward = MethodType(forward, net)  # type: ignore[method-assign]
 
 
+class Doubling(Net):
+    """Its outputs are twice those of the class that it inherits from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def another_class(net: Net) -> None:
+    net.__class__ = Doubling
+
+
 CHANGES: list[Callable[[Net], None]] = [
     *(an_attribute, an_attribute_of_a_part, a_config_that_parts_share, a_list_in_a_config, another_config),
     *(an_equal_config_that_changes_later, a_dict, a_deque, a_set, a_plain_tensor, a_plain_tensor_in_place),
     *(a_tensor_with_a_history, a_buffer_that_is_no_average, another_buffer, a_new_buffer, a_frozen_part),
     *(a_part_without_weights, a_part_left_out, parts_exchanged, a_weight_tied, values_of_weights),
-    *(other_storage_of_weights, another_forward),
+    *(other_storage_of_weights, another_forward, another_class),
 ]
 
 
@@ -350,6 +361,29 @@ def test_what_cannot_be_copied_is_refused_by_its_name(make_strategy: MakeStrateg
     strategy.run(lambda: None)
 
 
+def test_a_mirrored_module_set_in_another_is_refused(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    first, second = strategy.mirror(Net()), strategy.mirror(Net())
+    first.head = second
+
+    with pytest.raises(UsageError, match=r"'head', set on Net,.*mirrored module"):
+        strategy.run(lambda: None)
+    first.head = second.module.head
+    strategy.run(lambda: None)
+    assert [duplicate.head for duplicate in first.copies] == [duplicate.head for duplicate in second.copies]
+
+
+def test_what_belongs_to_the_strategy_is_the_same_for_all(make_strategy: MakeStrategy):
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(Net())
+    mirrored.strategy, mirrored.count = strategy, strategy.variable(1.0, aggregation="sum")
+    mirrored.optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+    strategy.run(lambda: None)
+
+    for name in ("strategy", "count", "optimizer"):
+        assert len({id(getattr(duplicate, name)) for duplicate in mirrored.copies}) == 1
+
+
 def test_a_parameter_made_in_a_step_is_refused(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     mirrored = strategy.mirror(Net())
@@ -372,3 +406,34 @@ def test_a_buffer_made_in_some_replicas_only_is_refused(make_strategy: MakeStrat
 
     with pytest.raises(UsageError, match="Net have 3, 2 buffers"):
         strategy.run(step)
+
+
+def test_set_once_for_all_replicas_in_the_middle_of_a_run(make_strategy: MakeStrategy):
+    strategy, net = make_strategy(3), Net()
+    mirrored = strategy.mirror(net)
+
+    def set_all(_: Any) -> None:
+        net.alpha = 0.5
+        net.blocks[0].config.scale = 2.0
+
+    def step() -> tuple[float, float, int]:
+        context = get_replica_context()
+        assert context is not None
+        mirrored.mine = context.local_replica
+        context.merge_call(set_all)
+        return mirrored.alpha, mirrored.blocks[1].config.scale, mirrored.mine
+
+    assert strategy.local_results(strategy.run(step)) == tuple((0.5, 2.0, replica) for replica in range(3))
+    strategy.run(lambda: None)
+    assert [duplicate.mine for duplicate in mirrored.copies] == [0, 1, 2]
+
+
+def test_state_read_between_growth_and_the_next_run(make_strategy: MakeStrategy):
+    mirrored = make_strategy(3).mirror(Net())
+    mirrored.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    own = mirrored.module.state_dict()
+
+    torch.testing.assert_close(dict(mirrored.state_dict()), dict(own))
+    mirrored.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
+    for duplicate in mirrored.copies:
+        assert not any(value.any() for value in duplicate.state_dict().values())

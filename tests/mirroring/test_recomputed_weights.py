@@ -88,3 +88,48 @@ def test_features_that_a_call_left_do_not_hinder_the_copy(make_strategy: MakeStr
         kept = duplicate.kept[0]  # type: ignore[index, union-attr]
         assert not kept.requires_grad
         torch.testing.assert_close(kept, module.kept[0].detach())  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("change", [weight_norm, spectral_norm, pruned, parametrized])
+def test_given_after_mirroring(change: Callable[[nn.Module], None], layout: str, make_strategy: MakeStrategy):
+    def begin() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        torch.manual_seed(1)
+        change(module[0])  # type: ignore[index]
+        return torch.optim.SGD(module.parameters(), 0.1)
+
+    plain = begin()
+    plain(rows(0)).square().sum().backward()
+    plain.zero_grad()
+    own = make(plain)
+    for seed in range(1, 4):
+        own.zero_grad()
+        plain(rows(seed)).square().sum().backward()
+        own.step()
+
+    strategy, users = make_strategy(3), begin()
+    mirrored = strategy.mirror(users)
+    strategy.run(lambda: mirrored(rows(0)).square().sum().backward())
+    mirrored.zero_grad()
+    optimizer = strategy.mirror(make(users))
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        mirrored(x).square().sum().backward()
+        optimizer.step()
+
+    for x in strategy.distribute_dataset([rows(seed) for seed in range(1, 4)]):
+        strategy.run(step, (x,))
+
+    torch.testing.assert_close(dict(mirrored.state_dict()), dict(plain.state_dict()))
+    if change is pruned:
+        prune.remove(users[0], "weight")
+    if change is parametrized:
+        nn.utils.parametrize.remove_parametrizations(users[0], "weight")
+    mirrored.eval()
+    expected = plain.eval()(rows(9))
+    for output in (mirrored(rows(9)), *strategy.local_results(strategy.run(mirrored, (rows(9),)))):
+        torch.testing.assert_close(output, expected)

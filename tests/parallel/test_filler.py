@@ -21,6 +21,19 @@ def test_a_model_that_takes_no_empty_batch_gives_none_of_its_outputs_and_zero_gr
     assert all(torch.equal(each.grad, torch.zeros_like(each)) for each in linear.parameters())
 
 
+def test_a_mask_given_by_its_place_masks_nothing_either():
+    linear = nn.Linear(3, 3)
+
+    def model(x: Tensor, attention_mask: Tensor) -> Tensor:
+        return linear(x).view(len(x), -1) / attention_mask.sum()
+
+    outputs = call_without_rows(model, [torch.empty(0, 3), torch.empty(0, 3)], {})
+    outputs.sum().backward()
+
+    assert outputs.shape == (0, 3)
+    assert all(torch.equal(each.grad, torch.zeros_like(each)) for each in linear.parameters())
+
+
 def test_only_the_first_tensor_says_whether_there_are_rows():
     assert has_no_rows([], {"x": torch.empty(0, 3), "scale": torch.ones(2)})
     assert not has_no_rows([torch.ones(1, 3), torch.empty(0)], {})

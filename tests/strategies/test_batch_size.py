@@ -154,7 +154,6 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.optimizer.param_groups[0]["lr"] = 1e-3
         self.steps.assign_add(1.0)
         return loss.detach()
 

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
+from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
 
 if TYPE_CHECKING:
@@ -35,6 +37,42 @@ def test_weights_multiply_and_the_divisor_stays_the_number_of_examples(weight: T
 
     assert float(compute_average_loss(losses, sample_weight=weight)) == pytest.approx(2.0)
     assert float(compute_average_loss(losses, sample_weight=weight, global_batch_size=8)) == pytest.approx(0.5)
+
+
+def test_a_weight_per_column_says_so_by_its_dimensions():
+    """In a shard of 3 rows it would else be one per row."""
+    weight = torch.tensor([1.0, 0.0, 2.0])
+    for rows in (2, 3):
+        losses = torch.arange(3.0 * rows).reshape(rows, 3)
+        expected = float((losses * weight).sum()) / rows
+        assert float(compute_average_loss(losses, sample_weight=weight[None])) == pytest.approx(expected)
+    with pytest.raises(ConfigError, match=r"shape \(3,\), but the losses have \(2, 3\)"):
+        compute_average_loss(torch.ones(2, 3), sample_weight=weight)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_loss_of_the_labels_that_count_is_that_of_one_device(replicas: int, make_strategy: MakeStrategy):
+    """As the module's docstring has it; all labels of the first shard are ignored."""
+    random = torch.Generator().manual_seed(0)
+    scores = torch.randn(7, 4, generator=random, dtype=torch.float64)
+    labels = torch.tensor([-100, -100, -100, -100, 2, -100, 1])
+    expected = scores.clone().requires_grad_()
+    F.cross_entropy(expected, labels).backward()
+
+    def step(scores: Tensor, labels: Tensor) -> Tensor:
+        context = get_replica_context()
+        assert context is not None
+        scores.requires_grad_()
+        total = F.cross_entropy(scores, labels, reduction="sum")
+        (total / context.all_reduce("sum", (labels != -100).sum())).backward()
+        assert scores.grad is not None
+        return scores.grad
+
+    strategy = make_strategy(replicas)
+    shards = [PerReplica(list(each.clone().tensor_split(replicas))) for each in (scores, labels)]
+    found = torch.cat(strategy.local_results(strategy.run(step, tuple(shards))))
+
+    torch.testing.assert_close(found, expected.grad)
 
 
 def test_outside_a_scope_it_is_one_device():

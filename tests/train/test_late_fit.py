@@ -94,6 +94,29 @@ def test_between_steps_nothing_is_waited_for_or_read(graphs: bool):
     assert driver.waits == 0
 
 
+def mixed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets) + 0.1 * outputs.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*as long as no label is ignored:UserWarning")
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(torch.ones(3)), mixed])
+def test_a_loss_is_compared_with_its_parts_in_the_first_step_only(loss: Any):
+    with on_gpus(loss=loss) as (model, driver), HostReads() as reads:
+        between = Between(lambda: driver.waits + len(reads.places))
+        model.fit(batches(4), verbose=0, callbacks=[between])
+
+    assert between.counts[1] > between.counts[0]
+    assert between.counts[1:] == [between.counts[1]] * 3
+
+
+def test_a_mean_of_labels_beside_something_else_is_warned_of():
+    with (
+        on_gpus(loss=mixed) as (model, _),
+        pytest.warns(UserWarning, match="'mixed' .* as long as no label is ignored"),
+    ):
+        model.fit(batches(2), verbose=0)
+
+
 def test_a_device_that_lags_is_given_two_steps_and_then_waited_for():
     with on_gpus(lags=True) as (model, driver):
         between = Between(lambda: driver.waits)

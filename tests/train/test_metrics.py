@@ -17,7 +17,8 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep.collectives.workers import OneWorker
 from lockstep.errors import ConfigError
-from lockstep.train.metrics import ReplicaMetrics, check_metrics, merge_metrics, merge_states, states_of
+from lockstep.mirroring.metric_merging import merge_metrics, merge_states, states_of
+from lockstep.train.metrics import ReplicaMetrics, check_metrics
 
 CPU = torch.device("cpu")
 

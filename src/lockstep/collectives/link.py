@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lockstep.collectives import nccl
-from lockstep.collectives.connections import SHARE_UNANSWERED, broken_after
+from lockstep.collectives.connections import SHARE_UNANSWERED, GroupConnections
 from lockstep.errors import CollectiveError
 from lockstep.membership.membership import Membership
 
@@ -144,8 +144,9 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Memb
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
     options._threads = _GLOO_THREADS
     options._timeout = timedelta(seconds=timeout_s) + nccl.IS_LATER
-    with broken_after(membership.lost_after_s * SHARE_UNANSWERED):
-        return dist.ProcessGroupGloo(store, rank, size, options)
+    made = dist.ProcessGroupGloo(store, rank, size, options)
+    GroupConnections(store, rank, size, membership.lost_after_s * SHARE_UNANSWERED).forget()
+    return made
 
 
 def _break_off(group: ref[Group], _: BaseException) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.data.leaves import is_plain
 from lockstep.data.structure import named_leaves
 
 _SAMPLED = 16
@@ -43,15 +44,15 @@ def _written(index: Any) -> Any:
 
 def _looks(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}"
+        return f"{leaf.dtype}{leaf.size(0) if leaf.is_nested else tuple(leaf.shape)}"
     return repr(leaf) if type(leaf) in _PLAIN else type(leaf).__name__
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
     """Elements from the first to the last, evenly spread, as bytes. Nothing is copied but these."""
-    last = tensor.numel() - 1
-    if last < 0 or tensor.layout != torch.strided:
+    if not is_plain(tensor) or not tensor.numel():
         return b""
+    last = tensor.numel() - 1
     places = [last * step // (_SAMPLED - 1) for step in range(_SAMPLED)]
     taken = tensor.detach().take(torch.tensor(places, device=tensor.device))
     return bytes(taken.cpu().view(torch.uint8).tolist())

@@ -18,12 +18,12 @@ from lockstep.config import LogicalDevice
 from lockstep.data.file_shards import own_files
 from lockstep.data.input_context import InputContext
 from lockstep.data.iterated import Distributed
+from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.meeting import Alone, Meeting, OwnBatches, SameBatches
 from lockstep.data.own_rows import OwnRows
 from lockstep.data.passes import Passes
-from lockstep.data.prefetch import DEPTH, checked_depth
 from lockstep.data.readers import CutBatches, LocalBatches, Reader, Rounds
-from lockstep.data.skipping import loads_by_index, read_ahead_unasked
+from lockstep.data.skipping import loads_by_index
 from lockstep.errors import ConfigError, DataError
 
 Shard = Literal["batch", "file", "off"]
@@ -42,10 +42,15 @@ class DistributedDataset(Distributed):
             all that its own dataset gives. With "file" and "off" a batch is divided among the worker's own replicas,
             and workers whose data has ended give empty batches until the last one has ended.
         prefetch: how many batches to read ahead in a thread; 0 reads each one when it is asked for, in the caller's
-            thread. None is 2 for a DataLoader, a list and a Hugging Face dataset, and 0 for what may look at the
-            training's state, such as a replay buffer: a generator, an iterable or a sampler of your own, and a
-            DataLoader without processes over an ``IterableDataset`` of your own. A map-style dataset that looks at it
-            needs ``prefetch=0``, since it would see a state up to two steps old.
+            thread. None is 2 for a DataLoader, a list and a Hugging Face dataset, as long as they draw no random
+            numbers, and 0 for what may look at the training's state, such as a replay buffer: a generator, an iterable
+            or a sampler of your own, and a DataLoader without processes over an ``IterableDataset`` of your own. A
+            map-style dataset that looks at it needs ``prefetch=0``, since it would see a state up to two steps old.
+        lists: what a list or tuple in a batch is: one item a row ("rows"), or structure ("columns"), whose tensors all
+            have all rows. "auto" tells them apart by their lengths and refuses what could be both: a DataLoader that
+            collates as torch does gives columns; a list as long as the batch, whose tensors are not, has rows. "rows"
+            is for what stands in a tuple or dict and is as long as the batch, and for a batch that is a list itself.
+        items: batches are (x, y) or (x, y, sample_weight), as Model's are, be they tuples or lists.
 
     Raises:
         DataError: what is no iterable of batches, or cannot be divided so.
@@ -66,13 +71,18 @@ class DistributedDataset(Distributed):
         workers: Workers | None = None,
         shard: Shard = "batch",
         prefetch: int | None = None,
+        lists: Lists = "auto",
+        items: bool = False,
     ) -> None:
         if shard not in get_args(Shard):
             raise ConfigError(f'shard={shard!r} is unknown; choose "batch", "file" or "off"')
         workers = workers or OneWorker(len(devices))
         source = _checked(dataset)
-        reader = _shared_reader(source, workers) if shard == "batch" else _own_reader(source, workers, shard)
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=_depth(reader, prefetch)))
+        layout = BatchLayout.of(source, lists, items=items)
+        reader = (
+            _shared_reader(source, workers, layout) if shard == "batch" else _own_reader(source, workers, shard, layout)
+        )
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
 class PerReplicaDataset(Distributed):
@@ -86,6 +96,7 @@ class PerReplicaDataset(Distributed):
         devices: the local replicas' devices, in replica order.
         workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
         prefetch: how many rounds to read ahead; None and 0 as in ``DistributedDataset``.
+        lists: as there.
     """
 
     def __init__(
@@ -95,6 +106,7 @@ class PerReplicaDataset(Distributed):
         *,
         workers: Workers | None = None,
         prefetch: int | None = None,
+        lists: Lists = "auto",
     ) -> None:
         workers = workers or OneWorker(len(devices))
         context = InputContext(
@@ -102,30 +114,25 @@ class PerReplicaDataset(Distributed):
             input_pipeline_id=workers.index,
             num_replicas_in_sync=workers.num_replicas,
         )
-        reader = Rounds(_checked(fn(context)), len(devices))
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=_depth(reader, prefetch)))
+        source = _checked(fn(context))
+        reader = Rounds(source, len(devices), BatchLayout.of(source, lists))
+        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
-def _shared_reader(dataset: Iterable[Any], workers: Workers) -> Reader:
+def _shared_reader(dataset: Iterable[Any], workers: Workers, layout: BatchLayout) -> Reader:
     if workers.alone:
-        return LocalBatches(dataset, workers.num_replicas)
+        return LocalBatches(dataset, workers.num_replicas, layout)
     if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
         raise DataError(
             "received a DataLoader whose DistributedSampler takes one worker's part of the data already; give one "
             'without it, which Lockstep divides, or distribute it with shard="off"'
         )
-    return OwnRows(dataset, workers) if loads_by_index(dataset) else CutBatches(dataset, workers)
+    return OwnRows(dataset, workers, layout) if loads_by_index(dataset) else CutBatches(dataset, workers, layout)
 
 
-def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard) -> Reader:
+def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard, layout: BatchLayout) -> Reader:
     own = own_files(dataset, workers) if shard == "file" else dataset
-    return LocalBatches(own, workers.replicas[workers.index])
-
-
-def _depth(reader: Reader, prefetch: int | None) -> int:
-    if prefetch is None:
-        return DEPTH if read_ahead_unasked(reader.dataset) else 0
-    return checked_depth(prefetch)
+    return LocalBatches(own, workers.replicas[workers.index], layout)
 
 
 def _meeting(reader: Reader, workers: Workers) -> Meeting:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.shards import emptied, has_rows
-from lockstep.data.structure import map_leaves
+from lockstep.data.leaves import has_rows, is_plain
+from lockstep.data.shards import emptied
+from lockstep.data.structure import RowList, RowTuple, map_leaves
 from lockstep.errors import DataError
 
 _DICT, _LIST, _TUPLE, _ROWS, _TENSOR, _VALUE = "dict", "list", "tuple", "rows", "tensor", "value"
+_ROW_KINDS: dict[str, type[Any]] = {"row list": RowList, "row tuple": RowTuple}
 _VALUES = (bool, int, float, str, type(None))
 
 
@@ -52,6 +54,10 @@ def _described(node: Any) -> list[Any]:
 
 
 def _described_leaf(leaf: Any) -> list[Any]:
+    if type(leaf) in _ROW_KINDS.values():
+        return [next(kind for kind, made in _ROW_KINDS.items() if type(leaf) is made)]
+    if has_rows(leaf) and not is_plain(leaf):
+        raise _unsendable(f"a {type(leaf).__name__} that is sparse, nested or packed")
     if has_rows(leaf):
         return [_ROWS, _name(leaf.dtype), [0, *leaf.shape[1:]]]
     if isinstance(leaf, torch.Tensor) and not leaf.is_complex():
@@ -70,6 +76,8 @@ def _built(node: list[Any]) -> Any:
         return children if kind == _LIST else tuple(children)
     if kind == _VALUE:
         return content[0]
+    if kind in _ROW_KINDS:
+        return _ROW_KINDS[kind]()
     name, value = content
     dtype = getattr(torch, name)
     return torch.empty(value, dtype=dtype) if kind == _ROWS else torch.tensor(value, dtype=dtype)

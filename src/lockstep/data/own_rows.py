@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lockstep.collectives.workers import Workers
 from lockstep.data.beginning import batches_in
 from lockstep.data.digest import index_digest
+from lockstep.data.layout import BatchLayout
 from lockstep.data.position import check_skip, sampling_generators
 from lockstep.data.prefetch import PASSED_OVER
 from lockstep.data.readers import Alike, Place, Reader
@@ -34,10 +35,11 @@ class OwnRows(Reader):
     Args:
         loader: for which ``loads_by_index`` holds.
         workers: all workers.
+        layout: of its batches.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Workers) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: DataLoader[Any], workers: Workers, layout: BatchLayout) -> None:
+        super().__init__(loader, layout)
         self._loader = loader
         self._rows = torch.Generator()
         self._parts = _Parts(loader, workers, self._rows)
@@ -81,7 +83,12 @@ class OwnRows(Reader):
             except StopIteration:
                 return
             part = cuts.loaded()
-            yield PASSED_OVER if number < skip else Alike(place(local_shards(batch, part.cut)), part.digest)
+            if number < skip:
+                yield PASSED_OVER
+            else:
+                shards = local_shards(batch, part.cut, self._layout, loaded=part.rows or 1)
+                yield Alike(place(shards), part.digest)
+                del shards
             del batch
             number += 1
 

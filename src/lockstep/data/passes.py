@@ -15,10 +15,15 @@ from torch import Tensor
 from lockstep.config import LogicalDevice
 from lockstep.data.meeting import Meeting
 from lockstep.data.position import STARTED, RandomState, begin_again, random_state
-from lockstep.data.prefetch import ClosableIterator, read_ahead
+from lockstep.data.prefetch import DEPTH, ClosableIterator, checked_depth, read_ahead
 from lockstep.data.readers import Reader
-from lockstep.data.source_random import default_state, other_generators, set_default_state
+from lockstep.data.skipping import read_ahead_unasked
+from lockstep.data.source_random import default_state, set_default_state, watched_generators
 from lockstep.data.transfer import Transfer
+
+
+def _depth(reader: Reader) -> int:
+    return DEPTH if read_ahead_unasked(reader.dataset) else 0
 
 
 class Passes:
@@ -28,14 +33,21 @@ class Passes:
         reader: reads this worker's part of the source.
         meeting: what is said between the workers meanwhile.
         devices: the local replicas' devices, in replica order.
-        prefetch: how many batches to read ahead; 0 reads in the caller's thread.
+        prefetch: how many batches to read ahead; 0 reads in the caller's thread. None is 2 for a source that may be,
+            as long as it does not draw random numbers.
+
+    Raises:
+        ConfigError: ``prefetch`` is no number of batches.
     """
 
-    def __init__(self, reader: Reader, meeting: Meeting, devices: Sequence[LogicalDevice], *, prefetch: int) -> None:
+    def __init__(
+        self, reader: Reader, meeting: Meeting, devices: Sequence[LogicalDevice], *, prefetch: int | None
+    ) -> None:
         self._reader = reader
         self._meeting = meeting
         self._devices = tuple(devices)
-        self._prefetch = prefetch
+        self._told = prefetch is not None
+        self._prefetch = checked_depth(prefetch) if prefetch is not None else _depth(reader)
 
     @property
     def dataset(self) -> Iterable[Any]:
@@ -53,7 +65,8 @@ class Passes:
         self._meeting.begin(self._reader)
         # Begun here and now, in the caller's thread: what it draws from torch's generator comes in program order.
         source = self._reader.begin(skip, transfer)
-        ahead = read_ahead(source, self._prefetch, begun=begun, others=other_generators(self.dataset), skip=skip)
+        watched = watched_generators(self.dataset, default=not self._told)
+        ahead = read_ahead(source, self._prefetch, begun=begun, others=watched, skip=skip)
         return transfer.received(self._meeting.hand_out(ahead, transfer))
 
     def random_state(self) -> RandomState:

@@ -5,8 +5,8 @@
 
 The thread ends with its iterator: when that is exhausted, closed or garbage-collected, and when either side fails.
 The first item is read by the consumer itself, so that what a source draws to begin with (a DataLoader's sampler draws
-its seed then) is drawn in program order; the thread begins with the first item that draws from no generator that it
-cannot have a copy of. ``source_random`` is about what is drawn later.
+its seed then) is drawn in program order; the thread begins with the first item that draws from none of the generators
+that are to be drawn from in program order. ``source_random`` is about what is drawn later.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def read_ahead(
         depth: 0 reads nothing ahead and starts no thread.
         begun: called once in the consumer's thread, when the source is not to draw from torch's default generator as
             it stood at the beginning any more: after those items that are passed over, or after the first one.
-        others: gives the states of the generators, beside torch's default one, that the source may draw from. As long
-            as each item changes them, items are read when they are asked for, so that they are drawn in program order.
+        others: gives the states of generators that are to be drawn from in program order. As long as each item changes
+            them, items are read when they are asked for.
         skip: how many ``PASSED_OVER`` the source gives at first, if it gives any.
     """
     checked_depth(depth)

@@ -21,6 +21,7 @@ import torch
 from lockstep.collectives.workers import Workers
 from lockstep.data.beginning import batches_in
 from lockstep.data.digest import batch_digest
+from lockstep.data.layout import BatchLayout
 from lockstep.data.position import all_generators, passing_over
 from lockstep.data.prefetch import PASSED_OVER
 from lockstep.data.shards import join_batches, local_cut, local_shards, per_replica_batch
@@ -42,10 +43,12 @@ class Reader(ABC):
 
     Args:
         dataset: the source.
+        layout: of its batches.
     """
 
-    def __init__(self, dataset: Iterable[Any]) -> None:
+    def __init__(self, dataset: Iterable[Any], layout: BatchLayout) -> None:
         self._dataset = dataset
+        self._layout = layout
 
     @property
     def dataset(self) -> Iterable[Any]:
@@ -86,10 +89,11 @@ class _OwnSource(Reader):
     Args:
         dataset: the source.
         replicas: how many local replicas there are.
+        layout: of its batches.
     """
 
-    def __init__(self, dataset: Iterable[Any], replicas: int) -> None:
-        super().__init__(dataset)
+    def __init__(self, dataset: Iterable[Any], replicas: int, layout: BatchLayout) -> None:
+        super().__init__(dataset, layout)
         self._replicas = replicas
 
     @property
@@ -112,8 +116,10 @@ class LocalBatches(_OwnSource):
         return batches_in(self._dataset)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
-        source, replicas = begun_later(self._dataset, skip), self._replicas
-        return (batch if batch is PASSED_OVER else place(per_replica_batch(batch, replicas)) for batch in source)
+        source, replicas, layout = begun_later(self._dataset, skip), self._replicas, self._layout
+        return (
+            batch if batch is PASSED_OVER else place(per_replica_batch(batch, replicas, layout)) for batch in source
+        )
 
 
 class Rounds(_OwnSource):
@@ -125,8 +131,9 @@ class Rounds(_OwnSource):
         return None if batches is None else math.ceil(batches / self._replicas)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
-        rounds = passing_over(skip, _rounds(iter(self._dataset), self._replicas))
-        return (each if each is PASSED_OVER else place(join_batches(each, self._replicas)) for each in rounds)
+        replicas, layout = self._replicas, self._layout
+        rounds = passing_over(skip, _rounds(iter(self._dataset), replicas))
+        return (each if each is PASSED_OVER else place(join_batches(each, replicas, layout)) for each in rounds)
 
 
 class CutBatches(Reader):
@@ -135,10 +142,11 @@ class CutBatches(Reader):
     Args:
         dataset: the source.
         workers: all workers.
+        layout: of its batches.
     """
 
-    def __init__(self, dataset: Iterable[Any], workers: Workers) -> None:
-        super().__init__(dataset)
+    def __init__(self, dataset: Iterable[Any], workers: Workers, layout: BatchLayout) -> None:
+        super().__init__(dataset, layout)
         self._workers = workers
 
     @property
@@ -161,7 +169,8 @@ class CutBatches(Reader):
         return (batch if batch is PASSED_OVER else self._part(batch, place) for batch in source)
 
     def _part(self, batch: Any, place: Place) -> Alike:
-        return Alike(place(local_shards(batch, lambda rows: local_cut(rows, self._workers))), batch_digest(batch))
+        shards = local_shards(batch, lambda rows: local_cut(rows, self._workers), self._layout)
+        return Alike(place(shards), batch_digest(batch))
 
 
 def _rounds(source: Iterator[Any], size: int) -> Iterator[list[Any]]:

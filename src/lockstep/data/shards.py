@@ -18,11 +18,11 @@ import torch
 
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.collectives.workers import Workers
+from lockstep.data.layout import SINGLE_VALUES, BatchLayout
+from lockstep.data.leaves import check_layout, has_rows, rows_of, rows_taken
 from lockstep.data.structure import map_leaves, named_leaves
 from lockstep.errors import DataError
 
-# Leaves that have no rows: every replica gets them as they are.
-_SINGLE_VALUES = (bool, int, float, complex, str, bytes, type(None))
 _MOST_LEAVES_SHOWN = 8
 
 
@@ -38,7 +38,7 @@ def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
 
 
 def batch_rows(batch: Any) -> int:
-    """The number of rows of a batch: the length of its tensors and arrays along dim 0.
+    """The number of rows of a shard, or of a batch whose lists of rows are marked: the length of what has rows.
 
     Raises:
         DataError: lengths that disagree, nothing that has rows, or a leaf that cannot be divided.
@@ -46,23 +46,24 @@ def batch_rows(batch: Any) -> int:
     return _rows(_with_tensors(batch))
 
 
-def per_replica_batch(batch: Any, num_replicas: int) -> Any:
+def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> Any:
     """The same structure with ``PerReplica`` leaves.
 
-    Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape); numbers,
-    strings, None and tensors without a dimension go to every replica. A list is structure: a list of strings is many
-    strings, each for every replica.
+    Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
+    lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
 
     Args:
         batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
         num_replicas: how many shards.
+        layout: finds the lists of rows; None is one for this batch alone.
 
     Raises:
-        DataError: lengths that disagree, nothing that has rows, or a leaf that cannot be divided.
+        DataError: lengths that disagree, nothing that has rows, a list that could be one of rows and one of columns, or
+            a leaf that cannot be divided.
     """
-    tensors = _with_tensors(batch)
-    sizes = shard_sizes(_rows(tensors), num_replicas)
-    return map_leaves(lambda _, leaf: PerReplica(_divide(leaf, sizes)), tensors)
+    return local_shards(
+        batch, lambda rows: LocalCut(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,44 +96,48 @@ def local_cut(rows: int, workers: Workers) -> LocalCut:
     return LocalCut(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
 
 
-def local_shards(batch: Any, cut: Callable[[int], LocalCut]) -> Any:
+def local_shards(batch: Any, cut: Callable[[int], LocalCut], layout: BatchLayout, *, loaded: int | None = None) -> Any:
     """Some of the rows of a batch, as ``per_replica_batch`` divides all.
 
     Args:
         batch: as there.
         cut: from the number of its rows to the part that is wanted.
+        layout: as there.
+        loaded: how many rows were loaded for the batch, if that is known.
 
     Raises:
         DataError: as there.
     """
-    tensors = _with_tensors(batch)
+    tensors = _with_tensors(layout.marked(batch, rows=loaded))
     part = cut(_rows(tensors))
-    return map_leaves(lambda _, leaf: PerReplica(_divide(_narrowed(leaf, part), part.sizes)), tensors)
+    return map_leaves(lambda _, leaf: PerReplica(_divide(leaf, part)), tensors)
 
 
 def emptied(batch: Any) -> Any:
     """The batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
-    return map_leaves(lambda _, leaf: leaf[:0] if has_rows(leaf) else leaf, batch)
+    return map_leaves(lambda _, leaf: rows_taken(leaf, 0, 0) if has_rows(leaf) else leaf, batch)
 
 
-def split_batch(batch: Any, num_replicas: int) -> list[Any]:
+def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
     """One batch per replica: ``per_replica_batch`` seen from each of them."""
-    divided = per_replica_batch(batch, num_replicas)
+    divided = per_replica_batch(batch, num_replicas, layout)
     return [select(divided, replica, num_replicas) for replica in range(num_replicas)]
 
 
-def join_batches(batches: Sequence[Any], num_replicas: int) -> Any:
+def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout | None = None) -> Any:
     """The structure with ``PerReplica`` leaves made of batches that are per-replica already.
 
     Args:
         batches: one per replica, in order, all of one structure; the replicas that are missing at the end get an
             empty batch, 0 rows of the first one.
         num_replicas: how many replicas there are.
+        layout: finds the lists of rows; None is one for these batches alone.
 
     Raises:
         DataError: the structures differ, or a leaf cannot be handed to a replica.
     """
-    given = [_with_tensors(batch) for batch in batches]
+    layout = layout or BatchLayout()
+    given = [_with_tensors(layout.marked(batch)) for batch in batches]
     empty = emptied(given[0])
     flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]
     names = [[name for name, _ in leaves] for leaves in flat]
@@ -146,27 +151,15 @@ def join_batches(batches: Sequence[Any], num_replicas: int) -> Any:
     return map_leaves(lambda *_: next(columns), given[0])
 
 
-def has_rows(leaf: Any) -> bool:
-    """Whether a leaf is a tensor with a dim 0 to divide."""
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-
-
-def _divide(leaf: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+def _divide(leaf: Any, part: LocalCut) -> tuple[Any, ...]:
     if not has_rows(leaf):
-        return (leaf,) * len(sizes)
-    starts = accumulate(sizes, initial=0)
-    shards = (leaf.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False))
-    # A step may change its shard in place. Views would hand that to autograd as a change of the whole batch, and count
-    # it as a change of what the other replicas have kept for their backward passes.
-    return tuple(shards) if leaf.requires_grad else tuple(shard.data for shard in shards)
-
-
-def _narrowed(leaf: Any, part: LocalCut) -> Any:
-    return leaf[part.start : part.stop] if has_rows(leaf) else leaf
+        return (leaf,) * len(part.sizes)
+    starts = accumulate(part.sizes, initial=part.start)
+    return tuple(rows_taken(leaf, start, size) for start, size in zip(starts, part.sizes, strict=False))
 
 
 def _rows(tensors: Any) -> int:
-    lengths = {name: len(leaf) for name, leaf in named_leaves(tensors) if has_rows(leaf)}
+    lengths = {name: rows for name, leaf in named_leaves(tensors) if (rows := rows_of(leaf)) is not None}
     if not lengths:
         found = [f"{name}: {type(leaf).__name__}" for name, leaf in named_leaves(tensors)]
         raise DataError(
@@ -177,7 +170,8 @@ def _rows(tensors: Any) -> int:
         found = [f"{name}: {rows} rows" for name, rows in lengths.items()]
         raise DataError(
             f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), "
-            "and values that are one for the whole batch as tensors without a dimension"
+            "values that are one for the whole batch as tensors without a dimension, and lists of one item a row with "
+            'as many items (strategy.distribute_dataset(data, lists="rows") says that they are some)'
         )
     return next(iter(lengths.values()))
 
@@ -189,12 +183,16 @@ def _with_tensors(batch: Any) -> Any:
 def _as_tensor(name: str, leaf: Any) -> Any:
     # An array can only be there if somebody has imported numpy, which this package does not need.
     numpy = sys.modules.get("numpy")
-    if isinstance(leaf, (torch.Tensor, *_SINGLE_VALUES)) or (numpy and isinstance(leaf, numpy.generic)):
+    if isinstance(leaf, torch.Tensor):
+        check_layout(name, leaf)
+        return leaf
+    if has_rows(leaf) or isinstance(leaf, SINGLE_VALUES) or (numpy and isinstance(leaf, numpy.generic)):
         return leaf
     if not numpy or not isinstance(leaf, numpy.ndarray):
         raise DataError(
             f"{name} is a {type(leaf).__name__}, which cannot be divided among replicas; give tensors, arrays or "
-            "single values in tuples, lists and dicts (a collate_fn of the DataLoader can make them)"
+            "single values in tuples, lists and dicts, or a list of one such object a row (a collate_fn of the "
+            "DataLoader can make them)"
         )
     try:
         # torch shares an array's memory, but warns about read-only memory and refuses negative strides.

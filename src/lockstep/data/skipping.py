@@ -35,8 +35,8 @@ from lockstep.data.position import check_skip, passing_over
 _DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
-_KNOWN_SAMPLERS = ("torch", "builtins", "transformers", "accelerate")
-"""Packages whose samplers look at nothing that a training step changes."""
+_KNOWN_PACKAGES = ("torch", "builtins", "transformers", "accelerate", "lockstep")
+"""Packages whose samplers, and iterables of batches, look at nothing that a training step changes."""
 
 
 def begun_later(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
@@ -66,9 +66,9 @@ def read_ahead_unasked(dataset: Any) -> bool:
     buffer does. Loading processes have copies of their own, which see nothing of it anyway.
     """
     if not isinstance(dataset, DataLoader):
-        return _draws_nothing(dataset) or _of_hugging_face(dataset)
+        return _draws_nothing(dataset) or _of_hugging_face(dataset) or _package(dataset) == "lockstep"
     samplers = (dataset.sampler, dataset.batch_sampler)
-    known = all(type(each).__module__.split(".")[0] in _KNOWN_SAMPLERS for each in samplers)
+    known = all(_package(each) in _KNOWN_PACKAGES for each in samplers)
     if not known or type(dataset).__iter__ is not DataLoader.__iter__:
         return False
     return (
@@ -150,6 +150,10 @@ def _draws_nothing(dataset: Any) -> bool:
         return True
     datasets = sys.modules.get("datasets")
     return datasets is not None and type(dataset) is datasets.Dataset and dataset.format["type"] != "custom"
+
+
+def _package(thing: Any) -> str:
+    return type(thing).__module__.split(".")[0]
 
 
 def _of_hugging_face(dataset: Any) -> bool:

@@ -6,8 +6,9 @@ and torch's own generator follows with each item that the consumer takes:
 
     default generator  --copy-->  the source's generator  --item taken-->  default generator, if nobody else has drawn
 
-An iteration that is left early leaves torch's generator where a plain loop would, then. Python's and NumPy's
-generators, and those that the data holds, cannot be copied so: a source that draws from them is not read ahead.
+An iteration that is left early leaves torch's generator where a plain loop would, then; only a loop that draws too gets
+other numbers, and a warning. So a source that draws is read ahead only where somebody has asked for it, and one that
+draws from Python's or NumPy's generators, or from those that the data holds, which cannot be copied so, never is.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SourceRandom:
 
     def begun(self) -> None:
         """The default generator is the caller's again; for the consumer's thread."""
-        self._together = torch.equal(default_state(), self._begin)
+        self._together = _equal(default_state(), self._begin)
 
     def follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Sets the default generator to where it is after an item, if it stands where it was before that item.
@@ -60,11 +61,11 @@ class SourceRandom:
             after: where it was after it.
         """
         with DEFAULT_GENERATOR_LOCK:
-            if torch.equal(torch.default_generator.get_state(), before):
+            if _equal(torch.default_generator.get_state(), before):
                 torch.default_generator.set_state(after)
                 self._together = True
                 return
-        if self._together and not torch.equal(before, after):
+        if self._together and not _equal(before, after):
             self._together = False
             warnings.warn(
                 "both the data and the loop over it draw from torch's default generator, and the data is read ahead, "
@@ -74,11 +75,15 @@ class SourceRandom:
             )
 
 
-def other_generators(dataset: Any) -> Callable[[], list[Any]]:
-    """A function that gives the states of the generators that a reading thread has no copy of, to be compared.
+def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]]:
+    """A function that gives the states of the generators that are to be drawn from in program order, to be compared.
 
     They are Python's, NumPy's, and those found among the attributes of a dataset, a DataLoader and its samplers, and of
-    what these hold, such as transforms.
+    what these hold, such as transforms. A reading thread has no copy of them.
+
+    Args:
+        dataset: the source.
+        default: torch's default generator is one of them, so that the loop may draw from it too.
     """
     # Loading processes have copies of their own; only the samplers draw here.
     in_processes = isinstance(dataset, DataLoader) and dataset.num_workers > 0
@@ -90,7 +95,8 @@ def other_generators(dataset: Any) -> Callable[[], list[Any]]:
 
     def states() -> list[Any]:
         numpy = sys.modules.get("numpy")
-        return [random.getstate(), _numpy_state(numpy) if numpy else None, *map(_state, held)]
+        own = default_state().view(torch.int64).tolist() if default else None
+        return [own, random.getstate(), _numpy_state(numpy) if numpy else None, *map(_state, held)]
 
     return states
 
@@ -159,3 +165,8 @@ def borrowed_default(generator: torch.Generator) -> Iterator[None]:
         with DEFAULT_GENERATOR_LOCK:
             generator.set_state(lent.get_state())
             lent.set_state(state)
+
+
+def _equal(state: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compared as bytes: an operator of torch would look like a program that waits for a device."""
+    return state.numpy().tobytes() == other.numpy().tobytes()

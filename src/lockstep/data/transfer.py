@@ -15,11 +15,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice
+from lockstep.data.leaves import is_plain
 from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.structure import map_leaves
+from lockstep.data.structure import RowList, RowTuple, map_leaves
 from lockstep.replicas.device_driver import Mark, driver_of
 
 
@@ -81,17 +84,30 @@ class Transfer:
     def _move_leaf(
         self, copies: list[torch.Tensor], sources: list[torch.Tensor], _: str, leaf: PerReplica[Any]
     ) -> PerReplica[Any]:
-        moved = []
-        for value, device in zip(leaf, self._devices, strict=True):
-            goes = isinstance(value, torch.Tensor)
-            if goes and device.physical in self._copying and value.device.type == "cpu":
-                driver, _device, stream = self._copying[device.physical]
-                sources.append(driver.pinned(value))
-                copies.append(driver.to_device(sources[-1], device, stream))
-                moved.append(copies[-1])
-            else:
-                moved.append(value.to(device.torch_device) if goes else value)
-        return PerReplica(moved)
+        return PerReplica(
+            [
+                self._move_rows(copies, sources, value, device)
+                if isinstance(value, (RowList, RowTuple))
+                else self._move(copies, sources, value, device)
+                for value, device in zip(leaf, self._devices, strict=True)
+            ]
+        )
+
+    def _move_rows(
+        self, copies: list[torch.Tensor], sources: list[torch.Tensor], rows: Any, device: LogicalDevice
+    ) -> Any:
+        if driver_of(device) is None:
+            return rows
+        return tree_map(lambda value: self._move(copies, sources, value, device), rows)
+
+    def _move(self, copies: list[torch.Tensor], sources: list[torch.Tensor], value: Any, device: LogicalDevice) -> Any:
+        goes = isinstance(value, (torch.Tensor, PackedSequence))
+        if is_plain(value) and device.physical in self._copying and value.device.type == "cpu":
+            driver, _device, stream = self._copying[device.physical]
+            sources.append(driver.pinned(value))
+            copies.append(driver.to_device(sources[-1], device, stream))
+            return copies[-1]
+        return value.to(device.torch_device) if goes else value
 
     def _keep(self, sources: list[torch.Tensor], marks: list[Mark]) -> None:
         """Keeps what is being copied until it has been: else somebody might be given the memory, and write to it."""

@@ -49,7 +49,7 @@ class BufferAverages:
 
     def note_equal(self) -> None:
         """Notes that all replicas of all workers have the same buffers now."""
-        self._note(None)
+        self._note([])
 
     def exchange(self) -> list[torch.Tensor]:
         """The averages, in the order of the buffers, for this and for later reads. Every worker must call it."""
@@ -58,14 +58,15 @@ class BufferAverages:
         if self._workers.alone or not floating:
             return [_mean(copies) for copies in buffers]
         if len(set(self._workers.exchange("buffers", [_checksum(floating)]))) == 1:
-            self._note(None)
+            self._note([])
             return [copies[0].detach() for copies in buffers]
         sums = self._workers.sum_tensors("averages of buffers", [sum_tensors(_at_home(copies)) for copies in floating])
         others = [copies[0].detach().clone() for copies in buffers if not copies[0].is_floating_point()]
         self._workers.broadcast("the chief's other buffers", others)
         means, firsts = iter([total / self._workers.num_replicas for total in sums]), iter(others)
         found = [next(means) if copies[0].is_floating_point() else next(firsts) for copies in buffers]
-        self._note(found)
+        pairs = zip(buffers, found, strict=True)
+        self._note([(copies[0], mean) for copies, mean in pairs if mean.is_floating_point()])
         return found
 
     def read(self) -> list[torch.Tensor]:
@@ -80,12 +81,11 @@ class BufferAverages:
         own = self._own(buffers)
         if any(copies[0].is_floating_point() for copies in own):
             self._check_up_to_date(own)
-        if self._means is None:
-            return [copies[0].detach() for copies in buffers]
         ids = {id(copies[0]) for copies in own}
+        means = {id(buffer): mean for buffer, mean in self._means if id(buffer) in ids}
         return [
-            mean.clone() if id(copies[0]) in ids else copies[0].detach()
-            for copies, mean in zip(buffers, self._means, strict=True)
+            means[id(first)].clone() if id(first) in means else first.detach()
+            for first in (each[0] for each in buffers)
         ]
 
     def begin_run(self) -> bool:
@@ -116,8 +116,8 @@ class BufferAverages:
                 type(module).__name__,
             )
 
-    def _note(self, means: list[torch.Tensor] | None) -> None:
-        self._means = means
+    def _note(self, means: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._means = means  # of the first copies' buffers, where the averages are others than these
         self.trained = self.passed = False
         self._digest = 0 if self._workers.alone else _digest(self._own(self._buffers()))
 

@@ -32,6 +32,7 @@ from lockstep.mirroring.bucket_plan import plan_buckets
 from lockstep.mirroring.exchange import Copies, GradientExchange, joined_norm
 from lockstep.mirroring.flat import views_of
 from lockstep.mirroring.gradient_marks import GradientMarks
+from lockstep.mirroring.parameter_hooks import EngineHook
 from lockstep.replicas.context import ReplicaContext
 
 _LOG = logging.getLogger("lockstep")
@@ -173,7 +174,7 @@ class BucketExchange(GradientExchange):
         hooked = [index for index in self._bucket_of if self._parameters[index][0].requires_grad]
         for index in hooked:
             for replica, copy in enumerate(self._parameters[index]):
-                report = partial(_report, own, replica, index)
+                report = EngineHook(partial(_report, own, replica, index))
                 self._handles.append(copy.register_post_accumulate_grad_hook(report))  # type: ignore[no-untyped-call]
         return frozenset(hooked)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class OutsideChanges:
         self._leaders = [group[0] for group in groups[1:]]
         self._followers = [(group[0], member) for group in groups[1:] for member in group[1:]]
         self._running = False
+        self._replayed = False
         self._read: list[tuple[torch.Tensor, int, list[torch.Tensor]]] = []
         self._windows: tuple[list[tuple[int, int]], list[Any]] = ([], [])
         self._look_up()
@@ -73,7 +74,7 @@ class OutsideChanges:
 
     def note(self) -> None:
         """A run ends, or all copies have been written: what is changed from here on was changed outside."""
-        self._running = False
+        self._running = self._replayed = False
         if len(self._copies) == 1:
             return
         if not self._is_current():
@@ -81,6 +82,10 @@ class OutsideChanges:
         self._read.clear()
         self._before = self._look()
         self._written = _versions([place for slot in self._slots for place in slot.others])
+
+    def note_replay(self) -> None:
+        """A recorded step has written into all copies, which counts no version: other contents say nothing now."""
+        self._replayed = True
 
     def note_read(self, value: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
         """A mean over ``copies`` is given to the program, which may write into it as into the plain module's buffer."""
@@ -96,6 +101,13 @@ class OutsideChanges:
         found = self.spread()
         self._running = True
         return found
+
+    def look_again(self) -> None:
+        """All copies have got other parts, weights or buffers; between runs."""
+        self.spread()
+        if len(self._copies) > 1:
+            self._look_up()
+            self.note()
 
     @torch.no_grad()
     def spread(self) -> bool:
@@ -122,6 +134,8 @@ class OutsideChanges:
     def _changed(self) -> list[_Slot]:
         """Where the user's module has another value than it had, and the other copies have theirs."""
         before, now = self._before, self._look()
+        if self._replayed:
+            now = replace(now, contents=before.contents)
         if now.marks == before.marks and now.contents == before.contents:
             return []
         written = iter(self._written)

@@ -12,7 +12,8 @@ something.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,13 +58,17 @@ class Following:
         self._leader = {member: group[0] for group in groups for member in group}
         self._leaders = [group[0] for group in groups]
         self._peers = peers
-        self._are_apart = len(self._leaders) > 1
         self._name = type(copies[0]).__name__
         self._open = False
         self._owners: dict[int, Watched] = {}
         self._known: set[int] = set()
         self._fresh: list[tuple[torch.Tensor, ...]] = []
         self._take()
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """The parameters of the user's module, as last seen."""
+        return self._weights[0]
 
     def begin(self) -> bool:
         """Before a run: brings to all copies what was set on the user's module since the last one.
@@ -81,11 +86,18 @@ class Following:
             self._open = False
         restructured = self.follow()
         moved = self._align()
-        for each in self._with_tensors:
-            each.release()
-        self._plain.clear()
-        self._open = True
+        self._let_go()
         return restructured or moved
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """In the middle of a run: what the block sets on the user's module is set for all replicas."""
+        self.end(failed=True)
+        try:
+            yield
+        finally:
+            self.follow()
+            self._let_go()
 
     def follow(self) -> bool:
         """The same for whoever reads or loads between runs: attributes, weights, buffers and parts, not their modes."""
@@ -103,6 +115,7 @@ class Following:
             self._bring(replica, differing, copyings)
         if restructured:
             self._take()
+            self._spread_values()
         else:
             self._keep(differing)
         return restructured
@@ -117,7 +130,6 @@ class Following:
             return
         self._open = False
         if not self._with_tensors and self._is_as_kept():
-            self._see_versions()
             return
         with Distinct():
             differing = [each for each in self._watched if each.tensors or each.differs()]
@@ -140,12 +152,21 @@ class Following:
         fresh, self._fresh = self._fresh, []
         return fresh
 
+    def _let_go(self) -> None:
+        """The replicas' own time begins."""
+        for each in self._with_tensors:
+            each.release()
+        self._plain.clear()
+        self._open = True
+
     def _take(self) -> None:
         """Looks at all parts anew."""
         self._parts = [list(duplicate.modules()) for duplicate in self._copies]
         self._check_alike("submodules", self._parts)
         self._owners.clear()
-        self._watched = [Watched(part, tuple(twins), self._owners) for part, *twins in zip(*self._parts, strict=True)]
+        parts = [(mine, tuple(twins)) for mine, *twins in zip(*self._parts, strict=True)]
+        # A part that is one object in all copies, a mirrored metric, sees to its replicas itself.
+        self._watched = [Watched(mine, twins, self._owners) for mine, twins in parts if mine not in twins]
         self._weights = [list(duplicate.parameters()) for duplicate in self._copies]
         self._check_alike("parameters", self._weights)
         buffers = [list(duplicate.buffers()) for duplicate in self._copies]
@@ -154,6 +175,7 @@ class Following:
             [each for each, mine in zip(own, self._weights[0], strict=True) if mine.is_floating_point()]
             for own in self._weights
         ]
+        self._addresses: dict[int, list[int]] = {}
         known, self._known = self._known, {id(each) for each in (*self._weights[0], *buffers[0])}
         if known:
             every = (*zip(*self._weights, strict=True), *zip(*buffers, strict=True))
@@ -193,19 +215,18 @@ class Following:
         self._live = [each.live for each in self._watched]
         self._kept = [each.kept for each in self._watched]
         self._held = [held for each in self._watched for held in each.held]
+        self._kinds = list(map(type, self._parts[0]))
         self._with_tensors = [each for each in self._watched if each.tensors]
-        self._counted = [each for part in self._watched for each in part.seen_buffers() if not each.is_floating_point()]
         self._see_versions()
 
     def _see_versions(self) -> None:
-        """Tensors that are changed in place: plain ones, buffers that count and are not averaged, weights apart."""
+        """Plain tensors are changed in place too. (Buffers and weights are the business of ``buffer_sync``.)"""
         plain = [each for part in self._with_tensors for each in part.seen_tensors()]
-        self._plain = [(each, each._version) for each in (*self._counted, *plain) if not each.is_inference()]
-        self._stored = [(each.data_ptr(), each._version) for each in self._floating[0]] if self._are_apart else []
+        self._plain = [(each, each._version) for each in plain if not each.is_inference()]
 
     def _is_as_kept(self) -> bool:
         with Distinct():
-            if not equal(self._live, self._kept):
+            if not equal(self._live, self._kept) or list(map(type, self._parts[0])) != self._kinds:
                 return False
         if any(container[key] is not value for container, key, value in self._held):
             return False
@@ -214,7 +235,11 @@ class Following:
     def _bring_plain(self, differing: Sequence[Watched]) -> bool:
         """Brings all that differs to all copies, if it is nothing but plain values, as of a schedule; else False."""
         changes = [each.plain_changes() for each in differing]
-        if any(each is None for each in changes) or any(each._version != seen for each, seen in self._plain):
+        if (
+            list(map(type, self._parts[0])) != self._kinds
+            or any(each is None for each in changes)
+            or any(each._version != seen for each, seen in self._plain)
+        ):
             return False
         for part, those in zip(differing, changes, strict=True):
             for own in (*(twin.__dict__ for twin in part.twins), part.kept[0]):
@@ -236,11 +261,20 @@ class Following:
         )
         contents = [each.twin_contents(replica) for each in differing]  # before anything is changed
         for each, theirs in zip(differing, contents, strict=True):
-            Change(each, theirs, copying).bring()
+            Change(each, each.twins[replica - 1], theirs, copying).bring()
         with torch.no_grad():
             for tensor, version in self._plain:
                 if tensor._version != version and id(tensor) in known:
                     known[id(tensor)].copy_(tensor)
+
+    def _spread_values(self) -> None:
+        """Gives the other storages the user's weights: a change of parts may have changed values under new names."""
+        for leader in self._leaders[1:]:
+            for mine, other in zip(self._floating[0], self._floating[leader], strict=True):
+                if other.shape == mine.shape and other.dtype == mine.dtype:
+                    other.data.copy_(mine.data)
+                else:
+                    other.data = mine.data.to(other.device, copy=True)
 
     def _align(self) -> bool:
         """The training mode, the frozen parameters and the storage of the weights are the user's module's."""
@@ -253,34 +287,21 @@ class Following:
             if [each.requires_grad for each in weights] != trained:
                 for each, mode in zip(weights, trained, strict=True):
                     each.requires_grad_(mode)
-        if self._are_apart:
-            self._spread_values()
         return self._align_storage()
 
     def _align_storage(self) -> bool:
         """Shares the storage of weights once more where the user has given some another (``.data = ``)."""
-        moved = False
         addresses = {leader: [each.data_ptr() for each in self._floating[leader]] for leader in self._leaders}
+        if addresses == self._addresses:
+            return False
+        self._addresses = addresses
+        moved = False
         for replica, leader in self._leader.items():
-            own = self._floating[replica]
-            if leader == replica or [each.data_ptr() for each in own] == addresses[leader]:
-                continue
-            moved = True
-            for each, source in zip(own, self._floating[leader], strict=True):
-                if each.data_ptr() != source.data_ptr():
+            for each, source in zip(self._floating[replica], self._floating[leader], strict=True):
+                if each.data_ptr() != source.data_ptr() and leader != replica:
                     each.data = source.data
+                    moved = True
         return moved
-
-    def _spread_values(self) -> None:
-        """Gives the other storages the weights that were changed in the user's module since the last run."""
-        for number, (mine, seen) in enumerate(zip(self._floating[0], self._stored, strict=True)):
-            if (mine.data_ptr(), mine._version) != seen:
-                for leader in self._leaders[1:]:
-                    other = self._floating[leader][number]
-                    if other.shape == mine.shape and other.dtype == mine.dtype:
-                        other.data.copy_(mine.data)
-                    else:
-                        other.data = mine.data.to(other.device, copy=True)
 
 
 class Change:
@@ -288,18 +309,21 @@ class Change:
 
     Args:
         watched: the part.
+        twin: the copy.
         theirs: the copy's containers, as ``Watched.twin_contents`` gives them.
         copying: makes this replica's copy of what is new.
     """
 
-    def __init__(self, watched: Watched, theirs: Sequence[Any], copying: Copying) -> None:
+    def __init__(self, watched: Watched, twin: nn.Module, theirs: Sequence[Any], copying: Copying) -> None:
         self._watched = watched
+        self._twin = twin
         self._theirs = theirs
         self._copying = copying
 
     def bring(self) -> None:
         """Brings it."""
         own, other = self._watched.part.__dict__, self._theirs[0]
+        self._twin.__class__ = type(self._watched.part)  # parametrizations make another of it
         for number, (live, kept, theirs) in enumerate(
             zip(self._watched.live, self._watched.kept, self._theirs, strict=True)
         ):
@@ -351,11 +375,9 @@ class Change:
         return self._watched.places[number - 1 - len(OWN)]
 
     def _copy(self, value: Any, key: Any) -> Any:
-        return (
-            value
-            if is_atom(value)
-            else self._copying.of(value, f"{key!r}, set on {type(self._watched.part).__name__},")
-        )
+        if is_atom(value) and not isinstance(value, nn.Module):
+            return value
+        return self._copying.of(value, f"{key!r}, set on {type(self._watched.part).__name__},")
 
 
 def _bring_flags(own: Any, other: Any) -> None:

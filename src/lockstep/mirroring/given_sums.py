@@ -17,21 +17,8 @@ from weakref import WeakMethod
 import torch
 
 from lockstep.mirroring.exchange import Copies
+from lockstep.mirroring.parameter_hooks import EngineHook
 from lockstep.replicas.context import ReplicaContext
-
-
-class EngineHook:
-    """A hook that this package has registered on a parameter, to be told from the user's.
-
-    Args:
-        call: called with the gradient; its result is ignored.
-    """
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._call(gradient)
 
 
 class GivenSums:

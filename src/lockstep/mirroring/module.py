@@ -148,7 +148,8 @@ class MirroredModule(nn.Module):
 
         Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
         pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
-        Inside a replica it is about that replica's passes, outside about all of this worker's.
+        Inside a replica it is about that replica's passes, outside about all of this worker's. Where replicas share the
+        weights (``shard_parameters``), each pass sends all the same, since no replica has room for whole gradients.
 
         Example:
             >>> import torch, lockstep as ls
@@ -186,6 +187,11 @@ class MirroredModule(nn.Module):
         """Whether replicas run compiled code."""
         return self._compiled is not None
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other replicas, here or on other workers."""
+        return self._workers.num_replicas > 1
+
     def compare_weights(self) -> None:
         """Checks that all workers that hold the same weights still have the same ones. Every one of them must call it.
 
@@ -205,6 +211,8 @@ class MirroredModule(nn.Module):
             Whether any copy has other weights or parts than before, or weights in other memory.
         """
         moved = self.following.begin()
+        if moved:
+            self._outside_changes.look_again()
         moved |= self._outside_changes.run_begins()
         fresh = self.following.take_fresh()
         if fresh and not self._workers.alone and not self.shares_weights:
@@ -241,6 +249,7 @@ class MirroredModule(nn.Module):
             UsageError: called inside a replica.
         """
         self._outside("sync_buffers")
+        self.following.follow()
         self._outside_changes.spread()
         with torch.no_grad():
             for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
@@ -258,6 +267,7 @@ class MirroredModule(nn.Module):
             always: also where no run since the last time can have changed them.
         """
         if not self._workers.alone and (always or self._buffer_averages.trained):
+            self.following.follow()
             self._outside_changes.spread()
             with torch.no_grad():
                 self._buffer_averages.exchange()
@@ -486,14 +496,13 @@ class MirroredModule(nn.Module):
         self._outside_changes.note()
 
     def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        if get_replica_context() is None:
-            self.following.follow()
         return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self.following.follow()
         with torch.no_grad():
             self._outside_changes.spread()
-            means, copies = self._buffer_averages.read(), list(self._buffer_copies())
+            copies, means = list(self._buffer_copies()), self._buffer_averages.read()
             for buffers, mean in zip(copies, means, strict=True):
                 self._outside_changes.note_read(mean, buffers)
             return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]

@@ -6,9 +6,11 @@ savers work on it as on the plain one. What happens in a step is ``mirroring.upd
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.exchange import Copies, GradientExchange
 from lockstep.mirroring.given_sums import GivenSums
 from lockstep.mirroring.param_groups import guard_groups
+from lockstep.mirroring.parameter_hooks import forget
 from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.mirroring.updaters import HeldState
@@ -55,6 +58,10 @@ class MirroredOptimizer(Optimizer):
         groups: the replicas by storage of the weights.
         find_copies: gives the id of each parameter of a mirrored module -> its copies, one per replica.
         make_exchange: how the gradients are summed.
+
+    Attributes:
+        sums_after_runs: whether a run that leaves gradients ends with their sums, so that what looks at them outside
+            replicas sees those of one device. Who runs micro-batches and calls ``update`` itself needs no such sums.
     """
 
     def __init__(
@@ -74,6 +81,10 @@ class MirroredOptimizer(Optimizer):
         self._find_copies = find_copies
         self._make_exchange = make_exchange
         self._holds_sums = False
+        self.sums_after_runs = True
+        self._summed_after_run = False
+        self._held: set[object] = set()
+        self._was_held = False
         self._lost: str = ""
         self._parameters: list[Sequence[nn.Parameter]] = []
         self._prepare()
@@ -144,10 +155,11 @@ class MirroredOptimizer(Optimizer):
         self._given.take_back(replica, all_but_first=given)
         if given or self._holds_sums:
             self._update.apply(context)
-            self._holds_sums = False
+            self._holds_sums = self._summed_after_run = False
             return loss
         # The counts add up to 1: what the replicas back-propagated are parts of one loss, summed and not averaged.
         self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
+        self._summed_after_run = False
         return loss
 
     def sum_gradients(self) -> None:
@@ -281,7 +293,45 @@ class MirroredOptimizer(Optimizer):
         """
         own = {id(copies[0]) for copies in self._parameters}
         steps = any(id(parameter) in own for parameter in module.parameters())
-        return self._update.held(replicas) if steps else nullcontext()
+        return self._holding(replicas) if steps else nullcontext()
+
+    @contextmanager
+    def _holding(self, replicas: Sequence[int]) -> Iterator[None]:
+        block = object()
+        self._held.add(block)
+        self._was_held = True
+        try:
+            with self._update.held(replicas):
+                yield
+        finally:
+            self._held.discard(block)
+
+    def sum_after_run(self) -> None:
+        """After a run: leaves the sums of the gradients that replicas have made with the user's module.
+
+        What looks at gradients outside replicas, or changes or clears them, then does it to those of one device, and
+        further backward passes add to them. Outside replicas, where one worker has all of these.
+        """
+        held, self._was_held = self._was_held, bool(self._held)
+        replicas = range(len(self._owner.devices))
+        if (
+            held
+            or not self.sums_after_runs
+            or self._holds_sums
+            or self._lost
+            or all(map(self._given.given_to, replicas))
+        ):
+            return
+        if any(copy.grad is not None for copies in self._parameters for copy in copies[1:]):
+            for replica in replicas:  # one that had no backward pass since may still have sums of before
+                self._given.take_back(replica)
+            self._owner.run(self._sum)
+            self._summed_after_run = True
+
+    def _sum(self) -> None:
+        context = get_replica_context()
+        if context is not None:
+            self._update.sum(context)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the current replica's gradients; outside a replica those of all."""
@@ -300,12 +350,16 @@ class MirroredOptimizer(Optimizer):
                         parameter.grad.zero_()
         for replica in range(len(self._owner.devices)) if context is None else (context.local_replica,):
             self._given.forget(replica)
-        self._holds_sums = False
+        self._holds_sums = self._summed_after_run = False
         self._lost = ""
+        if context is None or context.local_replica == 0:
+            with torch._C.DisableTorchFunction():
+                forget(self._parameters)
 
     def gradient_marks(self) -> list[tuple[int, int]] | None:
         """By what to tell whether a run has changed gradients that were there before it; None where none were."""
-        if not self._holds_sums and all(copies[-1].grad is None for copies in self._parameters):
+        summed = self._holds_sums or self._summed_after_run
+        if not summed and all(copies[-1].grad is None for copies in self._parameters):
             return None
         gradients = [parameter.grad for copies in self._parameters for parameter in copies]
         return [(id(each), each._version) for each in gradients if each is not None]
@@ -393,6 +447,29 @@ class MirroredOptimizer(Optimizer):
         """Registers on the plain optimizer; the hook runs once an update."""
         return self._plain.register_step_post_hook(hook)
 
+    def __getattr__(self, name: str) -> Any:
+        """What only the plain optimizer has. Its methods reach all storages of the weights, outside replicas.
+
+        Raises:
+            UsageError: (when it is called) such a method was called in one of several replicas.
+        """
+        plain = self.__dict__.get("_plain")
+        if plain is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(plain, name)
+        return _OfAllStorages(self, value) if isinstance(value, MethodType) and value.__self__ is plain else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what only the plain optimizer has on that one."""
+        own = self.__dict__
+        if "_update" in own and name not in own and name in vars(self._plain) and not hasattr(type(self), name):
+            setattr(self._plain, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._plain)})
+
     def __getstate__(self) -> NoReturn:
         raise UsageError("a mirrored optimizer belongs to its strategy's threads; save its state_dict() instead")
 
@@ -469,6 +546,31 @@ class MirroredOptimizer(Optimizer):
             raise UsageError(
                 "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
             )
+
+
+class _OfAllStorages:
+    """A method that only the plain optimizer has, such as schedule-free's ``train()`` and ``eval()``.
+
+    Args:
+        mirrored: its mirrored optimizer.
+        method: of the plain one.
+    """
+
+    def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
+        self._mirrored = mirrored
+        self._method = method
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if get_replica_context() is not None and len(self._mirrored._owner.devices) > 1:
+            raise UsageError(
+                f"{self._method.__qualname__} acts on what all replicas share, and was called in one of "
+                f"{len(self._mirrored._owner.devices)}; call it outside strategy.run"
+            )
+        result = self._method(*args, **kwargs)
+        if len(self._mirrored.of_storages) > 1:
+            self._mirrored.align_copies()
+        return result
 
 
 def _asked_by(module: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -19,14 +21,19 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
 from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Holding
+from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
 from lockstep.mirroring.param_groups import guard_groups
+from lockstep.mirroring.parameter_hooks import HeldHook, hold, release
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.issue import code_of
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
 
 
 class MirroredObjects:
@@ -45,9 +52,13 @@ class MirroredObjects:
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
         self._made = 0  # modules so far
+        self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
+        self._by_hand: list[tuple[nn.Parameter, ...]] | None = None
+        self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
+        self._held_hooks: list[HeldHook] = []
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
@@ -56,6 +67,19 @@ class MirroredObjects:
     def modules(self) -> tuple[MirroredModule, ...]:
         """Those still in use, in the order of mirroring."""
         return tuple(self._modules.values())
+
+    def mirror_metric(
+        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Workers
+    ) -> MirroredMetric:
+        """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
+
+        Raises:
+            UsageError: its value cannot be merged from the replicas'.
+        """
+        mirrored = self._metrics.get(id(metric))
+        if mirrored is None:
+            mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
+        return mirrored
 
     def mirror_module(
         self,
@@ -76,6 +100,7 @@ class MirroredObjects:
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
+        self._mirror_metrics_in(module, partial(self.mirror_metric, owner, devices=devices, workers=workers))
         module = self._holding.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
@@ -104,6 +129,13 @@ class MirroredObjects:
             )
         return mirrored
 
+    def _mirror_metrics_in(self, module: nn.Module, mirror: Callable[[nn.Module], MirroredMetric]) -> None:
+        for name, child in module._modules.items():
+            if is_metric(child):
+                module._modules[name] = mirror(child)  # type: ignore[arg-type]
+            elif child is not None:
+                self._mirror_metrics_in(child, mirror)
+
     def mirror_optimizer(
         self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
     ) -> MirroredOptimizer:
@@ -117,8 +149,32 @@ class MirroredObjects:
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
+        for former in [each for each in self._adopted if _have_in_common(each, mirrored)]:
+            self._adopted.remove(former)
+            self.optimizers.discard(former)
         self.optimizers.add(mirrored)
+        self._guarded = -1
         return mirrored
+
+    def sum_after_run(self, strategy: Strategy) -> None:
+        """After a run: gradients that replicas have left are summed, for whoever looks at them outside.
+
+        Where an optimizer shares parameters with another one, its step sums them as before.
+        """
+        if not strategy.workers.alone or len(strategy.devices) == 1:
+            return
+        if self._by_hand is None:
+            stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
+            every = (zip(*(copy.parameters() for copy in module.copies), strict=True) for module in self.modules)
+            self._by_hand = [copies for module in every for copies in module if id(copies[0]) not in stepped]
+            self._stepped_twice = {each for each, times in stepped.items() if times > 1}
+        for copies in self._by_hand:
+            if any(copy.grad is not None for copy in copies[1:]):
+                self._adopt(strategy, copies[0])
+                break
+        for optimizer in tuple(self.optimizers):
+            if not any(id(copies[0]) in self._stepped_twice for copies in optimizer.parameters):
+                optimizer.sum_after_run()
 
     def adopt(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
         """Has the gradients of a module that no optimizer steps added up, for a step that updates weights by hand.
@@ -127,11 +183,13 @@ class MirroredObjects:
             context: of a replica, for its strategy.
             parameter: a weight of the module.
         """
+        self._adopt(context.strategy, parameter)
+
+    def _adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
         stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
             if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
-                strategy = context.strategy
                 summing = torch.optim.SGD(own, lr=0.0)
                 self._adopted.append(self.mirror_optimizer(strategy, summing, strategy.devices, strategy.workers))
 
@@ -161,8 +219,18 @@ class MirroredObjects:
             module.begin_run()
             if module.align():
                 self._guarded = -1
+        self._hold_hooks()
         for optimizer in self.optimizers:
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
+
+    def _hold_hooks(self) -> None:
+        """The user's hooks on parameters wait for the sum of the gradients."""
+        parts = (module for module in self.modules if not (module.is_part or module.shares_weights))
+        own = [parameter for module in parts if module.has_others for parameter in module.following.weights]
+        self._held_hooks = hold(own, self._stepped)
+
+    def _stepped(self) -> set[int]:
+        return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
     def note(self) -> None:
         """After a run: what is changed in the users' modules from here on is changed outside replicas."""
@@ -174,7 +242,10 @@ class MirroredObjects:
         """What to run a program's function in, that runs once for all replicas in the middle of a run."""
         self.note()
         try:
-            yield
+            with ExitStack() as stack:
+                for module in self.modules:
+                    stack.enter_context(module.following.paused())
+                yield
         finally:
             for module in self.modules:
                 module.outside_changes.run_begins()
@@ -197,6 +268,7 @@ class MirroredObjects:
             yield
             failed = False
         finally:
+            release(self._held_hooks)
             for module in self.modules:
                 module.following.end(failed=failed)
 
@@ -208,6 +280,7 @@ class MirroredObjects:
         """
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
+            self._by_hand = None
             ownership = Ownership(self.modules, replicas)
             gradients = _Gradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
@@ -236,7 +309,7 @@ class MirroredObjects:
         """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
         while isinstance(fn, partial):
             fn = fn.func
-        key = code_of(fn)
+        key = code_of(inspect.unwrap(fn))
         # Looking takes hooks, which torch.compile would take for a part of the compiled module.
         if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
             return False
@@ -292,6 +365,11 @@ class _Gradients:
         objects = self._objects()
         if objects is not None:
             objects.adopt(context, parameters[0])
+
+
+def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:
+    """Whether two optimizers have a parameter in common."""
+    return bool({id(copies[0]) for copies in first.parameters} & {id(copies[0]) for copies in second.parameters})
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[str]:

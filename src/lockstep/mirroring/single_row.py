@@ -23,7 +23,7 @@ def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, A
     """What to run ``module`` in: nothing special, or the guard if its inputs have one row and it has batch norms."""
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
-    single = bool(tensors) and all(tensor.shape[0] == 1 for tensor in tensors)
+    single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)
     if single and any(isinstance(part, _BatchNorm) for part in module.modules()):
         return _NoStatisticsOfOneValue()
     return nullcontext()

@@ -12,6 +12,7 @@ costs 0.3 us more by it.
 from __future__ import annotations
 
 import builtins
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.collectives.workers import Workers
 from lockstep.errors import UsageError
 from lockstep.mirroring.averages import tensor_digest
+from lockstep.mirroring.metric import metric_being_updated
 from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.parameter_hooks import EngineHook, has_waiting
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.random import PROCEED, is_random
 
@@ -56,7 +59,25 @@ _SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
 _PLAIN = (int, float, complex, str, tuple, type(None))
-_SPECIAL = _EMBEDDINGS | {_SET_DATA, _GRAD, _SET_GRAD}
+_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
+_MAKE_DUAL: Any = torch._VF._make_dual
+_HOOKS = frozenset([torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
+_SPECIAL = _EMBEDDINGS | _HOOKS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL, torch.autograd.grad}
+
+
+def refuse_forward_mode() -> None:
+    """Forward-mode AD has one level for the whole process: the threads of replicas would close each other's.
+
+    Raises:
+        UsageError: in one of several local replicas.
+    """
+    context = get_replica_context()
+    if context is not None and len(context.strategy.devices) > 1:
+        raise UsageError(
+            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {caller()}; torch has one "
+            f"of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
+            "(torch.func.vjp, jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
+        )
 
 
 def _writers() -> frozenset[Any]:
@@ -162,7 +183,7 @@ class Claims:
                 if context is not None and context.local_replica == replica:
                     raise UsageError(message)
 
-            self._watched[id(tensor), replica] = tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+            self._watched[id(tensor), replica] = tensor.register_hook(EngineHook(refuse))  # type: ignore[no-untyped-call]
 
     def used_before(self, thing: Any) -> bool:
         """Whether the only local replica has used an object in the run before this."""
@@ -242,9 +263,29 @@ class StepGuard:
         if func in _EMBEDDINGS:
             self._check_embedding(args, kwargs)
             return
+        if func == _MAKE_DUAL:
+            refuse_forward_mode()
+            return
+        if func is _SET_GRAD_MODE:
+            self._check_metric()
+            return
+        if func is torch.autograd.grad:
+            self._check_gradients_of(args[1] if len(args) > 1 else kwargs.get("inputs"))
+            return
+        self._check_parameter(func, args)
+
+    def _check_parameter(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         parameter, context = args[0], get_replica_context()
         known = self._known.get(id(parameter))
-        if context is None or known is None or known.replica != self._replica or not known.is_of(parameter):
+        if context is None or known is None or not known.is_of(parameter):
+            return
+        if func in _HOOKS:
+            raise UsageError(
+                f"the step registers a hook on {known.name!r}, a weight that each replica has a copy of, at "
+                f"{caller()}; register it once outside strategy.run, on the plain module's parameter, and it will "
+                "see the sum of all replicas' gradients"
+            )
+        if known.replica != self._replica:
             return
         if func == _SET_DATA:
             raise UsageError(
@@ -261,6 +302,18 @@ class StepGuard:
             self._gradients.read(context, parameter)
         else:
             self._gradients.assigned(context, parameter, args[1])
+
+    def _check_gradients_of(self, inputs: Any) -> None:
+        if get_replica_context() is None:
+            return
+        for each in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+            known = self._known.get(id(each))
+            if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
+                raise UsageError(
+                    f"the step asks torch.autograd.grad for the gradient of {known.name!r}, which has a hook, at "
+                    f"{caller()}: it would have to see the sum of all replicas' gradients, and this is one replica's; "
+                    "remove the hook, and change what torch.autograd.grad gives"
+                )
 
     def _both(self, other: int) -> str:
         first, second = sorted((other, self._replica))
@@ -309,6 +362,16 @@ class StepGuard:
                     "first differs from run to run; leave generator= out, since each replica draws from its own, or "
                     "give each one its own with ls.PerReplica"
                 )
+
+    def _check_metric(self) -> None:
+        metric = metric_being_updated() if "torchmetrics" in sys.modules else None
+        other = None if metric is None or get_replica_context() is None else self._claims.other(metric, self._replica)
+        if other is not None:
+            name = type(metric).__name__
+            raise UsageError(
+                f"{self._both(other)} both update one {name}; call metric = strategy.mirror(metric) "
+                "before strategy.run: each replica then updates its own, and compute() is of all rows"
+            )
 
     def _check_embedding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)

@@ -1,7 +1,7 @@
 """One update in lockstep: the order of things when all replicas are at the end of a step.
 
-    replica r:  meet: totals, NaN check -> sum a slice -> [meet: between storages] -> divide -> [meet: norm; clip]
-                -> update a slice -> meet: done [workers that share the state: weights of all shares]
+    replica r:  meet: totals, NaN check -> sum a slice -> [meet: between storages] -> divide -> [meet: user's hooks]
+                -> [meet: norm; clip] -> update a slice -> meet: done [workers that share state: all weights]
 
 Gradients are summed, never averaged; the count, where one is given, divides them once. The arithmetic is in
 ``exchange`` and ``updaters``. The two halves also stand alone: ``sum``, then what the program does with the sums
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lockstep.mirroring.every_storage import EveryStorage
 from lockstep.mirroring.exchange import Copies, GradientExchange, divide, gradients_of
+from lockstep.mirroring.parameter_hooks import hooked, run_hooks
 from lockstep.mirroring.skipping import Number, Skips, check_finite, divisor, on_device, summed
 from lockstep.mirroring.slices import balance
 from lockstep.mirroring.update_times import UpdateClock, UpdateTimes
@@ -94,6 +95,7 @@ class LockstepUpdate:
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
         self._told = False
+        self._hooked: list[Copies] = []
         sizes = [copies[0].numel() for copies in parameters]
         self._slices: dict[int, list[int]] = {}
         for group in groups:
@@ -146,7 +148,11 @@ class LockstepUpdate:
                 observer.update_begins(context, own, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
             context.meet("sum of gradients", None, lambda _: self._exchange.open(0.0, 1.0))
             self._exchange.run(context, self._slices[replica])
-            context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
+            context.meet("end of the sum of gradients", None, self._end_sum)
+
+    def _end_sum(self, _: list[None]) -> None:
+        run_hooks(hooked(self._parameters), self._leaders[:1])
+        self._clear(self._leaders[1:])
 
     def clip(self, context: ReplicaContext, clip_norm: float) -> torch.Tensor:
         """Between the halves: clips the sums of replica 0's copies; gives their norm before. All must call it."""
@@ -201,6 +207,9 @@ class LockstepUpdate:
             return self._run_scaled(context, result, clip_norm, scaler)
         gradients = gradients_of([self._parameters[index] for index in mine], leader)
         divide(gradients, divisor(result.count))
+        if self._hooked:
+            context.meet("hooks on parameters", None, lambda _: run_hooks(self._hooked, self._leaders))
+            gradients = gradients_of([self._parameters[index] for index in mine], leader)
         norm = None
         if clip_norm is not None:
             norm = context.meet("gradient norm", self._norms(mine, leader), self._global_norm)
@@ -223,6 +232,7 @@ class LockstepUpdate:
         if not isinstance(total, torch.Tensor):
             check_finite(total)
         self.updaters.align()
+        self._hooked = hooked(self._parameters)
         return StepResult(total, count, skipped=self.skips.of(total, count))
 
     def _decides_on_device(self) -> bool:
@@ -278,6 +288,8 @@ class LockstepUpdate:
                 divide(each, divisor(opened.count))
             scaler.scale(torch.ones((), device=self._parameters[0][0].device))  # makes its state on first use
             scaler.unscale_(everything)
+            run_hooks(self._hooked, self._leaders)
+            gradients = {leader: gradients_of(self._parameters, leader) for leader in self._leaders}
             norm = None
             if clip_norm is not None:
                 first = self._leaders[0]

@@ -29,6 +29,14 @@ ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
 )  # fmt: skip
 
+_OF_TORCH = frozenset(
+    [
+        *("defaults", "state", "param_groups", "step", "_opt_called", "_step_count", "_zero_grad_profile_name"),
+        *("_warned_capturable_if_run_uncaptured", "_cuda_graph_capture_health_check"),
+    ]
+)
+_SETTINGS = (bool, int, float, str, type(None))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldState:
@@ -110,6 +118,8 @@ class Updaters:
         for leader in self._leaders[1:]:
             memo: dict[int, Any] = {id(copies[0]): copies[leader] for copies in self._parameters}
             duplicate = copy.deepcopy(self.plain, memo)
+            for name, value in _own_attributes(self.plain):  # which torch's copy of an optimizer leaves out
+                duplicate.__dict__[name] = copy.deepcopy(value, memo)
             for copies in self._parameters:
                 for name, value in duplicate.state.get(copies[leader], {}).items():
                     if isinstance(value, torch.Tensor) and value.device == copies[0].device and value.ndim:
@@ -143,6 +153,8 @@ class Updaters:
         for duplicate in list(self._by_leader.values())[1:]:
             for theirs, ours in zip(duplicate.param_groups, self.plain.param_groups, strict=True):
                 theirs.update({name: value for name, value in ours.items() if name != "params"})
+            settings = ((name, value) for name, value in _own_attributes(self.plain) if isinstance(value, _SETTINGS))
+            duplicate.__dict__.update(settings)
         self.plain._opt_called = True  # type: ignore[attr-defined]  # what LRScheduler looks for
 
     @contextmanager
@@ -238,6 +250,13 @@ class Updaters:
         if self._shared is None:
             return list(parameters)
         return [piece for parameter in parameters for piece in self._shared.own(parameter)]
+
+
+def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Attributes that the user's class of optimizers has given it, and not torch's ``Optimizer``."""
+    for name, value in vars(optimizer).items():
+        if name not in _OF_TORCH and not name.startswith("_optimizer_"):
+            yield name, value
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

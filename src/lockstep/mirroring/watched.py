@@ -51,6 +51,7 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     ]
 )
+_OWN_OBJECTS = f"{__name__.partition('.')[0]}."
 _WITHOUT_CONTENT = (nn.Module, torch.Tensor, Optimizer, type, types.MethodType, types.ModuleType)
 Container = Any
 """A dict, list, deque or set, live or kept; a tuple stands for itself."""
@@ -81,8 +82,9 @@ class Distinct(TorchFunctionMode):
 
 
 def is_atom(value: Any) -> bool:
-    """Whether nothing in it can change, so that it is every replica's as it is."""
-    return type(value) in _ATOMS or isinstance(value, enum.Enum)
+    """Whether it is every replica's as it is: nothing in it can change, or it is this package's, such as a strategy."""
+    kind = type(value)
+    return kind in _ATOMS or isinstance(value, enum.Enum) or kind.__module__.startswith(_OWN_OBJECTS)
 
 
 def content_of(value: Any) -> Container | None:
@@ -204,6 +206,8 @@ class Watched:
 
     def differs(self) -> bool:
         """Whether anything is another than when last seen, or has other contents. Asked inside ``Distinct``."""
+        if type(self.part) is not type(self.twins[0] if self.twins else self.part):
+            return True
         return not equal(self.live, self.kept) or any(
             container[key] is not value for container, key, value in self.held
         )
@@ -241,12 +245,6 @@ class Watched:
         for home, key in self.tensors:
             tensor = item(self.kept[home], key)
             if isinstance(tensor, torch.Tensor):
-                yield tensor
-
-    def seen_buffers(self) -> Iterator[torch.Tensor]:
-        """The buffers."""
-        for tensor in self.kept[_BUFFERS_AT].values():
-            if tensor is not None:
                 yield tensor
 
     def twin_contents(self, replica: int) -> list[Container | None]:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.parallel.arguments import Arguments
 
 _MASK = "mask"
 
@@ -21,9 +23,12 @@ def call_without_rows(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
     Args:
         call: the model.
         args: its arguments, whose tensors have no rows.
-        kwargs: likewise; where a name ends with "mask" the row is one of ones, which masks nothing.
+        kwargs: likewise. Where the name of an argument ends with "mask" the row is one of ones, which masks nothing.
     """
-    return tree_map(_cut, call(*(_filled(value, False) for value in args), **with_one_row(kwargs)))
+    forward = call.forward if isinstance(call, nn.Module) else call
+    filled = list(with_one_row(Arguments(forward).named(args, {})).values())
+    more = [_filled(value, False) for value in args[len(filled) :]]
+    return tree_map(_cut, call(*filled, *more, **with_one_row(kwargs)))
 
 
 def with_one_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:

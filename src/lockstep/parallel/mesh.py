@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random
 
 from lockstep.collectives import nccl
-from lockstep.collectives.connections import SHARE_UNANSWERED, NewConnections
+from lockstep.collectives.connections import SHARE_UNANSWERED, GroupConnections
 from lockstep.collectives.remote import RemoteWorkers
 from lockstep.collectives.workers import Workers
 from lockstep.errors import ClusterError, ConfigError, UsageError
@@ -62,7 +62,7 @@ class GridMesh:
         self._membership = membership
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
-        self._connections: list[NewConnections] = []
+        self._connections: list[GroupConnections] = []
         self._backends: list[Any] = []
         self._on_gpus: list[Any] = []
         self._broken_off = False
@@ -148,9 +148,9 @@ class GridMesh:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._membership.address)]
         options._threads = _GLOO_THREADS
         options._timeout = self._timeout  # torch gives each axis its own half an hour
-        with NewConnections(self._membership.lost_after_s * SHARE_UNANSWERED) as connections:
-            made: Any = dist.ProcessGroupGloo(store, rank, size, options)
-        self._connections.append(connections)
+        made: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        seconds = self._membership.lost_after_s * SHARE_UNANSWERED
+        self._connections.append(GroupConnections(store, rank, size, seconds))
         # Its destructor would wait for an operation that is still under way; nothing deletes it before ``close``.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         self._backends.append(made)

@@ -8,7 +8,7 @@ All workers of the replica see the same shard, so inputs beside the hidden state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from lockstep.collectives.values import exchange_values
 from lockstep.collectives.workers import Workers
 from lockstep.errors import DataError
+from lockstep.parallel.arguments import Arguments
 from lockstep.parallel.filler import with_one_row
 from lockstep.parallel.microbatches import Pipelining
 from lockstep.parallel.schedules import Schedule, make_schedule, without_its_log
@@ -65,6 +66,7 @@ class Pipeline:
         borrowing: Borrowing | None = None,
     ) -> None:
         self._stages, self._group = tuple(stages), group
+        self._arguments = Arguments(self._stages[0].model.forward)
         self.pipelining = pipelining
         self.settle: Callable[[], None] = _nothing
         self._hidden, self._dtype, self._device = hidden, dtype, device
@@ -88,7 +90,8 @@ class Pipeline:
         """Forward and backward of a shard. All workers must call it, with the same shard.
 
         Args:
-            x: the model's keyword arguments, "input_ids" among them.
+            x: the model's inputs, "input_ids" among them: a dict of keyword arguments, a tuple or list of positional
+                ones, or the first one alone.
             rows: of the shard; without any it passes for the sake of those who borrow this worker's weights.
             examine: called where the outputs are, for each microbatch that has rows.
         """
@@ -112,7 +115,7 @@ class Pipeline:
         return Timetable(workers=tuple(tuple(_slot(*each) for each in slots) for slots in every))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
-        words, named = _arguments(x, rows)
+        words, named = self._inputs(x, rows)
         microbatches, given_rows = self.pipelining.microbatches, max(1, rows)
         part = -(-given_rows // microbatches)
         words, named = tree_map(lambda leaf: _filled(leaf, given_rows, part * microbatches), (words, named))
@@ -129,6 +132,19 @@ class Pipeline:
                 run(*given, target=target, losses=losses, return_outputs=False, real=real, **named)
         finally:
             self._examine = None
+
+    def _inputs(self, x: Any, rows: int) -> tuple[Tensor, dict[str, Any]]:
+        """The words, and the other inputs by name."""
+        given = self._arguments.of_inputs(x)
+        named = dict(given) if rows else with_one_row(given)
+        words = named.pop(_WORDS, None)
+        if not isinstance(words, Tensor):
+            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in given.items())
+            raise DataError(
+                f'a pipeline begins with the tensor "{_WORDS}", and the inputs that came are {kinds or "none"}; give '
+                "that tensor alone, first, or in a dict of the model's keyword arguments"
+            )
+        return words, named
 
     def _weights(self, *, backward: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._borrowing is None else self._borrowing.during(backward=backward)
@@ -176,16 +192,6 @@ def _nothing() -> None:
 
 def _slot(kind: ActionKind, stage: int, microbatch: int, begin: float, end: float) -> Slot:
     return Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
-
-
-def _arguments(x: Any, rows: int) -> tuple[Tensor, dict[str, Any]]:
-    if not isinstance(x, Mapping) or not isinstance(x.get(_WORDS), Tensor):
-        kind = f"a dict with {sorted(map(str, x))}" if isinstance(x, Mapping) else f"a {type(x).__name__}"
-        raise DataError(
-            f'a pipeline got {kind} as the model\'s inputs; give a dict of its keyword arguments with "{_WORDS}"'
-        )
-    named = dict(x) if rows else with_one_row(x)
-    return named.pop(_WORDS), named
 
 
 def _filled(leaf: Any, rows: int, length: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,12 +96,20 @@ def _numbered(order: Sequence[Any]) -> list[Action]:
 
 @contextmanager
 def without_its_log() -> Iterator[None]:
-    """Leaves out what torch logs beside an error that it raises: the whole schedule. The error is told anyway."""
-    before, _LOG.disabled = _LOG.disabled, True
+    """Leaves out what torch logs beside an error that it raises: the whole schedule. The error is told anyway.
+
+    What other threads log there stays.
+    """
+    own = threading.get_ident()
+
+    def is_others(record: logging.LogRecord) -> bool:
+        return record.thread != own
+
+    _LOG.addFilter(is_others)
     try:
         yield
     finally:
-        _LOG.disabled = before
+        _LOG.removeFilter(is_others)
 
 
 @dataclass

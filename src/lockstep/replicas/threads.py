@@ -20,6 +20,7 @@ from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.profiler import name_track
 
 START_LIMIT_S = 60.0
+_SETTLES_WITHIN = 1_000
 END_LIMIT_S = 10.0
 
 Job = Callable[[], None]
@@ -87,6 +88,7 @@ class ReplicaThreads:
     def forget_interrupt(self, replica: int) -> None:
         """Takes back an interrupt that has not been raised yet; else it would be, in the middle of the next job."""
         self._set_pending(replica, ctypes.py_object())
+        _settle_interrupts()
 
     def _set_pending(self, replica: int, exception: ctypes.py_object[type[BaseException]]) -> None:
         ident = self._threads[replica].ident
@@ -96,6 +98,24 @@ class ReplicaThreads:
     def close(self) -> None:
         """Ends the threads and waits for them, at most ``END_LIMIT_S`` seconds each. Idempotent."""
         self._finalizer()
+
+
+def _settle_interrupts() -> None:
+    """Has the interpreter look at an interrupt that arrives, and so at none that was taken back.
+
+    CPython 3.11 and 3.12 go on expecting one that was taken back, in all threads, until another has been raised. In
+    3.11 a thread that is profiled or traced then stands still for ever at its next call of a function.
+    """
+    try:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Settled))
+        for _ in range(_SETTLES_WITHIN):
+            pass
+    except _Settled:
+        pass
+
+
+class _Settled(BaseException):
+    """Raised in a thread by itself."""
 
 
 def _work(inbox: queue.SimpleQueue[Job | None], cores: int, ready: threading.Event, number: int) -> None:

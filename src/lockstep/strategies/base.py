@@ -21,10 +21,13 @@ from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
+from lockstep.data.layout import Lists
+from lockstep.data.leaves import rows_of, view_leaves
 from lockstep.data.no_rows import told_of_no_rows
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding, WholeModels
+from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.mirror import MemoryFormat
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
@@ -112,13 +115,15 @@ class Strategy(Executor):
         try:
             with (
                 entered(self),
-                self._mirrored.settled(),
                 looking,
+                self._mirrored.settled(),
                 self._mirrored.clearing_after_failure(len(self.devices)),
             ):
-                return merge(self._execute(fn, bodies, rows))
+                results = merge(self._execute(fn, bodies, rows))
         finally:
             self._mirrored.note()
+        self._mirrored.sum_after_run(self)
+        return results
 
     def changes_spread(self) -> AbstractContextManager[None]:
         """Opens a block in the middle of a run whose changes to the users' modules reach all copies."""
@@ -172,12 +177,12 @@ class Strategy(Executor):
         *,
         sync_batchnorm: bool = False,
         memory_format: MemoryFormat = "auto",
-    ) -> MirroredModule | MirroredOptimizer:
+    ) -> MirroredModule | MirroredMetric | MirroredOptimizer:
         """Gives every replica its copy of a module, or makes an optimizer's step a step of all replicas.
 
         Args:
-            target: a module, which becomes replica 0's copy and is moved to its device in place; or an optimizer over
-                parameters of mirrored modules.
+            target: a module, which becomes replica 0's copy and is moved to its device in place; an optimizer over
+                parameters of mirrored modules; or a torchmetrics metric, whose states are merged (``MirroredMetric``).
             sync_batchnorm: batch norms take their statistics from the whole global batch, as torch.nn.SyncBatchNorm
                 does without being asked.
             memory_format: of a module's weights; "auto" is channels_last where there are 2-d convolutions.
@@ -187,6 +192,10 @@ class Strategy(Executor):
             TypeError: neither a module nor an optimizer.
         """
         self._outside("mirror")
+        if isinstance(target, MirroredMetric):
+            return target
+        if is_metric(target):
+            return self._mirrored.mirror_metric(self, target, self.devices, self.workers)  # type: ignore[arg-type]
         if isinstance(target, nn.Module):
             return self._mirrored.mirror_module(
                 self, target, self.devices, self.workers, sync_batchnorm=sync_batchnorm, memory_format=memory_format
@@ -209,7 +218,12 @@ class Strategy(Executor):
         return made
 
     def distribute_dataset(
-        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None
+        self,
+        dataset: Iterable[Any],
+        *,
+        shard: Shard = "batch",
+        prefetch: int | None = None,
+        lists: Lists = "auto",
     ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
@@ -221,22 +235,27 @@ class Strategy(Executor):
                 a dataset of its own ("off").
             prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
                 the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
-                your own.
+                your own, and data that draws random numbers is then read when it is asked for.
+            lists: what lists and tuples in a batch are: of one item a row ("rows"), structure ("columns"), or what
+                their lengths say ("auto"), where a list that could be both is refused.
         """
         self._outside("distribute_dataset")
-        return DistributedDataset(dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch)
+        return DistributedDataset(
+            dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch, lists=lists
+        )
 
     def distribute_datasets_from_function(
-        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None
+        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None, lists: Lists = "auto"
     ) -> PerReplicaDataset:
         """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``.
 
         Args:
             fn: gives this worker's iterable of per-replica batches.
             prefetch: how many rounds of them to read ahead; None and 0 as in ``distribute_dataset``.
+            lists: as there.
         """
         self._outside("distribute_datasets_from_function")
-        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch)
+        return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
 
     def find_batch_size(
         self,
@@ -308,8 +327,8 @@ class Strategy(Executor):
 
 
 def _rows(view: Any) -> int | None:
-    """The length of the first tensor among a replica's arguments: its shard's, for messages."""
-    for leaf in tree_leaves(view):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return leaf.shape[0]
+    """The rows of the first of a replica's arguments that has any: its shard's, for messages."""
+    for leaf in view_leaves(view):
+        if (rows := rows_of(leaf)) is not None:
+            return rows
     return None

@@ -18,6 +18,7 @@ import torch
 
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset
+from lockstep.data.layout import BatchLayout
 from lockstep.data.shards import batch_rows
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError
 from lockstep.mirroring.optimizer import MirroredOptimizer
@@ -153,7 +154,7 @@ class _Search:
 def _run(trials: Trials, size: int) -> None:
     strategy = trials.strategy
     batch = trials.make_batch(size)
-    rows = batch_rows(batch)
+    rows = batch_rows(BatchLayout(sizes=[size]).marked(batch))
     if rows != size:
         raise DataError(
             f"make_batch({size}) gave {rows} rows, expected {size}; give as many as asked for, "

@@ -4,7 +4,8 @@
     meanwhile  which functions run; which tensors the mirrored modules are called with
     after      what has changed of it, once for each function, as a warning
 
-Programs do each of these on purpose too, so none is an error. Later runs cost nothing.
+Programs do each of these on purpose too, so none is an error, but forward-mode AD, which replicas cannot
+have at the same time. Later runs cost nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_call import refusing_plain_calls
+from lockstep.mirroring.step_guard import refuse_forward_mode
 from lockstep.replicas.context import get_replica_context
 
+_FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -69,9 +72,8 @@ class FirstRun:
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
-        captured = {name: (value, _state(value)) for name, value in self._captured()}
-        buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
-        before = [[{name: each.clone() for name, each in copy.items()} for copy in copies] for copies in buffers]
+        captured = {name: (value, state_of(value)) for name, value in self._captured()}
+        before = [[_values(_counting_buffers(copy)) for copy in module.copies] for module in self._modules]
         drawn = _stream_states()
         for module in self._modules:
             module.on_call = self._called
@@ -102,6 +104,8 @@ class FirstRun:
 
     def _entered(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code not in self._ran:
+            if frame.f_code is _FORWARD_MODE:
+                refuse_forward_mode()
             self._ran[frame.f_code] = frame.f_globals
 
     def _called(self, module: MirroredModule, args: Any, kwargs: Any) -> None:
@@ -113,7 +117,7 @@ class FirstRun:
 
     def _captured(self) -> Iterator[tuple[str, Any]]:
         for fn in (self._fn, *self._hooks()):
-            yield from _captured_by(fn)
+            yield from captured_by(fn)
 
     def _hooks(self) -> Iterator[Callable[..., Any]]:
         parts = [part for module in self._modules for part in module.module.modules()]
@@ -133,7 +137,9 @@ class FirstRun:
                 )
 
     def _tell_of_captured(self, before: dict[str, tuple[Any, Any]]) -> None:
-        now = [(name, value) for name, value in self._captured() if name in before and before[name][1] != _state(value)]
+        now = [
+            (name, value) for name, value in self._captured() if name in before and before[name][1] != state_of(value)
+        ]
         generators = [name for name, value in now if _is_generator(value)]
         changed = [name for name, value in now if not _is_generator(value)]
         if generators:
@@ -151,7 +157,7 @@ class FirstRun:
     def _tell_of_buffers(self, before: Sequence[Sequence[dict[str, torch.Tensor]]]) -> None:
         for module, olds in zip(self._modules, before, strict=True):
             copies = [_counting_buffers(copy) for copy in module.copies]
-            for name in sorted(set.intersection(*map(set, (*copies, *olds)))):
+            for name in [name for name in copies[0] if all(name in each for each in (*copies, *olds))]:
                 now, old = [each[name] for each in copies], [each[name] for each in olds]
                 if not self._alike(now, old):
                     how = "averaged" if now[0].is_floating_point() else "replica 0's"
@@ -200,7 +206,7 @@ def _plain(fn: Any) -> Any:
     return getattr(fn, "__func__", fn)
 
 
-def _captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
     """Containers and numbers that a function can reach: of its closure, of its object, and its module's globals."""
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -234,7 +240,7 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
-def _state(value: Any) -> Any:
+def state_of(value: Any) -> Any:
     """What tells whether a container or number has been changed since."""
     if _is_generator(value):
         return pickle.dumps(value)
@@ -247,6 +253,10 @@ def _counting_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module by name, but those of norms, whose statistics are known."""
     known = {id(buffer) for part in module.modules() if isinstance(part, _NormBase) for buffer in part.buffers()}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in known}
+
+
+def _values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _same_objects(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:

@@ -1,7 +1,13 @@
 """Loss helpers for the user's own loop: per-example losses of a shard, to that shard's part of the global average.
 
 Their results add up over replicas to the loss of the whole global batch, and so do their gradients: nothing is
-averaged between replicas, and uneven shards come out right.
+averaged between replicas, and uneven shards come out right. So a loss that is a mean of the shard already is refused:
+give torch's losses reduction="none". Where something else than the examples is counted, such as labels that are not to
+be ignored, divide by their number in the whole batch:
+
+    counted = labels != -100
+    total = F.cross_entropy(scores, labels, reduction="sum")
+    loss = total / context.all_reduce("sum", counted.sum())
 """
 
 from __future__ import annotations
@@ -29,7 +35,8 @@ def compute_average_loss(
 
     Args:
         per_example_loss: [rows, ...], not reduced; 0 rows give 0.
-        sample_weight: [rows] or broadcastable to the losses; multiplies them. The divisor stays the number of examples.
+        sample_weight: [rows], or of as many dimensions as the losses, to which it broadcasts; multiplies them. The
+            divisor stays the number of examples.
         global_batch_size: examples in the whole global batch. None adds up the rows of all replicas, and then every
             replica must call it; with several workers that is an exchange between them more.
 
@@ -93,11 +100,17 @@ def _rows_of_all(workers: Workers, rows: list[int]) -> int:
 def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
     if weight.ndim == 1 and losses.ndim > 1 and weight.shape[0] == losses.shape[0]:
         weight = weight.reshape(-1, *[1] * (losses.ndim - 1))
+    elif 0 < weight.ndim < losses.ndim:  # a shard may have as many rows as the losses have columns
+        raise _unfit(weight, losses)
     try:
         torch.broadcast_to(weight, losses.shape)
     except RuntimeError:
-        raise ConfigError(
-            f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
-            f"give one weight per example, shape ({losses.shape[0]},)"
-        ) from None
+        raise _unfit(weight, losses) from None
     return weight
+
+
+def _unfit(weight: torch.Tensor, losses: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
+        f"give one weight per example, shape ({losses.shape[0]},), or one of {losses.ndim} dimensions"
+    )

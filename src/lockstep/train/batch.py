@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lockstep.data.structure import is_sequence
 from lockstep.errors import DataError
 
 
@@ -52,10 +53,13 @@ def unpack_inputs(item: Any) -> Any:
 
 
 def call_module(module: Callable[..., Any], x: Any) -> Any:
-    """Calls the module: a dict is keyword arguments, a tuple or list positional ones, else x is the argument."""
+    """Calls the module: a dict is keyword arguments, a tuple or list positional ones, else x is the argument.
+
+    A list of one item a row, such as images of many sizes, is one argument.
+    """
     if isinstance(x, Mapping):
         return module(**x)
-    if isinstance(x, (tuple, list)):
+    if is_sequence(x):
         return module(*x)
     return module(x)
 

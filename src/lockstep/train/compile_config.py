@@ -38,7 +38,13 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
-            raise ConfigError(f"loss is a {type(self.loss).__name__}; give a function loss(outputs, targets)")
+            raise ConfigError(
+                f"loss is a {type(self.loss).__name__}; give a function loss(outputs, targets), such as "
+                "torch.nn.CrossEntropyLoss(), which of several outputs adds up the losses"
+            )
+        if isinstance(self.loss, type):
+            name = self.loss.__name__
+            raise ConfigError(f"loss is the class {name}; give an instance, {name}(), or a function")
         if self.precision not in get_args(PrecisionName):
             raise ConfigError(f"precision={self.precision!r} is unknown; choose 'fp32', 'bf16' or 'fp16'")
         if type(self.accumulate) is not int or self.accumulate < 1:

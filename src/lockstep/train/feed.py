@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.data.distributed import DistributedDataset
 from lockstep.data.iterated import Distributed
 from lockstep.data.position import RandomState, without_default
 from lockstep.data.prefetch import ClosableIterator
@@ -18,7 +19,7 @@ def distribute(strategy: Strategy, data: Iterable[Any] | Distributed) -> Distrib
     """The data divided among the strategy's replicas; data that is distributed already stays as it is."""
     if isinstance(data, Distributed):
         return data
-    return strategy.distribute_dataset(data)
+    return DistributedDataset(data, strategy.devices, workers=strategy.workers, items=True)
 
 
 def known_length(data: Distributed) -> int | None:

@@ -67,5 +67,6 @@ def make_job(
     stepped = make_scheduler(scheduler, made)
     check_loss(made, module, config.loss)
     mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
+    mirrored.sums_after_runs = False
     check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
     return Job(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)

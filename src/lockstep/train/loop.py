@@ -6,7 +6,7 @@ run_fit -> TrainLoop.run_epoch -> strategy.run -> train_step (in each replica): 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 from lockstep.collectives.per_replica import PerReplica
@@ -20,6 +20,7 @@ from lockstep.train.feed import Feed
 from lockstep.train.graphs.steps import TrainSteps
 from lockstep.train.job import Job
 from lockstep.train.late_logs import batch_logs
+from lockstep.train.loss_state import telling_of_state
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.running_loss import RunningLoss
 from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle
@@ -59,6 +60,7 @@ class TrainLoop:
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         strategy.run(clear_gradients, (job, self._states))
         self._steps = TrainSteps(strategy, job, self._states)
+        self._looked = False
         if job.optimizer is not None:
             job.optimizer.forgive()
 
@@ -101,13 +103,20 @@ class TrainLoop:
         if self._callbacks.wants_batch_logs():
             self._workers.wish(Wish.LOGS)
         due = (self.batch + 1) % self._job.config.accumulate == 0
-        with located(self.epoch, self.batch + 1):
+        with located(self.epoch, self.batch + 1), self._looking():
             outputs = self._steps.run(batch, due, epoch=self.epoch)
         self._after_update(outputs[0].update)
         self._count(outputs, outputs[0].update)
         self.batch, self.step = self.batch + 1, self.step + 1
         self.pending = 0 if due else self.pending + 1
         return sum(output.rows for output in outputs)
+
+    def _looking(self) -> AbstractContextManager[None]:
+        """What the first step of this loop is run in."""
+        if self._looked:
+            return nullcontext()
+        self._looked = True
+        return telling_of_state(self._job.config.loss, self._strategy.num_replicas_in_sync)
 
     def _tell(self) -> None:
         """Tells the callbacks of a batch that is done, of its metrics too where those of some worker show them."""

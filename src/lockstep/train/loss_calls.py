@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,20 +27,40 @@ Pair = tuple[Tensor, Any]
 """A total, and its count."""
 
 
+What = TypeVar("What")
+
+
+class _Notes(Generic[What]):
+    """What is known of tensors, each as long as nobody changes it in place."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Tensor, int, What]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def put(self, tensor: Any, what: What) -> None:
+        self._of[id(tensor)] = (tensor, _version(tensor), what)
+
+    def get(self, tensor: Any) -> What | None:
+        found = self._of.get(id(tensor))
+        return None if found is None or _version(tensor) != found[1] else found[2]
+
+
 class LossCalls(TorchFunctionMode):
-    """A block that calls a loss function once; ``meaning_of`` then tells what its result is.
+    """A block that calls a loss function once; ``pair_of`` and ``sum_of`` then tell what its result is.
 
     Torch's losses with a mean are computed in it as their sum over their count, and their results are else the same.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._pairs: dict[int, tuple[Tensor, Pair]] = {}
-        self._sums: dict[int, tuple[Tensor, str]] = {}
-        self._of_nothing: set[int] = set()
+        self._pairs: _Notes[Pair] = _Notes()
+        self._sums: _Notes[str] = _Notes()
+        self._of_nothing: _Notes[bool] = _Notes()
+        self._unclamped: _Notes[Tensor] = _Notes()
         self._reads: set[float] = set()
-        self._unclamped: dict[int, tuple[Tensor, Tensor]] = {}
-        self._labelled: list[tuple[Tensor, Labels]] = []
+        self._labels: list[Labels] = []
         self._masked = False
 
     def __torch_function__(
@@ -50,19 +70,18 @@ class LossCalls(TorchFunctionMode):
         watch = _WATCHED.get(func)
         return func(*args, **kwargs) if watch is None else watch(self, func, args, kwargs)
 
-    def pair_of(self, returned: Any) -> Pair | None:
+    def pair_of(self, returned: Tensor) -> Pair | None:
         """The total and the count of a scalar; None where it is no quotient that was seen."""
-        found = self._pairs.get(id(returned))
-        return None if found is None else found[1]
+        return self._pairs.get(returned)
 
-    def sum_of(self, returned: Any) -> str | None:
+    def sum_of(self, returned: Tensor) -> str | None:
         """The name of the function whose sum ``returned`` is; None where it is none."""
-        found = self._sums.get(id(returned))
-        return None if found is None else found[1]
+        return self._sums.get(returned)
 
-    def labels_beside(self, returned: Any) -> list[Labels]:
-        """The labels of the means over labels that went into ``returned`` and are not ``returned`` itself."""
-        return [labels for result, labels in self._labelled if result is not returned]
+    @property
+    def labels(self) -> list[Labels]:
+        """Those that means over labels were taken of."""
+        return self._labels
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
@@ -75,42 +94,79 @@ class LossCalls(TorchFunctionMode):
         given = {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
         total, count = _SUMMED.get(func, _values_summed)(func, given)
         result = total / count
-        self._pairs[id(result)] = (result, (total, count))
+        self._pairs.put(result, (total, count))
         if func in _OF_LABELS and not _are_probabilities(given):
-            self._labelled.append((result, Labels(given["target"], given.get("weight"), _ignored(given))))
+            self._labels.append(Labels(given["target"], given.get("weight"), _ignored(given)))
         return result
 
     def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Tensor) and not args[0].dim():
+            return self._same(func, args, kwargs)
         result = func(*args, **kwargs)
-        if len(args) == 1 and kwargs.keys() <= {"dtype"} and isinstance(args[0], Tensor) and args[0].dim() > 0:
+        if len(args) == 1 and kwargs.keys() <= {"dtype"}:
             self._note_sum(result, "sum()", args[0])
         return result
 
     def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
-        self._sums[id(result)] = (result, of)
+        self._sums.put(result, of)
         if isinstance(values, Tensor) and not values.numel():
-            self._of_nothing.add(id(result))
+            self._of_nothing.put(result, True)
 
     def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Tensor) and not args[0].dim():
+            return self._same(func, args, kwargs)
         result = func(*args, **kwargs)
-        if self._masked and len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 0:
+        if self._masked and len(args) == 1 and not kwargs:
             chosen, *rest = args[0].shape
-            self._pairs[id(result)] = (result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
+            self._pairs.put(result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
+        return result
+
+    def _same(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A cast, a copy, or another shape of one number."""
+        return self._linear(func, args, kwargs)
+
+    def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if all(isinstance(each, (int, float)) for each in args[1:]):
+            return self._linear(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if (self._pairs or self._sums) and args and isinstance(args[0], Tensor) and result is not args[0]:
+            pair, summed = self._pairs.get(args[0]), self._sums.get(args[0])
+            if pair is not None:
+                self._pairs.put(result, (func(pair[0], *args[1:], **kwargs), pair[1]))
+            elif summed is not None:
+                self._sums.put(result, summed)
+        return result
+
+    def _added(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self._sums and len(args) == 2 and not kwargs:
+            first, second = map(self._sums.get, args)
+            if first is not None and second is not None:
+                self._sums.put(result, first)
         return result
 
     def _quotient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = _OUT_OF_PLACE.get(func, func)(*args, **kwargs)
-        if len(args) == 2 and not kwargs and id(args[0]) in self._sums:
-            total, count = args
-            if isinstance(count, Tensor) and count.numel() == 1:
-                self._pairs[id(result)] = (result, (total, self._unclamped.get(id(count), (count, count))[1]))
-            elif isinstance(count, (int, float)) and (self._masked or self._reads):
-                self._pairs[id(result)] = (result, (total, self._counted(total, count)))
+        func = _OUT_OF_PLACE.get(func, func)
+        if len(args) != 2 or kwargs:
+            return func(*args, **kwargs)
+        total, count = args
+        counts = isinstance(count, (int, float)) and (self._masked or bool(self._reads))
+        if self._sums.get(total) is None or not (counts or (isinstance(count, Tensor) and count.numel() == 1)):
+            return self._scaled(func, args, kwargs)
+        result = func(total, count)
+        if isinstance(count, Tensor):
+            unclamped = self._unclamped.get(count)
+            self._pairs.put(result, (total, count if unclamped is None else unclamped))
+        else:
+            self._pairs.put(result, (total, self._counted(total, count)))
         return result
 
     def _counted(self, total: Tensor, count: float) -> float:
         """A number that a sum was divided by, less what keeps it from being 0, as in ``max(int(mask.sum()), 1)``."""
-        nothing = id(total) in self._of_nothing or (0 in self._reads and not total.detach().any())
+        nothing = bool(self._of_nothing.get(total)) or (0 in self._reads and not total.detach().any())
         return 0.0 if nothing and count <= 1 else float(count)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,9 +175,11 @@ class LossCalls(TorchFunctionMode):
         return result
 
     def _clamp(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What keeps a count of nothing from being 0 is not there in the count of all replicas."""
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.numel() == 1 and args and isinstance(args[0], Tensor):
-            self._unclamped[id(result)] = (result, args[0])
+        least = args[1] if len(args) == 2 else kwargs.get("min")
+        if isinstance(least, (int, float)) and least <= 1 and kwargs.get("max") is None and result.numel() == 1:
+            self._unclamped.put(result, args[0])
         return result
 
     def _choice(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,6 +272,10 @@ def _sum_exactly(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
 
 
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _reduction(given: Mapping[str, Any]) -> str:
     averages, reduces = given.get("size_average"), given.get("reduce")
     if averages is None and reduces is None:
@@ -246,6 +308,11 @@ _WATCHED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.mean, Tensor.mean], LossCalls._mean),
     **dict.fromkeys([torch.div, torch.true_divide, Tensor.div, Tensor.true_divide], LossCalls._quotient),
     **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], LossCalls._quotient),
+    **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], LossCalls._scaled),
+    **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], LossCalls._scaled),
+    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], LossCalls._same),
+    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], LossCalls._same),
+    **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], LossCalls._added),
     **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], LossCalls._clamp),
     **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], LossCalls._clamp),
     **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], LossCalls._read),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.parallel.scores import holds_divided
@@ -26,6 +26,7 @@ from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.train.batch import LabelledBatch
 from lockstep.train.loss import loss_sums
 from lockstep.train.loss_calls import Labels, LossCalls
+from lockstep.train.rows import Rows, random_numbers_apart
 
 Loss = Callable[[Any, Any], Any]
 
@@ -62,42 +63,6 @@ class LossSums:
     rounding: float = torch.finfo(torch.float32).eps
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A shard as the loss sees it, which can be divided."""
-
-    outputs: Any
-    batch: LabelledBatch
-    rows: int
-
-    def leaves(self) -> tuple[list[Any], Any]:
-        return tree_flatten((self.outputs, self.batch.y, self.batch.sample_weight))
-
-    def take(self, index: Tensor) -> _Rows:
-        leaves, structure = self.leaves()
-        taken = [leaf[index] if self.is_divided(leaf) else leaf for leaf in leaves]
-        outputs, y, weight = tree_unflatten(taken, structure)
-        return _Rows(outputs, LabelledBatch(None, y, weight), index.numel())
-
-    def is_divided(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
-
-    def hides(self) -> bool:
-        """Whether the outputs hold what has no rows: a number that the module computed, a cache."""
-        plain = (int, float, str, type(None))
-        return any(not self.is_divided(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
-
-    def without_hidden(self) -> _Rows:
-        """The same with something else in place of what has no rows."""
-
-        def other(leaf: Any) -> Any:
-            if self.is_divided(leaf):
-                return leaf
-            return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
-
-        return _Rows(tree_map(other, self.outputs), self.batch, self.rows)
-
-
 class ReplicaLoss:
     """The loss on one replica, in one pass."""
 
@@ -120,7 +85,7 @@ class ReplicaLoss:
         Raises:
             ConfigError: the loss returned what is no loss, or one that is not the sum of its parts.
         """
-        shard = _Rows(outputs, batch, rows)
+        shard = Rows(outputs, batch, rows)
         sums = _sums_of(loss, shard, divided=divided)
         self._steps += 1
         if divided and not holds_divided(outputs):
@@ -136,7 +101,7 @@ class ReplicaLoss:
         return self._steps <= FIRST_LOOKS or (self._steps <= LAST_LOOK and self._steps.bit_count() == 1)
 
 
-def _sums_of(loss: Loss, shard: _Rows, *, divided: bool) -> LossSums:
+def _sums_of(loss: Loss, shard: Rows, *, divided: bool) -> LossSums:
     weight = shard.batch.sample_weight
     with LossCalls() as calls:
         returned = loss(shard.outputs, shard.batch.y)
@@ -148,38 +113,37 @@ def _sums_of(loss: Loss, shard: _Rows, *, divided: bool) -> LossSums:
         return LossSums(*loss_sums(pair, shard.rows), rounding=rounding)
     if summed is not None and divided:
         raise ConfigError(
-            f"the loss {_name(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
+            f"the loss {name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
             f"times larger as the global batch has rows, or {_WAYS}"
         )
     total, count = loss_sums(returned, shard.rows)
-    return LossSums(total, count, assumed=True, beside=calls.labels_beside(returned), rounding=rounding)
+    return LossSums(total, count, assumed=True, beside=calls.labels, rounding=rounding)
 
 
 def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
     if not all(labels.count_alike() for labels in beside):
         raise ConfigError(
-            f"the loss {_name(loss)} computes with a mean over labels that do not count alike, for some are ignored or "
-            "their classes have weights, so that it is no mean over the rows; return that mean alone, or a pair "
-            "(total, count) of all"
+            f"the loss {name_of(loss)} computes with a mean over labels that do not count alike, for some are ignored "
+            "or their classes have weights, so that it is no mean over the rows; return that mean alone, or a pair "
+            "(total, count), or divide each sum by its own count of all replicas, which is "
+            'ls.get_replica_context().all_reduce("sum", count), in a loop of your own with strategy.run'
         )
     if not on_cpu:
         _warn(
-            f"the loss {_name(loss)} computes with a mean over labels, and is taken as a mean over the rows, which it "
-            "is only as long as no label is ignored; if some are, return a pair (total, count)"
+            f"the loss {name_of(loss)} computes with a mean over labels, and is taken as a mean over the rows, which "
+            "it is only as long as no label is ignored; if some are, return a pair (total, count)"
         )
 
 
-def _look(loss: Loss, shard: _Rows, sums: LossSums, context: ReplicaContext) -> None:
+def _look(loss: Loss, shard: Rows, sums: LossSums, context: ReplicaContext) -> None:
     """Compares a shard with its parts.
 
     Raises:
         ConfigError: it is not the sum of its parts.
     """
-    tensors = [leaf for leaf in shard.leaves()[0] if isinstance(leaf, Tensor)]
-    devices = sorted({leaf.device.index for leaf in tensors if leaf.device.type == "cuda"})
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), in_context(context.alone()):
+        with torch.no_grad(), random_numbers_apart(context), in_context(context.alone()):
             found = _compared(loss, shard, sums)
     except CollectiveError:  # of a loss that knows of the other replicas
         found = _Unchecked("it calls collectives") if sums.assumed else None
@@ -188,10 +152,11 @@ def _look(loss: Loss, shard: _Rows, sums: LossSums, context: ReplicaContext) -> 
         found = _Unchecked(f"on some of the rows alone it ends in {type(error).__name__}: {first_line}")
     if isinstance(found, _Refused):
         raise ConfigError(found.message)
-    if found is not None:
+    # A total and a count of outputs that are no rows, such as those of the words to be guessed, are the program's word.
+    if found is not None and (sums.assumed or not shard.hides()):
         taken = "a mean over" if sums.assumed else "adding up over"
         _warn(
-            f"the loss {_name(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if it is "
+            f"the loss {name_of(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if it is "
             f"not, {_WAYS}"
         )
 
@@ -210,21 +175,23 @@ class _Refused:
     message: str
 
 
-def _compared(loss: Loss, shard: _Rows, sums: LossSums) -> _Unchecked | _Refused | None:
+def _compared(loss: Loss, shard: Rows, sums: LossSums) -> _Unchecked | _Refused | None:
     """None where the shard is the sum of its parts."""
     whole = _Numbers.of(sums)
     if not whole.finite:
         return None
-    device = next((leaf.device for leaf in shard.leaves()[0] if shard.is_divided(leaf)), None)
-    if device is None:
+    index = shard.index()
+    if index is None:
         return _Unchecked("no tensor of its arguments has a row for each example")
-    index = torch.arange(shard.rows, device=device)
     if shard.rows == 1:  # twice the same row must give the same mean
         index = index.repeat(2)
         whole = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
     pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
     parts = [_Numbers.of(_sums_of(loss, shard.take(piece), divided=True)) for piece in pieces]
-    if not all(part.finite for part in parts):
+    if not all(part.finite for part in parts):  # as the deviation of a single row; but all rows may come twice
+        twice = _Numbers.of(_sums_of(loss, shard.take(index.repeat(2)), divided=True))
+        if twice.apart([whole, whole]) > _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
+            return _Refused(_refusal(loss, shard, sums, whole, [whole, whole]))
         return _Unchecked("on some of the rows alone it is not finite")
     apart, suspect = whole.apart(parts), _suspect(sums.rounding)
     if apart <= suspect:
@@ -240,7 +207,7 @@ def _compared(loss: Loss, shard: _Rows, sums: LossSums) -> _Unchecked | _Refused
     return _Refused(_refusal(loss, shard, sums, whole, parts))
 
 
-def _depends_on_hidden(loss: Loss, shard: _Rows, whole: _Numbers, rounding: float) -> bool:
+def _depends_on_hidden(loss: Loss, shard: Rows, whole: _Numbers, rounding: float) -> bool:
     try:
         other = _Numbers.of(_sums_of(loss, shard.without_hidden(), divided=True))
     except _FAILURES:
@@ -275,7 +242,7 @@ def _apart(whole: float, parts: Sequence[float]) -> float:
     return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
 
 
-def _refusal(loss: Loss, shard: _Rows, sums: LossSums, whole: _Numbers, parts: Sequence[_Numbers]) -> str:
+def _refusal(loss: Loss, shard: Rows, sums: LossSums, whole: _Numbers, parts: Sequence[_Numbers]) -> str:
     means = [part.total / part.count for part in parts if part.count]
     is_sum = sums.assumed and math.isclose(sum(means), whole.total / whole.count, rel_tol=_certain(sums.rounding))
     shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
@@ -285,26 +252,28 @@ def _refusal(loss: Loss, shard: _Rows, sums: LossSums, whole: _Numbers, parts: S
         else "no mean over the rows: it gives something else for all rows than for some of them and the others"
     )
     return (
-        f"the loss {_name(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
+        f"the loss {name_of(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
         f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_WAYS}, which no other row has a part in. "
         "What compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
     )
 
 
 def _rounding(values: Any) -> float:
+    """Relative, of the least exact numbers; single precision at the best, with which a loss may have computed."""
     dtypes = {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+    return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
 
 
 def _suspect(rounding: float) -> float:
-    return max(rounding * (4 if rounding > 1e-4 else SUSPECT), 1e-9)
+    return rounding * (4 if rounding > 1e-4 else SUSPECT)
 
 
 def _certain(rounding: float) -> float:
-    return max(rounding * (16 if rounding > 1e-4 else CERTAIN), 5e-8)
+    return rounding * (16 if rounding > 1e-4 else CERTAIN)
 
 
-def _name(loss: Any) -> str:
+def name_of(loss: Any) -> str:
+    """What a loss function is called in messages."""
     while isinstance(loss, partial):
         loss = loss.func
     return repr(getattr(loss, "__qualname__", type(loss).__name__))

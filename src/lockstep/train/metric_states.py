@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.extras import require
-from lockstep.train.metrics import merge_states, nested_metrics, states_of
+from lockstep.mirroring.metric_merging import merge_states, nested_metrics, states_of
 
 
 def load_states(

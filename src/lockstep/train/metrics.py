@@ -1,14 +1,13 @@
 """torchmetrics on replicas: one copy of each metric per replica, merged exactly, never averaged.
 
-Each replica updates its own deep copy on its own device. Reading gathers the states of all replicas and reduces each
-with the function that the metric itself registered for it (sum, mean, max, min, cat, its own, or none: stacked), as
-torchmetrics' synchronisation between processes does. A replica that saw no row takes no part, so it cannot pull a mean.
+Each replica updates its own deep copy on its own device. Reading gathers the states of all replicas and merges them
+(``mirroring.metric_merging``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,11 +18,10 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.mirroring.metric_merging import merge_metrics, nested_metrics, states_of
 from lockstep.parallel.scores import gathered, holds_divided
 from lockstep.replicas.arriving import Arriving
 from lockstep.strategies.base import Strategy
-
-Reduction = Callable[[Any], Any]
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
@@ -74,7 +72,7 @@ class ReplicaMetrics:
         self._workers = workers
         self._home = home
         self._checked = home is None or home.kind == "CPU" or not metrics
-        self._copies = [{name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
+        self._copies = [{name: fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
 
     @classmethod
     def on(cls, strategy: Strategy, metrics: Mapping[str, Any]) -> Self:
@@ -128,69 +126,11 @@ def gather_states(metric: Any) -> None:
                 setattr(part, name, gathered(state))
 
 
-def states_of(metric: Any) -> list[dict[str, Any]]:
-    """The states of a metric, and of all metrics inside it, with how often each was updated."""
-    return [{"states": part.metric_state, "updates": part.update_count} for part in nested_metrics(metric)]
-
-
-def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
-    """One metric with the states of all replicas; the replicas' own metrics stay as they are.
-
-    Args:
-        local: the same metric on each local replica, in replica order.
-        states: ``states_of`` it on each replica of all workers, in replica order.
-    """
-    base = next((metric for metric in local if any(part["updates"] for part in states_of(metric))), local[0])
-    merged = _copy_sharing_states(base)
-    for part, sources in zip(nested_metrics(merged), zip(*states, strict=True), strict=True):
-        _merge_into(part, [source for source in sources if source["updates"]])
-    return merged
-
-
-def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
-    """One state of a metric, given its value on every replica and the metric's own reduction.
-
-    Lists are joined in replica order and tensors stacked along a new first dimension; then the reduction is applied.
-    """
-    if isinstance(states[0], list):
-        joined = [item for state in states for item in state]
-        return reduction(joined) if joined and reduction is not None else joined
-    stacked = torch.stack(list(states))
-    return stacked if reduction is None else reduction(stacked)
-
-
-def _merge_into(part: Any, sources: Sequence[Any]) -> None:
-    for name, reduction in part._reductions.items():
-        states = [_to_device(source["states"][name], part.device) for source in sources]
-        if states:
-            setattr(part, name, states[0] if len(states) == 1 else merge_states(states, reduction))
-    part._update_count = sum(source["updates"] for source in sources)
-    part._computed = None
-
-
-def nested_metrics(metric: Any) -> list[Any]:
-    """The metric and all metrics inside it, such as the two of a sum or the one of a wrapper."""
-    metric_class = require("torchmetrics", "text").Metric
-    return [module for module in metric.modules() if isinstance(module, metric_class)]
-
-
-def _fresh_copy(metric: Any, device: torch.device) -> Any:
+def fresh_copy(metric: Any, device: torch.device) -> Any:
+    """The metric on a device, without its states."""
     fresh = copy.deepcopy(metric).to(device)
     fresh.reset()
     return fresh
-
-
-def _copy_sharing_states(metric: Any) -> Any:
-    """A deep copy whose state tensors are the original's: states can be large, and they are replaced, not written."""
-    states = (state for part in nested_metrics(metric) for state in part.metric_state.values())
-    tensors = [tensor for state in states for tensor in (state if isinstance(state, list) else [state])]
-    return copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors})
-
-
-def _to_device(state: Any, device: torch.device) -> Any:
-    if isinstance(state, list):
-        return [_to_device(item, device) for item in state]
-    return state.to(device) if isinstance(state, Tensor) else state
 
 
 def _single_numbers(name: str, value: Any) -> dict[str, Any]:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.data.leaves import has_rows, is_plain, rows_taken
 from lockstep.data.shards import batch_rows
-from lockstep.errors import ConfigError, UsageError
+from lockstep.data.structure import map_leaves, named_leaves
+from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult, Totals
@@ -26,8 +28,10 @@ from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpa
 from lockstep.train.job import Job
 from lockstep.train.loss import no_examples
 from lockstep.train.loss_parts import ReplicaLoss
+from lockstep.train.metric_parts import LEAST_ROWS, check_metrics_in_parts
 from lockstep.train.metrics import gather_states
 from lockstep.train.precision import Precision
+from lockstep.train.rows import Rows
 
 Count = Tensor | float
 
@@ -37,6 +41,7 @@ class ReplicaState:
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
+        self.metrics_checked = not metrics
         self.loss = ReplicaLoss()
         self.forget()
 
@@ -164,6 +169,7 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
             outputs = call_module(module, x)
             return Prediction(rows=rows, outputs=outputs if rows else None)
         parts: list[Any] = []
+        _check_microbatches(x)
         module.pipeline.evaluate(x, rows, lambda outputs, _: _kept(parts, outputs))
     if not parts:  # another worker has the last stage
         return Prediction(rows=0)
@@ -174,24 +180,35 @@ class _MicrobatchSums:
     """What the microbatches of a shard add up to, on the worker that has their outputs."""
 
     def __init__(self, job: Job, state: ReplicaState, batch: LabelledBatch) -> None:
+        _check_microbatches(batch.x)
         self._job, self._state, self._batch = job, state, batch
         self.total: Count = 0.0
         self.count: Count = 0.0
 
     def examine(self, outputs: Any, rows: slice) -> Tensor:
         """The loss of some rows of the shard, which are counted."""
-        y, weight = tree_map(
-            lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf,
+        number = rows.stop - rows.start
+        y, weight = map_leaves(
+            lambda _, leaf: rows_taken(leaf, rows.start, number) if has_rows(leaf) else leaf,
             (self._batch.y, self._batch.sample_weight),
         )
         part = LabelledBatch(self._batch.x, y, weight)
-        number = rows.stop - rows.start
         total, count = _sums(self._job, self._state, outputs, part, number)
         _update_metrics(self._state, outputs, part, number)
         if torch.is_grad_enabled():
             _check_graph(total)
         self.total, self.count = self.total + total.detach(), self.count + count
         return total
+
+
+def _check_microbatches(x: Any) -> None:
+    for name, leaf in named_leaves(x):
+        if has_rows(leaf) and not is_plain(leaf):
+            raise DataError(
+                f"a pipeline divides a shard into microbatches of tensors, and {name} of the inputs is a "
+                f"{'list of rows' if isinstance(leaf, (list, tuple)) else type(leaf).__name__}; give "
+                "one tensor, padded to one length"
+            )
 
 
 def _kept(parts: list[Any], outputs: Any) -> Tensor:
@@ -213,6 +230,8 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
     divided = holds_divided(detached)
+    if not state.metrics_checked:
+        _check_metrics(state, Rows(detached, batch, rows), divided)
     for name, metric in state.metrics.items():
         try:
             metric.update(detached, batch.y)
@@ -221,6 +240,14 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         except Exception as error:
             error.add_note(f"metric {name!r}, updated with (outputs, targets)")
             raise
+
+
+def _check_metrics(state: ReplicaState, shard: Rows, divided: bool) -> None:
+    context = _context()
+    waits = context.device.kind == "CPU" and shard.rows < LEAST_ROWS
+    state.metrics_checked = not waits
+    if not waits and not divided and shard.rows >= LEAST_ROWS and context.num_replicas_in_sync > 1:
+        check_metrics_in_parts(state.metrics, shard, context)
 
 
 def _check_graph(total: Tensor) -> None:

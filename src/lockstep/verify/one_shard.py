@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.data.leaves import has_rows, rows_of, rows_taken
 from lockstep.data.shards import shard_sizes
 from lockstep.strategies.base import Strategy
 
@@ -32,14 +32,14 @@ def one_shard(shard: int | None, number: int) -> Iterator[None]:
 
 def _cut_run(original: Callable[..., Any], shard: int, number: int) -> Callable[..., Any]:
     def run(self: Strategy, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        rows = next((len(leaf[0]) for leaf in tree_leaves((args, kwargs)) if _is_divided(leaf)), 0)
+        rows = next((rows_of(leaf[0]) or 0 for leaf in tree_leaves((args, kwargs)) if _is_divided(leaf)), 0)
         sizes = shard_sizes(rows, number)
         start = sum(sizes[:shard])
 
         def cut(leaf: Any) -> Any:
-            if not _is_divided(leaf) or len(leaf[0]) != rows:
+            if not _is_divided(leaf) or rows_of(leaf[0]) != rows:
                 return leaf
-            return PerReplica([leaf[0][start : start + sizes[shard]]])
+            return PerReplica([rows_taken(leaf[0], start, sizes[shard])])
 
         return original(self, fn, tree_map(cut, args), tree_map(cut, kwargs))
 
@@ -47,4 +47,4 @@ def _cut_run(original: Callable[..., Any], shard: int, number: int) -> Callable[
 
 
 def _is_divided(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica) and len(leaf) == 1 and isinstance(leaf[0], Tensor) and leaf[0].ndim > 0
+    return isinstance(leaf, PerReplica) and len(leaf) == 1 and has_rows(leaf[0])

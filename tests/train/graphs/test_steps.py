@@ -77,6 +77,25 @@ def test_the_numbers_are_those_of_a_loop_by_hand_on_one_device(train: Train, net
         torch.testing.assert_close(recorded.weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_true_denominators_of_a_mean_are_recorded_too(train: Train, net: Net, recorded: bool) -> None:
+    """Labels that do not count are spread unevenly over the replicas and the steps."""
+    criterion = nn.CrossEntropyLoss(torch.tensor([0.2, 3.0, 1.0]))
+    data = [
+        (x, torch.where(torch.arange(len(y)) < step % 6, -100, y)) for step, (x, y) in enumerate(batches(8 * 6 + 3))
+    ]
+    trained = train(net, data, epochs=2, loss=criterion, graphs=recorded)
+    assert (sum(trained.replays) > 2) == recorded
+
+    optimizer = torch.optim.Adam(net.parameters(), 2**-5)
+    for x, y in data * 2:
+        criterion(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(trained.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd(train: Train, net: Net, momentum: float) -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:

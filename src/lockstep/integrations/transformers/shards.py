@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.collectives.workers import Workers
+from lockstep.data.layout import BatchLayout
 from lockstep.data.shards import batch_rows, local_cut, local_shards
 from lockstep.integrations.transformers.shares import count_items
 
@@ -34,36 +33,26 @@ class Shard:
     total: int
 
 
-def divided(batch: Mapping[str, Any], workers: Workers, *, shifted: bool) -> PerReplica[Shard]:
+def divided(batch: Mapping[str, Any], workers: Workers, layout: BatchLayout, *, shifted: bool) -> PerReplica[Shard]:
     """The parts of this worker's replicas, in replica order; views of the batch's own memory.
 
     Args:
         batch: collated, all of it.
         workers: all workers, each of which has the same batch.
+        layout: finds the lists of one item per example, such as texts or boxes.
         shifted: as for ``count_items``.
 
     Raises:
         DataError: the tensors disagree in length, or something cannot be divided.
     """
-    lists = {name: value for name, value in batch.items() if _has_rows(value, batch)}
-    tensors = {name: value for name, value in batch.items() if name not in lists}
-    rows = batch_rows(tensors)
+    marked = layout.marked(dict(batch))
+    rows = batch_rows(marked)
     cut = local_cut(rows, workers)
-    local = local_shards(tensors, lambda _: cut)
-    total = count_items(tensors, rows, shifted=shifted)
+    local = local_shards(marked, lambda _: cut, layout)
+    total = count_items(marked, rows, shifted=shifted)
     shards = []
     for replica, size in enumerate(cut.sizes):
-        first = cut.start + sum(cut.sizes[:replica])
         inputs = select(local, replica, len(cut.sizes))
         count = count_items(inputs, size, shifted=shifted)
-        inputs |= {name: value[first : first + size] for name, value in lists.items()}
         shards.append(Shard(inputs=inputs, rows=size, count=count, total=total))
     return PerReplica(shards)
-
-
-def _has_rows(value: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether it is a list of one item per example, such as texts or boxes, and no structure of tensors."""
-    rows = next((len(each) for each in batch.values() if isinstance(each, Tensor) and each.ndim), None)
-    if not isinstance(value, list) or len(value) != rows:
-        return False
-    return not all(isinstance(each, Tensor) and each.ndim and len(each) == rows for each in value)

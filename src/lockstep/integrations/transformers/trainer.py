@@ -19,12 +19,13 @@ import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import TrainingArguments
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.values import exchange_values
 from lockstep.data.digest import batch_digest
-from lockstep.data.structure import map_leaves
+from lockstep.data.layout import BatchLayout
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import random_state
 from lockstep.integrations.transformers.agreement import (
@@ -78,6 +79,7 @@ class Trainer(transformers.Trainer):
         self.strategy = chosen_strategy(strategy, on_cpu=args.use_cpu)
         self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
+        self._layout = BatchLayout(records_are_rows=True)
         self._holds_best = False
         check_arguments(args, workers=self._workers.size)
         check_model(model)
@@ -180,7 +182,9 @@ class Trainer(transformers.Trainer):
             self._mirrored_optimizer = self.optimizer = self._renewed(optimizer)
 
     def _renewed(self, optimizer: Any) -> MirroredOptimizer:
-        return self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+        renewed = self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+        renewed.sums_after_runs = False
+        return renewed
 
     def _get_dataloader(self, *args: Any, **named: Any) -> Any:
         with seen_as_chief(self.args):  # every worker loads the same batches, with the same random numbers
@@ -239,12 +243,12 @@ class Trainer(transformers.Trainer):
         if get_replica_context() is None:
             return super()._prepare_input(data)
         device = self._device
-        return map_leaves(lambda _, leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, data)
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, data)
 
     def _divided(self, inputs: dict[str, Any]) -> PerReplica[Shard]:
         if self._workers.size > 1:
             self._workers.attach(batch_digest(dict(inputs)))
-        return divided(inputs, self._workers, shifted=shifts_labels(self.model))
+        return divided(inputs, self._workers, self._layout, shifted=shifts_labels(self.model))
 
     @property
     def _mirrored_module(self) -> MirroredModule:

@@ -10,9 +10,11 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.data.leaves import is_plain
 from lockstep.train.graphs.unfit import UnfitError
 
 
@@ -25,6 +27,8 @@ def signature(batch: Any) -> Hashable:
     Raises:
         UnfitError: it holds something that cannot be compared.
     """
+    if isinstance(batch, PackedSequence) or (isinstance(batch, torch.Tensor) and not is_plain(batch)):
+        raise UnfitError("the batches hold sparse, nested or packed tensors, which have no fixed address")
     if isinstance(batch, torch.Tensor):
         return (batch.shape, batch.stride(), batch.dtype, batch.device)
     if isinstance(batch, Mapping):
@@ -62,15 +66,13 @@ def tensors(batch: Any) -> list[torch.Tensor]:
     """All tensors of a batch, in order."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(batch):
-        found += [value for value in (leaf if isinstance(leaf, PerReplica) else [leaf]) if _is_tensor(value)]
+        # A replica's value may be a list of rows.
+        values = tree_leaves(list(leaf)) if isinstance(leaf, PerReplica) else [leaf]
+        found += [value for value in values if isinstance(value, torch.Tensor)]
     return found
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _fixed(leaf: Any) -> Any:
     if isinstance(leaf, PerReplica):
-        return PerReplica([_fixed(value) for value in leaf])
+        return PerReplica([tree_map(_fixed, value) for value in leaf])
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -92,6 +93,7 @@ class Recorder:
         return StepResults(strategy.local_results(found), [each.arguments for each in kept])
 
 
+@wraps(train_step)  # what the first run of a step is looked at for has been looked at
 def _recorded_step(graph: DeviceGraph, job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     with graph.in_replica():
         return train_step(job, state, item, update)

@@ -151,6 +151,7 @@ class TrainSteps:
 
     def _replay(self, kind: _Kind, batch: Any, entering: Snapshot) -> StepResults | None:
         self.replays += 1
+        self._job.module.outside_changes.note_replay()
         return None if kind.recorded is None else kind.recorded.replay(batch, entering)
 
     def _look(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:

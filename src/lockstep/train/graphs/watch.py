@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Watch:
         return [state["cpu"] for state in self._strategy.generators.states()]
 
 
+@wraps(train_step)  # what the first run of a step is looked at for has been looked at
 def _watched_step(trace: StepTrace, job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     with trace.in_replica():
         return train_step(job, state, item, update)

@@ -1,0 +1,121 @@
+"""Optimizers that have methods and attributes of their own, as schedule-free ones have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+STEPS = 4
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule (Defazio et al. 2024): it trains at one point, and is evaluated at the average."""
+
+    def __init__(self, parameters: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "count": 0, "training": True})
+        self.power = 1.0
+
+    def train(self) -> None:
+        """To the point of training."""
+        self._exchange(training=True)
+
+    def eval(self) -> None:
+        """To the average."""
+        self._exchange(training=False)
+
+    @property
+    def count(self) -> int:
+        """Of the steps."""
+        return int(self.param_groups[0]["count"])
+
+    @torch.no_grad()
+    def _exchange(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for parameter in group["params"] if group["training"] != training else ():
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], weight)
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["training"]:
+                raise RuntimeError("call train() first")
+            group["count"] += 1
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                average = parameter.lerp(z, 1 - 1 / group["beta"])
+                z.sub_(parameter.grad, alpha=group["lr"])
+                average.lerp_(z, 1 / group["count"] ** self.power)
+                parameter.copy_(average.lerp(z, 1 - group["beta"]))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(7, 4, generator=torch.Generator().manual_seed(step))
+
+
+def test_they_are_those_of_the_plain_optimizer(layout: str, make_strategy: MakeStrategy):
+    plain = net()
+    own = ScheduleFree(plain.parameters(), 0.05)
+    expected = []
+    for number in range(STEPS):
+        own.train()
+        if number == 2:
+            own.power = 0.5
+        own.zero_grad()
+        plain(rows(number)).square().sum().backward()
+        own.step()
+        own.eval()
+        expected.append(plain(rows(9)).detach())
+
+    strategy, users = make_strategy(3), net()
+    mirrored = strategy.mirror(users)
+    optimizer = strategy.mirror(ScheduleFree(users.parameters(), 0.05))
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        mirrored(x).square().sum().backward()
+        optimizer.step()
+
+    for number, x in enumerate(strategy.distribute_dataset([rows(number) for number in range(STEPS)])):
+        optimizer.train()
+        if number == 2:
+            optimizer.power = 0.5
+        strategy.run(step, (x,))
+        optimizer.eval()
+        for output in (mirrored(rows(9)), *strategy.local_results(strategy.run(mirrored, (rows(9),)))):
+            torch.testing.assert_close(output.detach(), expected[number])
+    assert optimizer.count == own.count == STEPS
+
+
+def test_in_a_replica_they_are_refused(make_strategy: MakeStrategy):
+    strategy, users = make_strategy(2), net()
+    mirrored = strategy.mirror(users)
+    optimizer = strategy.mirror(ScheduleFree(users.parameters(), 0.05))
+
+    with pytest.raises(UsageError, match=r"ScheduleFree\.eval .*outside strategy\.run"):
+        strategy.run(optimizer.eval)
+    with pytest.raises(UsageError, match=r"ScheduleFree\.eval .*outside strategy\.run"):
+        strategy.run(lambda: optimizer.eval())
+    assert mirrored
+    assert hasattr(optimizer, "eval")
+    assert "eval" in dir(optimizer)
+    assert not hasattr(optimizer, "absent")
