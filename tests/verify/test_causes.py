@@ -58,6 +58,20 @@ def test_the_cause_is_said_in_this_program_s_terms(program: str, said: str, veri
     assert said in verified(program).findings[0].said
 
 
+@pytest.mark.parametrize(
+    ("program", "sound"),
+    [
+        ("dropout", True),
+        ("sound_loop", True),
+        ("dropout_and_mean", False),
+        ("noise", False),
+        ("harmless_dropout", False),
+    ],
+)
+def test_dropout_alone_is_nothing_wrong(program: str, sound: bool, verified: Verified):
+    assert verified(program).sound is sound
+
+
 def test_two_causes_are_both_found(verified: Verified):
     report = verified("dropout_and_mean")
 

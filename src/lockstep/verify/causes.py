@@ -47,12 +47,14 @@ class Finding:
         said: what it is, in this program.
         tested: how it was tested, with numbers.
         advice: what to change.
+        by_definition: nothing is wrong, and nothing else differs.
     """
 
     cause: Cause
     said: str
     tested: str
     advice: str
+    by_definition: bool = False
 
 
 def initial_finding(first: Difference) -> Finding:
@@ -201,6 +203,7 @@ def random_finding(comparison: Comparison, dropout_alone: bool, outcome: str) ->
         advice="nothing is wrong: masks differ between replicas by definition, and every layout repeats its own"
         if dropout_alone
         else "they differ by definition; to have them equal, draw them with the data, outside strategy.run",
+        by_definition=dropout_alone,
     )
 
 
