@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _SYMBOLS = {
     "callbacks": ("libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev"),
     "set_callbacks": ("libtorch_cpu.so", "_ZN2at24set_record_function_tls_ERKNS_17RecordFunctionTLSE"),
 }
-_LONGEST_NAME = 15
+_SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
 
 
 _is_profiled = torch._C._autograd._profiler_enabled
@@ -88,9 +88,8 @@ class Profile:
 
 def name_track(name: str) -> None:
     """Names the calling thread as profilers and debuggers show it; its first 15 letters, as Linux has it."""
-    own = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
-    with suppress(OSError):  # without /proc it keeps the process's name
-        own.write_text(name[:_LONGEST_NAME], encoding="ascii")
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_SET_NAME, name.encode("ascii"), 0, 0, 0)
 
 
 @functools.cache
