@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
 STEPS = 4
 
 
+@dataclass(slots=True)
+class Inner:
+    factor: float = 1.0
+
+
 @dataclass
 class Config:
+    inner: Inner = field(default_factory=Inner)
     scale: float = 1.0
     powers: list[int] = field(default_factory=lambda: [1])
 
@@ -50,7 +57,7 @@ class Block(nn.Module):
         y = y * self.mask
         for power in self.config.powers:
             y = y**power
-        return x if "all" in self.skipped else y * self.config.scale
+        return x if "all" in self.skipped else y * self.config.scale * self.config.inner.factor
 
 
 class Net(nn.Module):
@@ -63,10 +70,12 @@ class Net(nn.Module):
         self.blocks = nn.Sequential(Block(config), Block(config))
         self.head = nn.Linear(4, 3)
         self.alpha = 1.0
+        self.weights = np.ones(3, dtype=np.float32)
+        self.listed = [torch.ones(3)]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.blocks(x)) * self.alpha
-        return y
+        return y * torch.from_numpy(self.weights) * self.listed[0]
 
 
 def an_attribute(net: Net) -> None:
@@ -94,6 +103,10 @@ def an_equal_config_that_changes_later(net: Net) -> None:
     net.later = lambda: setattr(net.blocks[1].config, "scale", 7.0)
 
 
+def an_object_with_slots(net: Net) -> None:
+    net.blocks[1].config.inner.factor = 0.5
+
+
 def a_dict(net: Net) -> None:
     net.blocks[0].factors["in"] = 2.0
 
@@ -112,6 +125,22 @@ def a_plain_tensor(net: Net) -> None:
 
 def a_plain_tensor_in_place(net: Net) -> None:
     net.blocks[0].offset += 1.0
+
+
+def a_plain_tensor_through_data(net: Net) -> None:
+    net.blocks[0].offset.data[1] = 2.0  # type: ignore[union-attr]
+
+
+def an_array_in_place(net: Net) -> None:
+    net.weights[1] = 3.0
+
+
+def another_array(net: Net) -> None:
+    net.weights = np.zeros(3, dtype=np.float32)
+
+
+def a_tensor_in_a_list(net: Net) -> None:
+    net.listed[0].mul_(2.0)
 
 
 def a_tensor_with_a_history(net: Net) -> None:
@@ -186,7 +215,8 @@ CHANGES: list[Callable[[Net], None]] = [
     *(an_equal_config_that_changes_later, a_dict, a_deque, a_set, a_plain_tensor, a_plain_tensor_in_place),
     *(a_tensor_with_a_history, a_buffer_that_is_no_average, another_buffer, a_new_buffer, a_frozen_part),
     *(a_part_without_weights, a_part_left_out, parts_exchanged, a_weight_tied, values_of_weights),
-    *(other_storage_of_weights, another_forward, another_class),
+    *(other_storage_of_weights, another_forward, another_class, a_plain_tensor_through_data),
+    *(an_array_in_place, another_array, a_tensor_in_a_list, an_object_with_slots),
 ]
 
 

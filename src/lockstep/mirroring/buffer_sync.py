@@ -159,15 +159,15 @@ class OutsideChanges:
         """Finds the places in all copies."""
         parts = list(zip(*(each.modules() for each in self._copies), strict=False))
         self._slots = [
-            _Slot((mine._buffers, name), tuple((other._buffers, name) for other in others), True)
-            for mine, *others in parts
-            for name in mine._buffers
+            _Slot((mine[0], name), tuple((other[0], name) for other in others), True)
+            for mine, *others in ([_held(each) for each in every] for every in parts)
+            for name in mine[0]
         ]
         if self._leaders:
             self._slots += [
-                _Slot((every[0]._parameters, name), tuple((every[i]._parameters, name) for i in self._leaders), False)
-                for every in parts
-                for name in every[0]._parameters
+                _Slot((every[0][1], name), tuple((every[i][1], name) for i in self._leaders), False)
+                for every in ([_held(each) for each in copies] for copies in parts)
+                for name in every[0][1]
             ]
         self._slots_mine = [slot.mine for slot in self._slots]
         self._children = [(mine._modules, tuple(mine._modules.values())) for mine, *_ in parts if mine._modules]
@@ -184,6 +184,13 @@ class OutsideChanges:
             for mine, other in zip(self._copies[leader].parameters(), self._copies[member].parameters(), strict=True):
                 if _address(other) != _address(mine):
                     other.data = mine.data
+
+
+def _held(part: nn.Module) -> tuple[_Tensors, _Tensors]:
+    """The buffers and parameters of one part. A scripted module keeps its own in C++."""
+    if isinstance(part, torch.jit.ScriptModule):
+        return dict(part.named_buffers(recurse=False)), dict(part.named_parameters(recurse=False))
+    return part._buffers, part._parameters
 
 
 def _spread(slot: _Slot) -> None:

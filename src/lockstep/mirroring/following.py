@@ -28,9 +28,12 @@ from lockstep.mirroring.watched import (
     OWN,
     Distinct,
     Place,
+    Slots,
     Watched,
     equal,
     is_atom,
+    mark_of,
+    write,
 )
 
 _ABSENT: Any = object()
@@ -163,6 +166,7 @@ class Following:
         """Looks at all parts anew."""
         self._parts = [list(duplicate.modules()) for duplicate in self._copies]
         self._check_alike("submodules", self._parts)
+        self._refuse_scripted()
         self._owners.clear()
         parts = [(mine, tuple(twins)) for mine, *twins in zip(*self._parts, strict=True)]
         # A part that is one object in all copies, a mirrored metric, sees to its replicas itself.
@@ -189,6 +193,15 @@ class Following:
                 "the step registers some in one replica and not in others; register them in all alike, or on the "
                 "user's module outside strategy.run"
             )
+
+    def _refuse_scripted(self) -> None:
+        for part in self._parts[0] if len(self._copies) > 1 else ():
+            if isinstance(part, torch.jit.ScriptModule) and any(each.requires_grad for each in part.parameters()):
+                raise UsageError(
+                    f"{self._name} has a scripted module ({part.original_name}) with weights that are trained, and "
+                    "TorchScript loses gradients of copies that run beside each other; mirror the module that it was "
+                    "scripted from and script it after training, or freeze its parameters with requires_grad_(False)"
+                )
 
     def _refuse_new_weights(self) -> None:
         for name, parameter in self._copies[0].named_parameters():
@@ -222,7 +235,7 @@ class Following:
     def _see_versions(self) -> None:
         """Plain tensors are changed in place too. (Buffers and weights are the business of ``buffer_sync``.)"""
         plain = [each for part in self._with_tensors for each in part.seen_tensors()]
-        self._plain = [(each, each._version) for each in plain if not each.is_inference()]
+        self._plain = [(each, mark_of(each)) for each in plain]
 
     def _is_as_kept(self) -> bool:
         with Distinct():
@@ -230,7 +243,7 @@ class Following:
                 return False
         if any(container[key] is not value for container, key, value in self._held):
             return False
-        return all(each._version == version for each, version in self._plain)
+        return all(mark_of(each) == seen for each, seen in self._plain)
 
     def _bring_plain(self, differing: Sequence[Watched]) -> bool:
         """Brings all that differs to all copies, if it is nothing but plain values, as of a schedule; else False."""
@@ -238,7 +251,7 @@ class Following:
         if (
             list(map(type, self._parts[0])) != self._kinds
             or any(each is None for each in changes)
-            or any(each._version != seen for each, seen in self._plain)
+            or any(mark_of(each) != seen for each, seen in self._plain)
         ):
             return False
         for part, those in zip(differing, changes, strict=True):
@@ -263,9 +276,9 @@ class Following:
         for each, theirs in zip(differing, contents, strict=True):
             Change(each, each.twins[replica - 1], theirs, copying).bring()
         with torch.no_grad():
-            for tensor, version in self._plain:
-                if tensor._version != version and id(tensor) in known:
-                    known[id(tensor)].copy_(tensor)
+            for array, seen in self._plain:
+                if mark_of(array) != seen and id(array) in known:
+                    write(known[id(array)], array)
 
     def _spread_values(self) -> None:
         """Gives the other storages the user's weights: a change of parts may have changed values under new names."""
@@ -322,21 +335,21 @@ class Change:
 
     def bring(self) -> None:
         """Brings it."""
-        own, other = self._watched.part.__dict__, self._theirs[0]
+        own, other = self._watched.live[0], self._theirs[0]
         self._twin.__class__ = type(self._watched.part)  # parametrizations make another of it
         for number, (live, kept, theirs) in enumerate(
             zip(self._watched.live, self._watched.kept, self._theirs, strict=True)
         ):
             if theirs is None:
                 self._bring_whole(number)
-            elif isinstance(live, dict):
+            elif isinstance(live, (dict, Slots)):
                 self._bring_items(live, kept, theirs, leaving=NO_ATTRIBUTES if number == 0 else frozenset())
             elif isinstance(live, (list, deque)):
                 self._bring_list(live, kept, theirs)
             elif isinstance(live, set) and live != kept:
                 theirs.clear()
                 theirs.update(self._copy(each, each) for each in live)
-        if any(other[name] for name in HOOKS):
+        if any(other.get(name) for name in HOOKS):
             _bring_flags(own, other)
 
     def _bring_items(self, live: Any, kept: Any, theirs: Any, leaving: frozenset[str]) -> None:
@@ -346,7 +359,7 @@ class Change:
         for key, value in fresh:
             if key not in leaving:
                 theirs[key] = self._copy(value, key)
-        if fresh and not leaving:  # in the order of the user's
+        if fresh and not leaving and isinstance(theirs, dict):  # in the order of the user's
             for key in live:
                 if key in theirs:
                     theirs[key] = theirs.pop(key)

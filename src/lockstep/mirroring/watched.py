@@ -10,11 +10,13 @@ place. ``following`` decides what a difference means.
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ DEPTH = 4
 """How many containers and objects deep a change in place is seen."""
 MOST = 5_000
 """How much hanging on one part is looked at."""
+_LOOKED_AT_BYTES = 4096
 LONGEST = 10_000
 """Containers of more elements are not looked into: comparing them would take more than 0.1 ms at every run."""
 
@@ -87,6 +90,42 @@ def is_atom(value: Any) -> bool:
     return kind in _ATOMS or isinstance(value, enum.Enum) or kind.__module__.startswith(_OWN_OBJECTS)
 
 
+class Slots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has ``__slots__``, as those of others are in their ``__dict__``.
+
+    Args:
+        of: the object.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._of, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._of, name, value)  # of frozen ones too
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._of, name)
+
+    def __iter__(self) -> Iterator[str]:
+        for kind in type(self._of).__mro__:
+            names = vars(kind).get("__slots__", ())
+            for name in (names,) if isinstance(names, str) else names:
+                if name not in ("__weakref__", "__dict__") and hasattr(self._of, name):
+                    yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+
 def content_of(value: Any) -> Container | None:
     """The items or attributes of ``value``, as they are held; None for what has none that are looked at."""
     if type(value) in weakref.ProxyTypes:
@@ -95,15 +134,58 @@ def content_of(value: Any) -> Container | None:
         return value
     if is_atom(value) or isinstance(value, _WITHOUT_CONTENT):
         return None
-    return getattr(value, "__dict__", None)
+    own: Container | None = getattr(value, "__dict__", None)
+    if own is None and hasattr(type(value), "__slots__") and not isinstance(value, os.PathLike):
+        return Slots(value)
+    return own
+
+
+def is_array(value: Any) -> bool:
+    """Whether its values are changed in place, as those of a tensor or a NumPy array are."""
+    kind = type(value)
+    return isinstance(value, torch.Tensor) or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
+
+
+def mark_of(array: Any) -> object:
+    """By what to tell whether an array was written: the version of a tensor, and on a CPU its first bytes.
+
+    A write through ``.data`` counts no version, and NumPy counts none.
+    """
+    if not isinstance(array, torch.Tensor):
+        seen = array.dtype != object and array.flags.c_contiguous
+        return ctypes.string_at(array.ctypes.data, min(_LOOKED_AT_BYTES, array.nbytes)) if seen else None
+    version = 0 if array.is_inference() else array._version
+    seen = array.layout is torch.strided and array.is_cpu and array.is_contiguous() and type(array) is torch.Tensor
+    if not seen or not array.numel():
+        return version
+    return version, ctypes.string_at(array.data_ptr(), min(_LOOKED_AT_BYTES, array.nbytes))
+
+
+def write(into: Any, array: Any) -> None:
+    """Gives an array or tensor the values of another."""
+    if not isinstance(into, torch.Tensor):
+        into[...] = array
+    elif into.shape == array.shape:
+        into.copy_(array)
+    else:
+        into.data = array.detach().to(into.device, copy=True)
 
 
 def items_of(content: Container) -> Iterator[tuple[Any, Any]]:
     """Keys and values, or numbers and items; nothing for a set."""
-    if isinstance(content, dict):
+    if isinstance(content, (dict, Slots)):
         yield from content.items()
     elif not isinstance(content, set):
         yield from enumerate(content)
+
+
+def _dicts_of(part: nn.Module) -> list[Container]:
+    """``__dict__`` and those of ``OWN``. A scripted module keeps its own in C++, where nothing is set from outside."""
+    if isinstance(part, torch.jit.ScriptModule):
+        tensors = (part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+        return [{}, *map(dict, tensors), *({} for _ in OWN[2:])]
+    own = part.__dict__
+    return [own, *(own[name] for name in OWN)]
 
 
 def equal(live: Container, kept: Container) -> bool:
@@ -116,13 +198,13 @@ def equal(live: Container, kept: Container) -> bool:
 
 def item(content: Container, key: Any) -> Any:
     """What is there, or None."""
-    if isinstance(content, dict):
+    if isinstance(content, (dict, Slots)):
         return content.get(key)
     return content[key] if isinstance(content, (list, deque, tuple)) and key < len(content) else None
 
 
 def _shallow(content: Container) -> Container:
-    if isinstance(content, dict):
+    if isinstance(content, (dict, Slots)):
         return dict(content)
     if isinstance(content, (list, set)):
         return content.copy()
@@ -137,7 +219,8 @@ class Watched:
         kept: the same as they were when last seen.
         places: where those after ``OWN`` hang.
         held: each container or object with what holds it and its key there, to see whether it is still the same one.
-        tensors: the tensors among attributes and what hangs on them: the number of what holds each, and its key there.
+        tensors: of the tensors and arrays among attributes and what hangs on them, the number of what holds each, and
+            its key there.
 
     Args:
         part: of the user's module.
@@ -153,8 +236,8 @@ class Watched:
 
     def keep(self) -> None:
         """Takes all as it is now."""
-        own = self.part.__dict__
-        self.live: list[Container] = [own, *(own[name] for name in OWN)]
+        self.live: list[Container] = _dicts_of(self.part)
+        own = self.live[0]
         self.kept: list[Container] = [dict(each) for each in self.live]
         self.places: list[Place] = []
         self.held: list[tuple[Container, Any, Any]] = []
@@ -163,8 +246,10 @@ class Watched:
         for home, key, value, depth in todo:  # grows
             if type(value) in _ATOMS or len(self.held) == MOST:
                 continue
-            if isinstance(value, torch.Tensor):
+            if is_array(value):
                 self.tensors.append((home, key))
+                if not isinstance(value, torch.Tensor):
+                    self.held.append((self.live[home], key, value))
                 continue
             content = content_of(value)
             if content is None or (type(value) is tuple and all(map(is_atom, value))):
@@ -186,7 +271,7 @@ class Watched:
 
     def keep_simple(self) -> bool:
         """``keep``, where only plain values, tensors and buffers were set anew; else does nothing and says False."""
-        own, kept = self.part.__dict__, self.kept[0]
+        own, kept = self.live[0], self.kept[0]
         buffers = _BUFFERS_AT
         others = [number for number in range(1, len(self.live)) if number != buffers]
         with Distinct():
@@ -214,7 +299,7 @@ class Watched:
 
     def plain_changes(self) -> dict[str, Any] | None:
         """The attributes that have other plain values, if nothing else differs; else None."""
-        own, kept = self.part.__dict__, self.kept[0]
+        own, kept = self.live[0], self.kept[0]
         with Distinct():
             if own.keys() != kept.keys() or not equal(self.live[1:], self.kept[1:]):
                 return None
@@ -240,17 +325,16 @@ class Watched:
             if not isinstance(self.kept[home], tuple):
                 self.kept[home][key] = item(self.live[home], key)
 
-    def seen_tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors among attributes and what hangs on them."""
+    def seen_tensors(self) -> Iterator[Any]:
+        """The tensors and arrays among attributes and what hangs on them."""
         for home, key in self.tensors:
             tensor = item(self.kept[home], key)
-            if isinstance(tensor, torch.Tensor):
+            if is_array(tensor):
                 yield tensor
 
     def twin_contents(self, replica: int) -> list[Container | None]:
         """The other replica's counterpart of each of ``live``; None where it has another kind of thing there."""
-        twin = self.twins[replica - 1].__dict__
-        found: list[Container | None] = [twin, *(twin[name] for name in OWN)]
+        found: list[Container | None] = _dicts_of(self.twins[replica - 1])
         for place in self.places:
             home = found[place.home]
             value = None if home is None else item(home, place.key)
@@ -259,23 +343,19 @@ class Watched:
 
     def pairs(self, replica: int) -> Iterator[tuple[Any, Any]]:
         """What was seen last and the other replica's counterpart: itself, weights, buffers, tensors and objects."""
-        twin = self.twins[replica - 1]
-        yield self.part, twin
-        tensors: list[tuple[Container, Container]] = [
-            (self.kept[_PARAMETERS_AT], twin._parameters),
-            (self.kept[_BUFFERS_AT], twin._buffers),
-        ]
-        for mine, others in tensors:
-            for name, tensor in mine.items():
-                if tensor is not None and others.get(name) is not None:
-                    yield tensor, others[name]
+        yield self.part, self.twins[replica - 1]
         contents = self.twin_contents(replica)
+        for number in (_PARAMETERS_AT, _BUFFERS_AT):
+            for name, tensor in self.kept[number].items():
+                other = item(contents[number], name)
+                if tensor is not None and other is not None:
+                    yield tensor, other
         for place, content in zip(self.places, contents[len(OWN) + 1 :], strict=True):
             if content is not None:
                 yield place.value, item(contents[place.home], place.key)
         for home, key in self.tensors:
             tensor, theirs = item(self.kept[home], key), None if contents[home] is None else item(contents[home], key)
-            if isinstance(tensor, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            if is_array(tensor) and type(theirs) is type(tensor):
                 yield tensor, theirs
 
     def _add(self, place: Place, content: Container) -> None:
