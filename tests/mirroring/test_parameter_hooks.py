@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.errors import UsageError
+from lockstep.mirroring.update import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -274,3 +275,33 @@ def test_fit_gives_them_the_gradient_of_the_mean(make_strategy: MakeStrategy):
     model.fit([(inputs[:8], targets[:8]), (inputs[8:], targets[8:])], verbose=0)
 
     torch.testing.assert_close(dict(users.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("register", [mask, limit])
+def test_a_scaled_update_gives_them_the_gradient_without_the_scale(
+    register: Callable[[Any, list[Tensor]], RemovableHandle], layout: str, make_strategy: MakeStrategy
+):
+    plain = net()
+    register(plain, [])
+    own = torch.optim.SGD(plain.parameters(), 0.5)
+    plain(rows(0)).square().sum().div(7.0).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    own.step()
+
+    strategy, users = make_strategy(3), net()
+    mirrored = strategy.mirror(users)
+    register(users, [])
+    optimizer = strategy.mirror(torch.optim.SGD(users.parameters(), 0.5))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x: Tensor) -> None:
+        context = ls.get_replica_context()
+        assert context is not None
+        loss = mirrored(x).square().sum()
+        (loss * 8.0).backward()
+        optimizer.update(context, totals=Totals(loss.detach(), float(len(x))), clip_norm=0.1, scaler=scaler)
+
+    (x,) = strategy.distribute_dataset([rows(0)])
+    strategy.run(step, (x,))
+
+    torch.testing.assert_close(dict(mirrored.state_dict()), dict(plain.state_dict()))

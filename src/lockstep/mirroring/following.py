@@ -47,6 +47,7 @@ class Following:
         devices: theirs.
         groups: the replicas by storage of the weights.
         peers: gives those of all modules mirrored by the strategy, for parts that are in several.
+        alone: whether there is no other copy, here or on other workers, that would have to follow.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class Following:
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
         peers: Callable[[], Iterable[Following]],
+        *,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._copies = copies
         self._devices = devices
         self._leader = {member: group[0] for group in groups for member in group}
@@ -82,6 +86,8 @@ class Following:
         Raises:
             UsageError: something was set that cannot be copied.
         """
+        if self._alone:
+            return False
         if self._open:  # announced, and not run yet
             for each in self._with_tensors:
                 each.take_back()
@@ -99,12 +105,13 @@ class Following:
         try:
             yield
         finally:
-            self.follow()
-            self._let_go()
+            if not self._alone:
+                self.follow()
+                self._let_go()
 
     def follow(self) -> bool:
         """The same for whoever reads or loads between runs: attributes, weights, buffers and parts, not their modes."""
-        if self._open:  # in a run what there is belongs to the replicas
+        if self._open or self._alone:  # in a run what there is belongs to the replicas
             return False
         if self._is_as_kept():
             return False
