@@ -70,6 +70,10 @@ def test_gradients_clipped_in_the_step_are_those_of_one_device(result: dict[str,
     assert_close(result["clipped in the step"][0], module.state_dict())
 
 
+def test_gradients_clipped_outside_without_their_sums_are_refused(result: dict[str, Any]):
+    assert "sum_gradients" in result["clipped outside"]
+
+
 def test_weights_updated_by_hand_in_the_step_are_those_of_one_device(result: dict[str, Any], program: Any):
     module = program.net()
     for x, y, _ in program.batches():

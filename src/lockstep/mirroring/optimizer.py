@@ -88,6 +88,7 @@ class MirroredOptimizer(Optimizer):
         self._held: set[object] = set()
         self._was_held = False
         self._lost: str = ""
+        self._left: list[tuple[int, int]] | None = None
         self._parameters: list[Sequence[nn.Parameter]] = []
         self._prepare()
 
@@ -329,6 +330,28 @@ class MirroredOptimizer(Optimizer):
                 self._given.take_back(replica)
             self._owner.run(self._sum)
             self._summed_after_run = True
+
+    def note_left(self) -> None:
+        """After a run of several workers: which gradients it leaves, each worker its own replicas'."""
+        summed = not self.sums_after_runs or self._holds_sums or self._lost
+        self._left = None if summed or self._given.given_to(0) else self.gradient_marks()
+
+    def check_left(self) -> None:
+        """Before the next run, or an update outside.
+
+        Raises:
+            UsageError: what the last run left was changed since, though not cleared.
+        """
+        left, self._left = self._left, None
+        if left is None or self.gradient_marks() in (left, None):
+            return
+        gradients = [each.grad for copies in self._parameters for each in copies if each.grad is not None]
+        if any(bool(each.count_nonzero()) for each in gradients):
+            raise UsageError(
+                "gradients were changed outside replicas after a run, and each worker has its own replicas' share of "
+                "them alone; call optimizer.sum_gradients() on every worker before they are looked at or "
+                "changed, and optimizer.zero_grad() to clear those of all replicas"
+            )
 
     def _sum(self) -> None:
         context = get_replica_context()

@@ -159,8 +159,12 @@ class MirroredObjects:
     def sum_after_run(self, strategy: Strategy) -> None:
         """After a run: gradients that replicas have left are summed, for whoever looks at them outside.
 
+        Among workers they are left as they are, which would cost an exchange a run; that they are is noted.
         Where an optimizer shares parameters with another one, its step sums them as before.
         """
+        if not strategy.workers.alone:
+            for optimizer in self.optimizers:
+                optimizer.note_left()
         if not strategy.workers.alone or len(strategy.devices) == 1:
             return
         if self._by_hand is None:
@@ -211,7 +215,8 @@ class MirroredObjects:
         """Before a run: gives all copies what the user has changed in the first.
 
         Raises:
-            UsageError: a variable's values were changed so that they differ.
+            UsageError: a variable's values were changed so that they differ; or gradients were, of which this worker
+                has a share alone.
         """
         for variable in self.variables:
             variable.check_unchanged()
@@ -221,6 +226,7 @@ class MirroredObjects:
                 self._guarded = -1
         self._hold_hooks()
         for optimizer in self.optimizers:
+            optimizer.check_left()
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
 
     def _hold_hooks(self) -> None:

@@ -13,6 +13,7 @@ from torchmetrics import CatMetric, MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lockstep as ls
+from lockstep.errors import UsageError
 
 SIZES = (9, 8, 1, 5, 2, 4)  # the small ones leave replicas, and whole workers, without rows
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -70,6 +71,7 @@ def run_job(replicas: int) -> dict[str, Any]:
         "twice": two_backward_passes(strategy),
         "clipped in the step": clipped_in_the_step(strategy),
         "by hand": updated_by_hand(strategy),
+        "clipped outside": clipped_outside(strategy),
         "fit": fit(strategy),
         "sync batch norm": own_loop(strategy, "sgd", norm=True, sync=True),
     }
@@ -145,6 +147,26 @@ def clipped_in_the_step(strategy: ls.Strategy) -> tuple[dict[str, Tensor], list[
     for batch, (x, _, _) in zip(strategy.distribute_dataset(batches()), batches(), strict=True):
         norms.append(strategy.local_results(strategy.run(step, (batch, len(x))))[-1].item())
     return {name: value.clone() for name, value in module.state_dict().items()}, norms
+
+
+def clipped_outside(strategy: ls.Strategy) -> str:
+    """Of gradients of which each worker has its own replicas' share alone."""
+    module = net()
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(OPTIMIZERS["sgd"](module.parameters()))
+
+    def backward() -> None:
+        per_example(replicated(batches()[0][0]), batches()[0][1]).sum().backward()
+
+    strategy.run(backward)
+    optimizer.zero_grad(set_to_none=False)
+    strategy.run(backward)
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    try:
+        optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return "stepped"
 
 
 def updated_by_hand(strategy: ls.Strategy) -> dict[str, Tensor]:
