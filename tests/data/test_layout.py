@@ -133,6 +133,14 @@ def test_what_a_batch_has_shown_holds_for_those_after_it():
     assert firsts(x for x, _ in split_batch((images(3), torch.ones(3)), 2, layout)) == [[0, 1], [2]]
 
 
+def test_a_list_that_had_one_item_a_row_and_has_not_now_is_refused():
+    layout = BatchLayout()
+    split_batch({"x": torch.ones(4), "classes": ["a", "b", "c", "d"]}, 2, layout)
+    with pytest.raises(DataError) as raised:
+        split_batch({"x": torch.ones(3), "classes": ["a", "b", "c", "d"]}, 2, layout)
+    assert all(word in str(raised.value) for word in ('batch["classes"]', "4 items", "3 rows", "leave"))
+
+
 class Detection(Dataset[Any]):
     """Images of one size, as many boxes in each as there are channels."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,17 @@ class Holder:
         self.rng = rng
 
 
+of_the_program = np.random.default_rng(6)
+
+
+def draw_of_the_program() -> float:
+    return float(of_the_program.random())
+
+
+def drawing_from(rng: random.Random) -> Draw:
+    return lambda: rng.random()
+
+
 class Augmented(Dataset[Tensor]):
     """Rows that draw a number each time they are loaded."""
 
@@ -39,6 +51,9 @@ class Augmented(Dataset[Tensor]):
             "numpy of its own": lambda: float(self.transforms[0].rng.random()),
             "python of its own": lambda: float(self.transforms[1].rng.random()),
             "torch of its own": lambda: torch.rand((), generator=self.own).item(),
+            "numpy of the program": draw_of_the_program,
+            "python of a closure": drawing_from(random.Random(7)),
+            "torch of a partial": partial(lambda rng: torch.rand((), generator=rng).item(), self.own),
         }
         self.draw = draws[kind]
 
@@ -49,10 +64,21 @@ class Augmented(Dataset[Tensor]):
         return 24
 
 
-KINDS = ("torch", "numpy", "python", "numpy of its own", "python of its own", "torch of its own")
+KINDS = (
+    "torch",
+    "numpy",
+    "python",
+    "numpy of its own",
+    "python of its own",
+    "torch of its own",
+    "numpy of the program",
+    "python of a closure",
+    "torch of a partial",
+)
 
 
 def seeded() -> None:
+    of_the_program.bit_generator.state = np.random.default_rng(6).bit_generator.state
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)

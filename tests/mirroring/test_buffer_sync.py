@@ -138,6 +138,23 @@ def test_what_is_written_into_buffers_read_outside_is_written(nets: Any):
     torch.testing.assert_close(mirrored.state_dict(), plain.state_dict(), rtol=1e-12, atol=0)
 
 
+def test_a_buffer_read_as_an_attribute_is_the_average(nets: Any):
+    strategy, plain, net, mirrored = nets
+    steps(strategy, plain, mirrored, ROWS[0])
+    torch.testing.assert_close(mirrored.total, plain.total, rtol=1e-12, atol=0)
+    assert mirrored.calls is net.calls  # it counts, and is not averaged
+
+    for module in (plain, mirrored):
+        module.total.mul_(2)
+        module.calls.fill_(5)
+    steps(strategy, plain, mirrored, ROWS[1])
+    plain.total += 1
+    mirrored.total += 1
+    steps(strategy, plain, mirrored, ROWS[2])
+
+    torch.testing.assert_close(mirrored.state_dict(), plain.state_dict(), rtol=1e-12, atol=0)
+
+
 def test_statistics_of_batch_norm_are_reset_in_all_copies(layout: str, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     net = nn.BatchNorm1d(2).double()

@@ -255,3 +255,68 @@ def test_gradients_are_zeroed_in_place_where_asked(make_strategy: MakeStrategy):
         assert each.grad is gradient
         assert gradient is not None
         assert not gradient.any()
+
+
+class Sam(torch.optim.SGD):
+    """Sharpness-aware minimization (Foret et al. 2021): the gradient is taken uphill from the weights."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["uphill"] = each.grad * 0.05
+            each.add_(self.state[each]["uphill"])
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for each in self.param_groups[0]["params"]:
+            each.sub_(self.state[each]["uphill"])
+        super().step()
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "a closure is needed"
+        self.first_step()
+        self.zero_grad()
+        closure()
+        self.second_step()
+
+
+def test_an_optimizer_of_two_halves_is_stepped_between_runs(make_strategy: MakeStrategy):
+    expected = make_net()
+    plain = Sam(expected.parameters(), 0.1)
+    for x, y in BATCHES:
+        F.mse_loss(expected(x), y).backward()
+        plain.first_step()
+        plain.zero_grad()
+        F.mse_loss(expected(x), y).backward()
+        plain.second_step()
+        plain.zero_grad()
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(make_net())
+    optimizer = strategy.mirror(Sam(mirrored.parameters(), 0.1))
+
+    def backward(batch: Any) -> None:
+        loss_of(mirrored, batch).backward()
+
+    for batch in strategy.distribute_dataset(BATCHES):
+        strategy.run(backward, (batch,))
+        optimizer.first_step()
+        optimizer.zero_grad()
+        strategy.run(backward, (batch,))
+        optimizer.second_step()
+        optimizer.zero_grad()
+
+    torch.testing.assert_close(mirrored.module.state_dict(), expected.state_dict())
+
+
+def test_an_optimizer_that_wants_a_closure_says_how_it_is_stepped(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(make_net())
+    optimizer = strategy.mirror(Sam(mirrored.parameters(), 0.1))
+
+    def step(batch: Any) -> None:
+        loss_of(mirrored, batch).backward()
+        optimizer.step(lambda: loss_of(mirrored, batch).backward())
+
+    with pytest.raises(AssertionError, match="a closure is needed") as caught:
+        strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),))
+    assert any("first_step" in note for note in caught.value.__notes__)

@@ -103,7 +103,16 @@ def test_collectives_reach_all_replicas(result: dict[str, Any]):
 def test_variables_are_reduced_over_all_replicas_and_begin_with_the_chief_s_value(result: dict[str, Any]):
     total = result["replicas"] * (result["replicas"] - 1) / 2
 
-    assert result["variables"] == {"summed": total, "first": 5, "counter": total, "assigned": 12}
+    found = {"summed": total, "first": 5, "counter": total, "own": 3, "reduced": total, "assigned": 13}
+    assert result["variables"] == found
+
+
+def test_metrics_are_of_the_rows_of_all_replicas(result: dict[str, Any]):
+    rows = [float(number) for number in range(result["replicas"]) for _ in range(number)]
+    expected = sum(row**2 for row in rows) / len(rows)
+
+    assert result["metrics"]["values"] == rows
+    assert [*result["metrics"]["inside"], result["metrics"]["error"]] == pytest.approx([expected] * 2)
 
 
 def test_all_workers_have_the_same_bits(result: dict[str, Any]):

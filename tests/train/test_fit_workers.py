@@ -97,6 +97,7 @@ def job(folder: str) -> dict[str, Any]:
         "after NaN": lambda: after_nan(strategy),
         "callbacks": lambda: callbacks(strategy, own),
         "weights": lambda: weights(strategy, own),
+        "labels": lambda: labels(strategy),
     }
     found = {name: exchange_values(workers, f"what came of {name}", scene()) for name, scene in scenes.items()}
     strategy.close()
@@ -174,6 +175,28 @@ def weights(strategy: ls.Strategy, own: Path) -> dict[str, Any]:
         refused = f"{type(error).__name__}: {error}"
     after = {name: value.clone() for name, value in model.state_dict().items()}
     return {"before": before, "trained": trained, "after": after, "exists": path.exists(), "refused": refused}
+
+
+def labelled_batches() -> list[Batch]:
+    """Rows of which few count: none of worker 0's in the second batch."""
+    random = torch.Generator().manual_seed(2)
+    y = torch.randint(3, (8,), generator=random)
+    y[[0, 4, 5, 7]] = -100
+    return list(zip(torch.randn(8, 4, generator=random).split(4), y.split(4), strict=True))
+
+
+def classifier() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(1)
+    return nn.Linear(4, 3), nn.CrossEntropyLoss(torch.tensor([0.2, 3.0, 1.0]))
+
+
+def labels(strategy: ls.Strategy) -> dict[str, Any]:
+    module, criterion = classifier()
+    with strategy.scope():
+        model = ls.Model(module)
+    model.compile(torch.optim.SGD(module.parameters(), 0.5), criterion)
+    history = model.fit(labelled_batches(), epochs=2, verbose=0)
+    return {**record(model, history), "evaluated": model.evaluate(labelled_batches()[1:], verbose=0)["loss"]}
 
 
 @pytest.fixture(scope="module")
@@ -279,3 +302,19 @@ def test_weights_that_the_chief_cannot_load_are_an_error_on_all(found: dict[str,
     assert chief["refused"].startswith("CheckpointError: ")
     assert other["refused"].startswith("ClusterError: worker 0 ")
     assert "failed in 'load the weights' with CheckpointError" in other["refused"]
+
+
+def test_labels_that_do_not_count_are_left_out_of_the_mean_of_all_workers(found: dict[str, Any]):
+    module, criterion = classifier()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    for x, y in labelled_batches() * 2:
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+    x, y = labelled_batches()[1]
+
+    assert_alike(found["labels"])
+    for worker in found["labels"]:
+        assert worker["evaluated"] == pytest.approx(float(criterion(module(x), y).detach()), rel=1e-5)
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(worker["weights"][name], value, rtol=1e-5, atol=1e-6)

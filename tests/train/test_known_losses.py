@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError
 from lockstep.train.model import Model
@@ -199,6 +200,14 @@ def cast(scores: Tensor, target: Tensor) -> Tensor:
     return loss.squeeze() if loss.requires_grad else loss.clone()
 
 
+def tokenwise(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.transpose(1, 2), target, reduction="none")
+
+
+def recomputed(scores: Tensor, target: Tensor) -> Tensor:
+    return checkpoint(F.cross_entropy, scores, target, use_reentrant=False)
+
+
 def sum_of_chosen(scores: Tensor, target: Tensor) -> Tensor:
     chosen = F.cross_entropy(scores.transpose(1, 2), target, reduction="none")[target != -100]
     return chosen.sum() / max(len(chosen), 1)
@@ -262,6 +271,14 @@ CASES = {
     "sum of chosen": Case(sum_of_chosen, token_labels),
     "half of masked squares": Case(half_of_masked_squares, token_labels),
     "scaled": Case(lambda scores, y: -0.5 * -F.cross_entropy(scores, y, WEIGHT) * 3 / 2, with_ignored),
+    "sum of one dimension": Case(lambda s, y: tokenwise(s, y).flatten().sum(0) / (y != -100).sum(), token_labels),
+    "product": Case(
+        lambda s, y: tokenwise(s, y).flatten() @ (y != -100).flatten().double() / (y != -100).sum(), token_labels
+    ),
+    "sum of means": Case(lambda s, y: torch.stack([F.cross_entropy(s, y), s.square().mean()]).sum(), labels),
+    "sum of columns' means": Case(lambda s, y: (s - y).square().mean(0).sum() / torch.tensor(3.0), numbers),
+    "of each row": Case(lambda s, y: torch.func.vmap(F.cross_entropy)(s, y).mean(), probabilities),
+    "recomputed": Case(recomputed, labels),
     "changed in place": Case(changed_in_place, labels),
     "cast": Case(cast, with_ignored),
     "ctc": Case(lines, token_labels),
@@ -367,6 +384,25 @@ def spread(scores: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(scores, target) + 0.1 * scores.std(0).mean()
 
 
+def steep(scores: Tensor, target: Tensor) -> Tensor:
+    """With a penalty on its gradients."""
+    if not scores.requires_grad:  # by which the plain loop evaluates
+        scores = scores.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = F.cross_entropy(scores, target)
+        (gradient,) = torch.autograd.grad(loss, scores, create_graph=True)
+        return loss + gradient.square().sum(1).mean()
+
+
+def without_nan(scores: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores, target.clamp(min=0), reduction="none")
+    return torch.nanmean(losses.where(target >= 0, torch.nan))
+
+
+def times_the_inverse(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores, target, reduction="sum") * (1 / (target >= 0).sum())
+
+
 def flat(rows: int, random: torch.Generator) -> Tensor:
     return numbers(rows, random)[:, 0]
 
@@ -386,6 +422,9 @@ REFUSED = {
     "over a root": Case(over_a_root, with_one_in_three_ignored),
     "sum changed in place": Case(changed_sum, with_one_in_three_ignored),
     "over at most 1": Case(few, labels),
+    "penalty on gradients": Case(steep, labels),
+    "mean of what is a number": Case(without_nan, with_one_in_three_ignored),
+    "times the inverse of a count": Case(times_the_inverse, with_one_in_three_ignored),
     "deviation": Case(spread, numbers),
     "two means as a pair": Case(two_means, labels),
     "ignored labels in a mixture": Case(ignored_in_a_mixture, with_ignored),
@@ -412,6 +451,21 @@ def test_what_is_no_mean_over_rows_is_refused_at_once(name: str, replicas: int, 
             call(batches, verbose=0)
     for key, value in before.items():
         assert torch.equal(module.state_dict()[key], value)
+
+
+def test_ignored_labels_in_a_checkpoint_are_refused(make_strategy: MakeStrategy):
+    """Which runs once more in the backward pass, where nobody looks at what is counted; evaluate needs none."""
+    case = Case(recomputed, with_one_in_three_ignored)
+    module, batches = module_of(case), batches_of(case)[:1]
+    with make_strategy(2).scope():
+        model = Model(module)
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=case.loss)
+
+    with torch.no_grad():
+        expected = float(case.loss(module(batches[0][0]), batches[0][1]))
+    assert model.evaluate(batches, verbose=0)["loss"] == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ConfigError, match=r"'recomputed' computes with a mean over labels that do not count alike"):
+        model.fit(batches, verbose=0)
 
 
 @pytest.mark.parametrize("rows", [2, 3])

@@ -13,10 +13,10 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassF1Score,
 )
-from torchmetrics.wrappers import ClasswiseWrapper
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lockstep.collectives.workers import OneWorker
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.metric_merging import merge_metrics, merge_states, states_of
 from lockstep.train.metrics import ReplicaMetrics, check_metrics
 
@@ -190,3 +190,11 @@ def test_what_is_no_metric_is_named(metrics: Any, message: str):
 
 def test_no_metrics_is_an_empty_dict():
     assert check_metrics(None) == {}
+
+
+def test_a_wrapper_that_follows_the_values_is_for_one_replica():
+    metrics = {"range": MinMaxMetric(MulticlassAccuracy(4))}
+
+    ReplicaMetrics(metrics, [CPU], OneWorker(1))
+    with pytest.raises(UsageError, match="MinMaxMetric"):
+        ReplicaMetrics(metrics, [CPU, CPU], OneWorker(2))

@@ -300,6 +300,14 @@ def test_a_dataset_of_rows_is_refused_with_the_loader_that_makes_batches(model: 
         model.fit([ROWS[0:8]], validation_data=data, verbose=0)
 
 
+@pytest.mark.parametrize("data", [ROWS.tensors[0], ROWS.tensors[0].numpy()])
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_an_array_in_place_of_batches_is_refused(model: Model, call: str, data: Any):
+    """Its items are rows, which would be taken for batches."""
+    with pytest.raises(DataError, match=rf"received a {type(data).__name__}, .*DataLoader.*\[\(x, y\)\]"):
+        getattr(model, call)(data, verbose=0)
+
+
 @pytest.mark.parametrize("data", [[ROWS[0:8]], DataLoader(ROWS, 4), DataLoader(Rows(), 4), Batches8()])
 def test_what_gives_batches_is_taken(model: Model, data: Any):
     assert model.fit(data, verbose=0).epoch == [0]

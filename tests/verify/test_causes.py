@@ -18,6 +18,8 @@ Verified = Callable[..., VerifyReport]
         ("dropout", ("output", 1), "random numbers", "ran both with dropout off: the difference vanishes"),
         ("noise", ("output", 1), "random numbers", "all draws replaced by constants: the difference vanishes"),
         ("mean_over_shard", ("loss", 1), "mean over a shard", "weighted with the shards' shares 0.5"),
+        ("all_reduced_loss", ("loss", 1), "all-reduced loss", "weighted with the shards' shares 0.5"),
+        ("all_reduced_mean", ("loss", 1), "all-reduced loss", "weighted with the shards' shares 0.5"),
         ("undistributed", ("rows", 1), "undistributed batch", "are 2 times the one replica's"),
         ("batch_size", ("rows", 1), "batch size", "2 times as many"),
         ("order", ("rows", 1), "different rows", "two runs on one replica get the same rows"),
@@ -56,6 +58,20 @@ def test_the_cause_is_found_and_tested(
 )
 def test_the_cause_is_said_in_this_program_s_terms(program: str, said: str, verified: Verified):
     assert said in verified(program).findings[0].said
+
+
+@pytest.mark.parametrize(
+    ("program", "sound"),
+    [
+        ("dropout", True),
+        ("sound_loop", True),
+        ("dropout_and_mean", False),
+        ("noise", False),
+        ("harmless_dropout", False),
+    ],
+)
+def test_dropout_alone_is_nothing_wrong(program: str, sound: bool, verified: Verified):
+    assert verified(program).sound is sound
 
 
 def test_two_causes_are_both_found(verified: Verified):

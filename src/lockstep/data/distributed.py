@@ -7,6 +7,7 @@ source's business.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -149,10 +150,11 @@ class _Indexed(Protocol):
 def _checked(dataset: Any) -> Iterable[Any]:
     if isinstance(dataset, Distributed):
         raise DataError("received a dataset that is distributed already; distribute the original once")
-    if isinstance(dataset, (torch.Tensor, Mapping, str, bytes)):
+    numpy = sys.modules.get("numpy")
+    if isinstance(dataset, (torch.Tensor, Mapping, str, bytes)) or (numpy and isinstance(dataset, numpy.ndarray)):
         raise DataError(
             f"received a {type(dataset).__name__}, expected an iterable of global batches; "
-            "give a DataLoader, or a list of batches"
+            "give a DataLoader, or a list of batches, such as [(x, y)]"
         )
     # Its items are rows: batches are what a DataLoader makes of them. Data sets that are no torch.utils.data.Dataset,
     # as Hugging Face's, may have batches as items.

@@ -12,7 +12,7 @@ both can be, or nothing says it, the batch is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -113,11 +113,23 @@ class BatchLayout:
             return batch
         fit = self._fit_root(below, sizes)
         if fit is None:
+            self._check_known(below)
             return batch  # the tensors disagree: what divides it says so
         if fit.unclear:
             raise self._unclear(fit.unclear[0])
         self._known.update(fit.modes)
         return _marked(batch, below, "batch", fit.modes)
+
+    def _check_known(self, below: list[tuple[str, Any]]) -> None:
+        """Refuses a list that had one item a row before and has not as many now as there are rows."""
+        tensors = _tensor_lengths(below)
+        for name, node in _sequences(below):
+            if self._known.get(name) == "rows" and len(tensors) == 1 and len(node) not in tensors:
+                raise DataError(
+                    f"{name} had one item a row in the batches before, and has {len(node)} items in one of "
+                    f"{next(iter(tensors))} rows; give as many as there are rows, and leave a value that is one for "
+                    "all rows out of the batch, or give it as a dict"
+                )
 
     def _root_is_rows(self, batch: Any, below: list[tuple[str, Any]], sizes: Sequence[int]) -> bool:
         if self._items:
@@ -277,6 +289,23 @@ def _has_rows(below: list[tuple[str, Any]]) -> bool:
 
 def _has_sequences(below: list[tuple[str, Any]] | None) -> bool:
     return any(is_sequence(child) or _has_sequences(children(child, name)) for name, child in below or ())
+
+
+def _sequences(below: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, child in below:
+        if is_sequence(child):
+            yield name, child
+        yield from _sequences(children(child, name) or [])
+
+
+def _tensor_lengths(below: list[tuple[str, Any]]) -> set[int]:
+    """The lengths of all tensors, in lists or not."""
+    found: set[int] = set()
+    for name, child in below:
+        if (length := _leaf_rows(child)) is not None:
+            found.add(length)
+        found |= _tensor_lengths(children(child, name) or [])
+    return found
 
 
 def _marked(node: Any, below: list[tuple[str, Any]] | None, name: str, modes: Mapping[str, _Mode]) -> Any:

@@ -12,6 +12,7 @@ that are to be drawn from in program order. ``source_random`` is about what is d
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import weakref
 from collections import deque
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from lockstep.collectives.rendezvous import SIGNALS_SEEN_EVERY_S
 from lockstep.data.source_random import SourceRandom
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -211,7 +212,7 @@ class _Queue(Generic[T]):
     """
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
+        self._depth, self._process = depth, os.getpid()
         self._items: deque[_Read[T]] = deque()
         self.last: tuple[Tensor, Tensor] | None = None
         self._ended = False
@@ -241,7 +242,16 @@ class _Queue(Generic[T]):
             self._changed.notify_all()
 
     def take(self) -> _Read[T]:
-        """The next item; the reading thread, which always finishes, ends the wait."""
+        """The next item; the reading thread, which always finishes, ends the wait.
+
+        Raises:
+            UsageError: in a process that was forked after the reading began, which has no such thread.
+        """
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"process {os.getpid()} was forked from process {self._process}, which reads this iteration's batches; "
+                "begin an iteration in this process"
+            )
         with self._changed:
             while not self._items and not self._ended:
                 self._changed.wait(SIGNALS_SEEN_EVERY_S)

@@ -17,8 +17,12 @@ import pickle
 import random
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +31,8 @@ from torch.utils.data import DataLoader
 from lockstep.replicas.default_generator import own_generator
 from lockstep.replicas.random import DEFAULT_GENERATOR_LOCK, ReplicaRandom
 
+_NOT_THE_USERS = ("builtins", "torch", "numpy", "datasets", "transformers", "accelerate", "lockstep")
+"""Packages whose code is not looked into: what it draws from is an argument or an attribute."""
 _MOST_LOOKED_AT = 500
 _MOST_OF_A_LIST = 32
 
@@ -78,8 +84,8 @@ class SourceRandom:
 def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]]:
     """A function that gives the states of the generators that are to be drawn from in program order, to be compared.
 
-    They are Python's, NumPy's, and those found among the attributes of a dataset, a DataLoader and its samplers, and of
-    what these hold, such as transforms. A reading thread has no copy of them.
+    They are Python's, NumPy's, and those that a dataset, a DataLoader and its samplers reach through their attributes
+    and their code, such as a transform's or one of the program's own. A reading thread has no copy of them.
 
     Args:
         dataset: the source.
@@ -87,11 +93,7 @@ def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]
     """
     # Loading processes have copies of their own; only the samplers draw here.
     in_processes = isinstance(dataset, DataLoader) and dataset.num_workers > 0
-    held = (
-        list(_held(vars(dataset), leave_out="dataset" if in_processes else None))
-        if hasattr(dataset, "__dict__")
-        else []
-    )
+    held = list(_held([dataset.sampler, dataset.batch_sampler, dataset.generator] if in_processes else [dataset]))
 
     def states() -> list[Any]:
         numpy = sys.modules.get("numpy")
@@ -101,23 +103,63 @@ def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]
     return states
 
 
-def _held(attributes: dict[str, Any], leave_out: str | None) -> Iterator[Any]:
+def _held(roots: list[Any]) -> Iterator[Any]:
+    """The generators that the roots reach through attributes, lists, and what their methods and functions name."""
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
-    due, seen = [value for name, value in attributes.items() if name != leave_out], set[int]()
+    due, seen = deque(roots), dict[int, Any]()
     while due and len(seen) < _MOST_LOOKED_AT:
-        node = due.pop()
+        node = due.popleft()
         if id(node) in seen:
             continue
-        seen.add(id(node))
+        seen[id(node)] = node
         if isinstance(node, kinds):
             yield node
-        elif isinstance(node, (list, tuple)):
-            due.extend(node[:_MOST_OF_A_LIST])
-        elif isinstance(node, dict):
-            due.extend(list(node.values())[:_MOST_OF_A_LIST])
-        elif not isinstance(node, (type, torch.Tensor)) and hasattr(node, "__dict__"):
-            due.extend(vars(node).values())
+        else:
+            due.extend(_reached(node))
+
+
+def _reached(node: Any) -> list[Any]:
+    if isinstance(node, (list, tuple)):
+        return list(node[:_MOST_OF_A_LIST])
+    if isinstance(node, dict):
+        return list(islice(node.values(), _MOST_OF_A_LIST))
+    if isinstance(node, MethodType):
+        return [node.__self__, node.__func__]
+    if isinstance(node, partial):
+        return [node.func, node.args, node.keywords]
+    if isinstance(node, FunctionType):
+        return [*_named(node), *(node.__defaults__ or ())]
+    if isinstance(node, (type, ModuleType, torch.Tensor)):
+        return []
+    own: dict[str, Any] = {}
+    with suppress(AttributeError):
+        own = object.__getattribute__(node, "__dict__")  # not the answer of a proxy
+    return [*own.values(), *_methods(type(node))]
+
+
+def _methods(kind: type) -> list[Any]:
+    """The functions of a class of the user's own, and of its bases."""
+    classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in _NOT_THE_USERS]
+    return [each for base in classes for each in vars(base).values() if isinstance(each, FunctionType)]
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """What a function of the user's own finds in its closure, and by name outside itself."""
+    if function.__module__ is None or function.__module__.split(".")[0] in _NOT_THE_USERS:
+        return
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes.extend(each for each in code.co_consts if isinstance(each, CodeType))
+        for name in code.co_names:
+            if not isinstance(found := function.__globals__.get(name), ModuleType):
+                yield found
+            elif found.__name__.split(".")[0] not in _NOT_THE_USERS:
+                yield from (vars(found)[each] for each in code.co_names if each in vars(found))
 
 
 def _state(generator: Any) -> Any:

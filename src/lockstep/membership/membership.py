@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.errors import ClusterError, LockstepError
+from lockstep.errors import ClusterError, LockstepError, UsageError
 from lockstep.membership.ending import Ending, describe_failure, shorten_traceback
 from lockstep.membership.entry import Entered, enter
 from lockstep.membership.watch import Watch, WorkerEndedError
@@ -138,7 +138,14 @@ class Membership:
 
         Raises:
             ClusterError: a worker is lost, has failed, or has ended while this one still waits for it.
+            UsageError: this process is a fork of the worker; it would read what is meant for that one.
         """
+        if os.getpid() != self._pid:
+            name = self._names[self._spec.index]
+            raise UsageError(
+                f"process {os.getpid()} was forked from process {self._pid}, which is {name} of this job, and "
+                "cannot speak for it; call what reaches other workers in that process"
+            )
         self._watch.check()
 
     def explain_broken(self, error: BaseException, waiting_in: str) -> ClusterError:

@@ -265,7 +265,7 @@ def mirror_metric(owner: object, metric: Any, devices: Sequence[LogicalDevice], 
     """
     if isinstance(vars(metric).get("update"), _LedHere):
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")
-    _check_kind(metric)
+    check_kind(metric)
     copies = [copy.deepcopy(metric).to(device.torch_device) for device in devices]
     for number, each in enumerate(copies):
         _count_alone(each)
@@ -277,7 +277,12 @@ def mirror_metric(owner: object, metric: Any, devices: Sequence[LogicalDevice], 
     return mirrored
 
 
-def _check_kind(metric: Any) -> None:
+def check_kind(metric: Any) -> None:
+    """Refuses a metric that looks at values over time, which no merging of states gives.
+
+    Raises:
+        UsageError: it has such a wrapper.
+    """
     wrappers = sys.modules["torchmetrics"].wrappers
     kinds = (wrappers.MinMaxMetric, wrappers.Running, wrappers.MetricTracker)
     for part in metric.modules():

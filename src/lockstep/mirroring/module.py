@@ -393,7 +393,12 @@ class MirroredModule(nn.Module):
         copies = self.__dict__.get("_copies")
         if copies is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._here(), name)
+        here = self._here()
+        found = getattr(here, name)
+        if len(copies) > 1 and found is here._buffers.get(name) and found is not None and get_replica_context() is None:
+            mean = self._averages().get(id(found), found)
+            return found if mean.data_ptr() == found.data_ptr() else mean
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets it on the current replica's copy; outside on the user's module, which all copies follow."""

@@ -64,6 +64,8 @@ class MirroredOptimizer(Optimizer):
             replicas sees those of one device. Who runs micro-batches and calls ``update`` itself needs no such sums.
     """
 
+    _step_supports_amp_scaling = False  # a scaler unscales; the plain optimizer may do that by itself
+
     def __init__(
         self,
         owner: Owner,

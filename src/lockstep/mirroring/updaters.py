@@ -198,7 +198,8 @@ class Updaters:
         """Updates all parameters of the leader's storage; of those that workers share, this one's."""
         optimizer = self._by_leader[leader]
         if self._shared is None:
-            optimizer.step()
+            with _told_of_closures(optimizer):
+                optimizer.step()
             return
         wholes = [group["params"] for group in optimizer.param_groups]
         with self._shared.ready([parameter for group in wholes for parameter in group]):
@@ -257,6 +258,20 @@ def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for name, value in vars(optimizer).items():
         if name not in _OF_TORCH and not name.startswith("_optimizer_"):
             yield name, value
+
+
+@contextmanager
+def _told_of_closures(optimizer: Optimizer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        name = type(optimizer).__name__
+        error.add_note(
+            f"{name}.step is called once for all replicas and gets no closure; an optimizer that evaluates one itself, "
+            "as SAM does, is stepped between runs by its own methods: strategy.run(backward, ...), "
+            "optimizer.first_step(), optimizer.zero_grad(), strategy.run(backward, ...), optimizer.second_step()"
+        )
+        raise
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -1,19 +1,33 @@
 """The caller's thread-local state, carried into the replica threads.
 
 ``with torch.no_grad(): strategy.run(step)`` has to mean what it says although the step runs in other threads. Carried
-are the grad mode, inference mode, autocast, and context variables; not function modes, which belong to their thread.
+are the grad mode, inference mode, autocast, context variables, function and dispatch modes, hooks for saved tensors,
+and the profiler. What torch keeps for the whole process, such as the default dtype or anomaly detection, holds anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.replicas.host_reads import watched
+from lockstep.replicas.profiler import Profile
+
+_OUR_OWN = "lockstep."
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,7 @@ class CallerState:
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     context: Context
+    profile: Profile | None
 
     @classmethod
     def capture(cls) -> CallerState:
@@ -34,6 +49,7 @@ class CallerState:
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
             context=copy_context(),
+            profile=Profile.of_caller(),
         )
 
     @contextmanager
@@ -50,7 +66,97 @@ class CallerState:
             # would wait there for each other in a collective's backward pass. In the calling thread they cannot.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(watched())
+            if self.profile is not None:
+                stack.enter_context(self.profile.shown())
             yield
+
+
+@dataclass(frozen=True)
+class CallerModes:
+    """What the calling thread has asked torch to be called at, or to use: ``capture`` takes it, ``applied`` puts it on.
+
+    The modes are the caller's own objects, and know nothing of threads: replicas that have them run one at a time, each
+    until it meets the others or has ended (``one_at_a_time``).
+
+    Args:
+        functions: the function modes, the outermost first.
+        operators: the dispatch modes, the outermost first.
+        saved: the hooks by which a graph keeps its tensors.
+        no_saved: why there may be no such hooks, if there may be none.
+        device: ``torch.set_default_device``, or ``with torch.device(...)``.
+    """
+
+    functions: tuple[TorchFunctionMode, ...] = ()
+    operators: tuple[TorchDispatchMode, ...] = ()
+    saved: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    no_saved: str | None = None
+    device: torch.device | None = None
+
+    @classmethod
+    def capture(cls) -> CallerModes:
+        """The calling thread's modes now, but for those of this package, which see to their replicas themselves."""
+        functions: list[Any] = []
+        operators: list[Any] = []
+        if torch._C._len_torch_function_stack():
+            functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if torch._C._len_torch_dispatch_stack():
+            operators = _python_dispatch._get_current_dispatch_mode_stack()
+        saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        no_saved: str | None = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if not (functions or operators or saved or no_saved):
+            return NO_MODES
+        return cls(
+            functions=tuple(each for each in functions if not isinstance(each, DeviceContext) and _is_theirs(each)),
+            operators=tuple(each for each in operators if _is_theirs(each)),
+            saved=saved,
+            no_saved=no_saved,
+            device=next((each.device for each in functions if isinstance(each, DeviceContext)), None),
+        )
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether code of the caller's is called by torch in the replicas, so that no two of them may run at once."""
+        return bool(self.functions or self.operators or self.saved)
+
+    @contextmanager
+    def default_device(self, own: torch.device) -> Iterator[None]:
+        """Puts the default device on. torch wants it below all function modes.
+
+        Args:
+            own: the replica's device, which stands for any other of its type.
+        """
+        if self.device is None:
+            yield
+            return
+        _push_mode(DeviceContext(own if own.type == self.device.type else self.device))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            _pop_mode()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the others on for the calling thread, above the modes that it has."""
+        with ExitStack() as stack:
+            if self.no_saved is not None:
+                stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(self.no_saved))
+            elif self.saved is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved))
+            # Pushed and not entered: entering is the caller's, and may do more, once.
+            for function_mode in self.functions:
+                _push_mode(function_mode)  # type: ignore[no-untyped-call]
+                stack.callback(_pop_mode)
+            for mode in self.operators:
+                _python_dispatch._push_mode(mode)
+                stack.callback(_python_dispatch._pop_mode, getattr(mode, "_mode_key", None))
+            yield
+
+
+NO_MODES = CallerModes()
+
+
+def _is_theirs(mode: object) -> bool:
+    return not type(mode).__module__.startswith(_OUR_OWN)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ class CallerTeam:
 
     def __init__(self, shares: Sequence[int], end: Callable[[], None] | None = None) -> None:
         self._end = (end or end_own_team) if max(shares, default=1) > 1 else None
+        _end_teams_before_forks()
         self._ending_s = 0.0
         self._runs_s = 0.0
 
@@ -56,6 +58,15 @@ def end_own_team() -> None:
     pause = _pause()
     if pause is not None:
         pause(_SOFT)
+
+
+@functools.cache
+def _end_teams_before_forks() -> None:
+    """Ends a thread's team whenever it forks, from now on, as fork takes the team's threads along in name alone.
+
+    libgomp would wait for them for ever in the forked process, at the end of the team and at any large operation.
+    """
+    os.register_at_fork(before=end_own_team)
 
 
 @functools.cache

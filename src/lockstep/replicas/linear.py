@@ -37,7 +37,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``, through oneDNN where that can be.
 
     Everything but large float32 products on the CPU is left to torch: other dtypes, autocast, subclasses of Tensor,
-    functorch. ``torch.backends.mkldnn.flags(enabled=False)`` leaves it all to torch.
+    functorch; and where a dispatch mode looks at the operators, as FlopCounterMode does, which knows torch's own.
+    ``torch.backends.mkldnn.flags(enabled=False)`` leaves it all to torch.
 
     Args:
         input: [..., in] float32.
@@ -125,6 +126,7 @@ def _suits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and input.numel() * weight.shape[0] >= _WORTH_IT
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
         and bool(torch.backends.mkldnn.enabled)
     )
 

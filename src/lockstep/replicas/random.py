@@ -224,7 +224,10 @@ def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if device is not None:
         return torch.device(device).type != "cpu"
     first = args[0] if args else next(iter(kwargs.values()), None)
-    return isinstance(first, torch.Tensor) and first.device.type != "cpu"
+    if isinstance(first, torch.Tensor):
+        return first.device.type != "cpu"
+    default = torch.utils._device.CURRENT_DEVICE
+    return default is not None and default.type != "cpu"
 
 
 def _drops_between_layers(*args: Any) -> bool:

@@ -22,7 +22,7 @@ from lockstep.collectives.rendezvous import Rendezvous, ReplicaStopped
 from lockstep.collectives.turns import Turn, Turns
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
-from lockstep.replicas.caller_state import CallerState
+from lockstep.replicas.caller_state import CallerModes, CallerState
 from lockstep.replicas.caller_team import CallerTeam
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.default_generator import know_replicas
@@ -117,7 +117,7 @@ class ReplicaRunner:
         self._stopped: Rendezvous | None = None
         self._current: Rendezvous | None = None
         self._one_run = threading.Lock()
-        self._threads = ReplicaThreads(shares)
+        self._threads = ReplicaThreads(shares, first=first_replica)
 
     def run(
         self,
@@ -137,8 +137,10 @@ class ReplicaRunner:
         Raises:
             BaseException: the first failing replica's own exception, with the replica and device as a note.
             CollectiveError: the replicas did not meet at the same collective.
-            UsageError: the strategy has been closed, or a replica of it asks, from a ``merge_call``.
+            UsageError: the strategy has been closed, or was made by a process that this one was forked from; or a
+                replica of it asks, from a ``merge_call``.
         """
+        self._threads.check_process()
         if self._threads.closed:
             raise UsageError("the strategy has been closed and its threads have ended; make a new one")
         if self._threads.has_current:
@@ -146,22 +148,24 @@ class ReplicaRunner:
                 "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
                 "in the replicas, before or after the merge_call"
             )
+        modes = CallerModes.capture()
         with self._one_run:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             self._caller_team.end()
             began = time.perf_counter()
-            run = _Run(strategy, self._names, self._timeout_s, self._streams)
+            run = _Run(strategy, self._names, self._timeout_s, self._streams, modes)
             self._current = run.rendezvous
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, bodies, self._turns(fn, rows))
+                self._complete(run, bodies, self._turns(fn, rows, alone=modes.one_at_a_time))
             took = time.perf_counter() - began
             self._caller_team.record(took)
-            for policy in self._policies.values():
-                policy.record(fn, took)
+            if not modes.one_at_a_time:
+                for policy in self._policies.values():
+                    policy.record(fn, took)
         return run.results
 
     def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], turns: Sequence[Turn]) -> None:
@@ -218,8 +222,11 @@ class ReplicaRunner:
         """Ends the threads. Idempotent."""
         self._threads.close()
 
-    def _turns(self, fn: Callable[..., Any], rows: Sequence[int | None]) -> list[Turn]:
-        gates = {name: Turns(policy.width(fn)) for name, policy in self._policies.items()}
+    def _turns(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[Turn]:
+        if alone:
+            gates = dict.fromkeys(self._policies, Turns(1))
+        else:
+            gates = {name: Turns(policy.width(fn)) for name, policy in self._policies.items()}
         turns: list[Turn] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
@@ -250,12 +257,20 @@ class ReplicaRunner:
 class _Run:
     """The state of one run: its meeting point and its results."""
 
-    def __init__(self, strategy: Strategy, names: Sequence[str], timeout_s: float, streams: RunStreams) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        names: Sequence[str],
+        timeout_s: float,
+        streams: RunStreams,
+        modes: CallerModes,
+    ) -> None:
         self.strategy = strategy
         self.rendezvous = Rendezvous(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
         self.submitted = 0
         self._names = names
+        self._modes = modes
         self._caller = [CallerState.capture() for _ in names]
 
     def job(
@@ -263,13 +278,21 @@ class _Run:
     ) -> Callable[[], None]:
         """What the replica's thread is given to do. It never raises; ``leave`` takes the error."""
         replica = context.local_replica
-        caller = self._caller[replica]
+        caller, modes = self._caller[replica], self._modes
+        own = context.device.torch_device
 
         def in_turn() -> Any:
             turn.acquire()
             try:
                 self.rendezvous.stop_if_ended()
-                with caller.applied(), random, in_context(context), turn.naming_device():
+                with (
+                    modes.default_device(own),
+                    caller.applied(),
+                    random,
+                    in_context(context),
+                    modes.applied(),
+                    turn.naming_device(),
+                ):
                     result = body()
                 turn.check()
                 return result

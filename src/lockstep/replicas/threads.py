@@ -7,6 +7,7 @@ anew from the process's value at a thread's first parallel operation, so that on
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import threading
 import weakref
@@ -15,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lockstep.collectives.rendezvous import ReplicaStopped
-from lockstep.errors import ReplicaError
+from lockstep.errors import ReplicaError, UsageError
+from lockstep.replicas.profiler import name_track
 
 START_LIMIT_S = 60.0
 _SETTLES_WITHIN = 1_000
@@ -30,9 +32,11 @@ class ReplicaThreads:
     Args:
         cores: each thread's number of intra-op threads.
         name: the prefix of the threads' names.
+        first: the number of the first replica among those of all workers, for the tracks of a profile.
     """
 
-    def __init__(self, cores: Sequence[int], name: str = "lockstep-replica") -> None:
+    def __init__(self, cores: Sequence[int], name: str = "lockstep-replica", *, first: int = 0) -> None:
+        self._process = os.getpid()
         self._inboxes: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in cores]
         self._threads: list[threading.Thread] = []
         self._finalizer = weakref.finalize(self, _end, self._inboxes, self._threads)
@@ -42,7 +46,7 @@ class ReplicaThreads:
                 ready = threading.Event()
                 # Daemons, so that a program may end without closing its strategy; the finalizer joins them then.
                 thread = threading.Thread(
-                    target=_work, args=(inbox, share, ready), name=f"{name}-{replica}", daemon=True
+                    target=_work, args=(inbox, share, ready, first + replica), name=f"{name}-{replica}", daemon=True
                 )
                 thread.start()
                 self._threads.append(thread)
@@ -60,6 +64,18 @@ class ReplicaThreads:
     def has_current(self) -> bool:
         """Whether the calling thread is one of these."""
         return threading.current_thread() in self._threads
+
+    def check_process(self) -> None:
+        """Looks whether the threads are of this process: a fork takes none along, and a job would wait for ever.
+
+        Raises:
+            UsageError: another process made them.
+        """
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"process {os.getpid()} was forked from process {self._process}, which made this strategy and has its "
+                "replica threads; make a strategy in this process, or start it with the method 'spawn'"
+            )
 
     def submit(self, replica: int, job: Job) -> None:
         """Hands the replica's thread a job; jobs run one after another. A job must not raise."""
@@ -102,7 +118,8 @@ class _Settled(BaseException):
     """Raised in a thread by itself."""
 
 
-def _work(inbox: queue.SimpleQueue[Job | None], cores: int, ready: threading.Event) -> None:
+def _work(inbox: queue.SimpleQueue[Job | None], cores: int, ready: threading.Event, number: int) -> None:
+    name_track(f"replica {number}")
     torch.get_num_threads()  # the thread's first parallel operation, which would undo the next line if it came later
     torch.set_num_threads(cores)
     ready.set()

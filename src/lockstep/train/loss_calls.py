@@ -62,21 +62,26 @@ class LossCalls(TorchFunctionMode):
         self._reads: set[float] = set()
         self._labels: list[Labels] = []
         self._masked = False
+        self._hooks = _hooks_of_saved_tensors()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         watch = _WATCHED.get(func)
-        return func(*args, **kwargs) if watch is None else watch(self, func, args, kwargs)
+        if watch is None or torch._C._functorch.peek_interpreter_stack() is not None:  # in vmap, tensors are of one row
+            return func(*args, **kwargs)
+        if _hooks_of_saved_tensors() is not self._hooks:  # a checkpoint calls it again, where nobody looks
+            return self._unwatched(func, args, kwargs)
+        return watch(self, func, args, kwargs)
 
     def pair_of(self, returned: Tensor) -> Pair | None:
         """The total and the count of a scalar; None where it is no quotient that was seen."""
         return self._pairs.get(returned)
 
     def sum_of(self, returned: Tensor) -> str | None:
-        """The name of the function whose sum ``returned`` is; None where it is none."""
-        return self._sums.get(returned)
+        """The name of torch's loss whose sum ``returned`` is; None where it is none."""
+        return self._sums.get(returned) or None
 
     @property
     def labels(self) -> list[Labels]:
@@ -95,16 +100,33 @@ class LossCalls(TorchFunctionMode):
         total, count = _SUMMED.get(func, _values_summed)(func, given)
         result = total / count
         self._pairs.put(result, (total, count))
+        self._note_labels(func, given)
+        return result
+
+    def _note_labels(self, func: Callable[..., Any], given: Mapping[str, Any]) -> None:
         if func in _OF_LABELS and not _are_probabilities(given):
             self._labels.append(Labels(given["target"], given.get("weight"), _ignored(given)))
-        return result
+
+    def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _OF_LABELS:
+            given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
+            if _reduction(given) == "mean":
+                self._note_labels(func, given)
+        return func(*args, **kwargs)
 
     def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor) and not args[0].dim():
             return self._same(func, args, kwargs)
         result = func(*args, **kwargs)
-        if len(args) == 1 and kwargs.keys() <= {"dtype"}:
-            self._note_sum(result, "sum()", args[0])
+        if not result.dim():
+            self._note_sum(result, "", args[0])
+        return result
+
+    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of two vectors: a sum."""
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and not result.dim():
+            self._sums.put(result, "")
         return result
 
     def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
@@ -145,7 +167,7 @@ class LossCalls(TorchFunctionMode):
         if self._sums and len(args) == 2 and not kwargs:
             first, second = map(self._sums.get, args)
             if first is not None and second is not None:
-                self._sums.put(result, first)
+                self._sums.put(result, first or second)
         return result
 
     def _quotient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +205,8 @@ class LossCalls(TorchFunctionMode):
         return result
 
     def _choice(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        index = args[1] if len(args) > 1 else kwargs.get("mask")
+        """Of some of the values, as many as the data says."""
+        index = args[-1] if len(args) > 1 else next(iter(kwargs.values()), None)
         parts = index if isinstance(index, tuple) else (index,)
         self._masked = self._masked or any(isinstance(each, Tensor) for each in parts)
         return func(*args, **kwargs)
@@ -272,6 +295,10 @@ def _sum_exactly(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
 
 
+def _hooks_of_saved_tensors() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -317,4 +344,7 @@ _WATCHED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], LossCalls._clamp),
     **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], LossCalls._read),
     **dict.fromkeys([torch.masked_select, Tensor.masked_select, Tensor.__getitem__], LossCalls._choice),
+    **dict.fromkeys([torch.index_select, Tensor.index_select], LossCalls._choice),
+    **dict.fromkeys([torch.dot, Tensor.dot, torch.einsum, torch.matmul, Tensor.matmul], LossCalls._product),
+    Tensor.__matmul__: LossCalls._product,
 }

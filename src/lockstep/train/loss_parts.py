@@ -54,6 +54,7 @@ class LossSums:
         assumed: whether it was a scalar that is taken as the mean over the rows.
         beside: the labels of means that went into it and do not count alike for sure.
         rounding: of the loss's dtype, relative.
+        scalar: what was returned, where total and count were seen in how it was computed.
     """
 
     total: Tensor
@@ -61,6 +62,7 @@ class LossSums:
     assumed: bool = False
     beside: Sequence[Labels] = ()
     rounding: float = torch.finfo(torch.float32).eps
+    scalar: Tensor | None = None
 
 
 class ReplicaLoss:
@@ -68,6 +70,7 @@ class ReplicaLoss:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._is_mean = False  # although it looks like a quotient of what adds up
 
     def sums(
         self, loss: Loss, outputs: Any, batch: LabelledBatch, rows: int, context: ReplicaContext, *, divided: bool
@@ -86,14 +89,32 @@ class ReplicaLoss:
             ConfigError: the loss returned what is no loss, or one that is not the sum of its parts.
         """
         shard = Rows(outputs, batch, rows)
-        sums = _sums_of(loss, shard, divided=divided)
+        sums = _sums_of(loss, divided, self._is_mean, shard)
         self._steps += 1
         if divided and not holds_divided(outputs):
             on_cpu = context.device.kind == "CPU"
             if sums.beside and (on_cpu or self._steps == 1):
                 _check_labels(loss, sums.beside, on_cpu)
             if self._steps == 1 or (on_cpu and sums.assumed and self._looks_again):
-                _look(loss, shard, sums, context)
+                return self._looked_at(loss, shard, sums, context)
+        return sums
+
+    def _looked_at(self, loss: Loss, shard: Rows, sums: LossSums, context: ReplicaContext) -> LossSums:
+        found = _look(partial(_sums_of, loss, True, self._is_mean), shard, sums, context)
+        if isinstance(found, _Refused) and sums.scalar is not None:  # as of x.mean(0).sum() / torch.tensor(3)
+            mean = _as_mean(sums.scalar, shard.rows)
+            second = _look(partial(_sums_of, loss, True, True), shard, mean, context)
+            if not isinstance(second, _Refused):
+                self._is_mean, sums, found = True, mean, second
+        if isinstance(found, _Refused):
+            raise ConfigError(_refusal(loss, shard, sums, found))
+        # Total and count of outputs that are no rows, as those of the words to be guessed, are the program's word.
+        if found is not None and (sums.assumed or not shard.hides()):
+            taken = "a mean over" if sums.assumed else "adding up over"
+            _warn(
+                f"the loss {name_of(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if "
+                f"it is not, {_WAYS}"
+            )
         return sums
 
     @property
@@ -101,7 +122,12 @@ class ReplicaLoss:
         return self._steps <= FIRST_LOOKS or (self._steps <= LAST_LOOK and self._steps.bit_count() == 1)
 
 
-def _sums_of(loss: Loss, shard: Rows, *, divided: bool) -> LossSums:
+def _as_mean(scalar: Tensor, rows: int, beside: Sequence[Labels] = ()) -> LossSums:
+    total, count = loss_sums(scalar, rows)
+    return LossSums(total, count, assumed=True, beside=beside, rounding=_rounding(scalar))
+
+
+def _sums_of(loss: Loss, divided: bool, is_mean: bool, shard: Rows) -> LossSums:
     weight = shard.batch.sample_weight
     with LossCalls() as calls:
         returned = loss(shard.outputs, shard.batch.y)
@@ -109,16 +135,15 @@ def _sums_of(loss: Loss, shard: Rows, *, divided: bool) -> LossSums:
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
         return LossSums(*loss_sums(returned, shard.rows, weight), rounding=rounding)
     pair, summed = calls.pair_of(returned), calls.sum_of(returned)
-    if pair is not None:
-        return LossSums(*loss_sums(pair, shard.rows), rounding=rounding)
+    if pair is not None and not is_mean:
+        return LossSums(*loss_sums(pair, shard.rows), rounding=rounding, scalar=returned)
     if summed is not None and divided:
         raise ConfigError(
             f"the loss {name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
             f"times larger as the global batch has rows, or {_WAYS}"
         )
-    total, count = loss_sums(returned, shard.rows)
-    return LossSums(total, count, assumed=True, beside=calls.labels, rounding=rounding)
+    return _as_mean(returned, shard.rows, calls.labels)
 
 
 def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
@@ -136,31 +161,6 @@ def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
         )
 
 
-def _look(loss: Loss, shard: Rows, sums: LossSums, context: ReplicaContext) -> None:
-    """Compares a shard with its parts.
-
-    Raises:
-        ConfigError: it is not the sum of its parts.
-    """
-    try:
-        with torch.no_grad(), random_numbers_apart(context), in_context(context.alone()):
-            found = _compared(loss, shard, sums)
-    except CollectiveError:  # of a loss that knows of the other replicas
-        found = _Unchecked("it calls collectives") if sums.assumed else None
-    except _FAILURES as error:
-        first_line = str(error).strip().split("\n", 1)[0]
-        found = _Unchecked(f"on some of the rows alone it ends in {type(error).__name__}: {first_line}")
-    if isinstance(found, _Refused):
-        raise ConfigError(found.message)
-    # A total and a count of outputs that are no rows, such as those of the words to be guessed, are the program's word.
-    if found is not None and (sums.assumed or not shard.hides()):
-        taken = "a mean over" if sums.assumed else "adding up over"
-        _warn(
-            f"the loss {name_of(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if it is "
-            f"not, {_WAYS}"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Unchecked:
     """Nothing can be said, and why."""
@@ -172,11 +172,32 @@ class _Unchecked:
 class _Refused:
     """A shard is not the sum of its parts."""
 
-    message: str
+    whole: _Numbers
+    parts: Sequence[_Numbers]
 
 
-def _compared(loss: Loss, shard: Rows, sums: LossSums) -> _Unchecked | _Refused | None:
-    """None where the shard is the sum of its parts."""
+Measure = Callable[[Rows], LossSums]
+
+
+def _look(measure: Measure, shard: Rows, sums: LossSums, context: ReplicaContext) -> _Unchecked | _Refused | None:
+    """Compares a shard with its parts; None where it is their sum."""
+    for with_gradients in (False, True):  # a penalty on gradients needs some, and most losses are faster without
+        try:
+            with (
+                torch.set_grad_enabled(with_gradients),
+                random_numbers_apart(context),
+                in_context(context.alone()),
+            ):
+                return _compared(measure, shard.tracked() if with_gradients else shard, sums)
+        except CollectiveError:  # of a loss that knows of the other replicas
+            return _Unchecked("it calls collectives") if sums.assumed else None
+        except _FAILURES as error:
+            first_line = str(error).strip().split("\n", 1)[0]
+            why = f"on some of the rows alone it ends in {type(error).__name__}: {first_line}"
+    return _Unchecked(why)
+
+
+def _compared(measure: Measure, shard: Rows, sums: LossSums) -> _Unchecked | _Refused | None:
     whole = _Numbers.of(sums)
     if not whole.finite:
         return None
@@ -185,34 +206,28 @@ def _compared(loss: Loss, shard: Rows, sums: LossSums) -> _Unchecked | _Refused 
         return _Unchecked("no tensor of its arguments has a row for each example")
     if shard.rows == 1:  # twice the same row must give the same mean
         index = index.repeat(2)
-        whole = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
+        whole = _Numbers.of(measure(shard.take(index)))
     pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
-    parts = [_Numbers.of(_sums_of(loss, shard.take(piece), divided=True)) for piece in pieces]
-    if not all(part.finite for part in parts):  # as the deviation of a single row; but all rows may come twice
-        twice = _Numbers.of(_sums_of(loss, shard.take(index.repeat(2)), divided=True))
-        if twice.apart([whole, whole]) > _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
-            return _Refused(_refusal(loss, shard, sums, whole, [whole, whole]))
-        return _Unchecked("on some of the rows alone it is not finite")
+    parts = [_Numbers.of(measure(shard.take(piece))) for piece in pieces]
     apart, suspect = whole.apart(parts), _suspect(sums.rounding)
     if apart <= suspect:
-        hidden = sums.assumed and shard.hides() and _depends_on_hidden(loss, shard, whole, sums.rounding)
+        hidden = sums.assumed and shard.hides() and _depends_on_hidden(measure, shard, whole, suspect)
         return _Unchecked("it takes from the outputs what the module has computed over its rows") if hidden else None
-    again = _Numbers.of(_sums_of(loss, shard.take(index), divided=True))
-    if whole.apart([again]) > suspect:
+    if whole.apart([_Numbers.of(measure(shard.take(index)))]) > suspect:
         return _Unchecked("it gives another value for the same rows when it is called again")
     if shard.hides():
         return _Unchecked("the outputs hold what has no row for each example")
     if apart <= _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
         return _Unchecked(f"its parts differ from the whole by {apart:.1g} of it, which may be rounding")
-    return _Refused(_refusal(loss, shard, sums, whole, parts))
+    return _Refused(whole, parts)
 
 
-def _depends_on_hidden(loss: Loss, shard: Rows, whole: _Numbers, rounding: float) -> bool:
+def _depends_on_hidden(measure: Measure, shard: Rows, whole: _Numbers, suspect: float) -> bool:
     try:
-        other = _Numbers.of(_sums_of(loss, shard.without_hidden(), divided=True))
+        other = _Numbers.of(measure(shard.without_hidden()))
     except _FAILURES:
         return True
-    return not whole.apart([other]) <= _suspect(rounding)
+    return whole.apart([other]) > suspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +247,9 @@ class _Numbers:
         return math.isfinite(self.total) and math.isfinite(self.count)
 
     def apart(self, parts: Sequence[_Numbers]) -> float:
-        """How far these numbers are from the sums of the parts', relative to the larger."""
+        """How far these numbers are from the sums of the parts', relative to the larger; infinite where one is NaN."""
+        if not all(part.finite for part in parts):
+            return math.inf
         return max(
             _apart(self.total, [part.total for part in parts]), _apart(self.count, [part.count for part in parts])
         )
@@ -242,9 +259,10 @@ def _apart(whole: float, parts: Sequence[float]) -> float:
     return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
 
 
-def _refusal(loss: Loss, shard: Rows, sums: LossSums, whole: _Numbers, parts: Sequence[_Numbers]) -> str:
-    means = [part.total / part.count for part in parts if part.count]
-    is_sum = sums.assumed and math.isclose(sum(means), whole.total / whole.count, rel_tol=_certain(sums.rounding))
+def _refusal(loss: Loss, shard: Rows, sums: LossSums, found: _Refused) -> str:
+    means = [part.total / part.count for part in found.parts if part.count]
+    whole = found.whole.total / found.whole.count if found.whole.count else math.nan
+    is_sum = sums.assumed and math.isclose(sum(means), whole, rel_tol=_certain(sums.rounding))
     shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
     what = (
         "the sum over the rows, expected their mean"

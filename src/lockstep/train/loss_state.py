@@ -34,7 +34,7 @@ def telling_of_state(loss: Any, replicas: int) -> Iterator[None]:
             f"the loss {name_of(loss)} changes {', '.join(map(repr, changed))}, which every one of {replicas} replicas "
             "does, and more often than there are steps; what its value depends on is changed by a callback, in "
             "on_train_batch_begin",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 

@@ -18,6 +18,7 @@ from lockstep.collectives.workers import Workers
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.mirroring.metric import check_kind
 from lockstep.mirroring.metric_merging import merge_metrics, nested_metrics, states_of
 from lockstep.parallel.scores import gathered, holds_divided
 from lockstep.replicas.arriving import Arriving
@@ -60,6 +61,9 @@ class ReplicaMetrics:
         devices: the torch device of each local replica, in replica order.
         workers: over whose replicas the values are.
         home: the first replica's device, where values may be read late; None reads them at once.
+
+    Raises:
+        UsageError: on several replicas, a metric whose value no merging of states gives.
     """
 
     def __init__(
@@ -71,6 +75,9 @@ class ReplicaMetrics:
     ) -> None:
         self._workers = workers
         self._home = home
+        if workers.num_replicas > 1:
+            for metric in metrics.values():
+                check_kind(metric)
         self._checked = home is None or home.kind == "CPU" or not metrics
         self._copies = [{name: fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
 

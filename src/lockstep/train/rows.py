@@ -42,6 +42,15 @@ class Rows:
         outputs, y, weight = tree_unflatten(taken, structure)
         return Rows(outputs, LabelledBatch(None, y, weight), index.numel())
 
+    def tracked(self) -> Rows:
+        """The same with outputs that gradients can be computed of."""
+
+        def leaf_of(leaf: Any) -> Any:
+            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.detach().requires_grad_() if floating else leaf
+
+        return Rows(tree_map(leaf_of, self.outputs), self.batch, self.rows)
+
     def hides(self) -> bool:
         """Whether the outputs hold what has no rows: a number that the module computed, a cache."""
         plain = (int, float, str, type(None))

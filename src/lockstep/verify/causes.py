@@ -15,6 +15,7 @@ Cause = Literal[
     "batch statistics",
     "random numbers",
     "mean over a shard",
+    "all-reduced loss",
     "undistributed batch",
     "batch size",
     "different rows",
@@ -29,6 +30,7 @@ Cause = Literal[
 ]
 
 
+_SAME_LOSS = 1e-6
 _OUTSIDE_ADVICE = (
     "replicas share one copy of the weights, so a change inside strategy.run is made once per replica: make it "
     "outside, after run, or let the optimizer do it (weight_decay)"
@@ -47,12 +49,14 @@ class Finding:
         said: what it is, in this program.
         tested: how it was tested, with numbers.
         advice: what to change.
+        by_definition: nothing is wrong, and nothing else differs.
     """
 
     cause: Cause
     said: str
     tested: str
     advice: str
+    by_definition: bool = False
 
 
 def initial_finding(first: Difference) -> Finding:
@@ -108,6 +112,14 @@ def weighting_finding(step: StepComparison, is_rounding: Judge) -> Finding | Non
     if best is None:
         return None
     tested = _weighting_test(best, step)
+    if best.kind in ("shares", "uniform") and _is_one_number(step.losses):
+        return Finding(
+            cause="all-reduced loss",
+            said=f"each replica back-propagates the loss of all replicas: it is {step.losses[0]:.6g} on every one",
+            tested=tested,
+            advice="back-propagate each replica's own part, ls.compute_average_loss(per_example, "
+            "global_batch_size=...), and all_reduce the loss after that, for showing it",
+        )
     if best.kind == "shares" or (best.kind == "uniform" and abs(best.factors[0] * len(best.factors) - 1) < 1e-4):
         even = len(set(best.factors)) == 1
         times = f"{1 / best.factors[0]:.4g} times" if even else "each is too large by as much as its shard is short"
@@ -201,6 +213,7 @@ def random_finding(comparison: Comparison, dropout_alone: bool, outcome: str) ->
         advice="nothing is wrong: masks differ between replicas by definition, and every layout repeats its own"
         if dropout_alone
         else "they differ by definition; to have them equal, draw them with the data, outside strategy.run",
+        by_definition=dropout_alone,
     )
 
 
@@ -267,6 +280,11 @@ def _weighting_test(weighting: Weighting, step: StepComparison) -> str:
         weighting.kind, "multiplied by"
     )
     return f"step {step.step}: the replicas' gradients, {what} {factors}, give the one replica's to {largest:.1e}"
+
+
+def _is_one_number(losses: Sequence[float]) -> bool:
+    """Whether several replicas have one loss, which different rows never give by themselves."""
+    return len(losses) > 1 and bool(losses[0]) and max(losses) - min(losses) <= _SAME_LOSS * abs(losses[0])
 
 
 def _left(residuals: Sequence[Difference]) -> float:

@@ -41,6 +41,7 @@ class StepComparison:
         weightings: what explains a difference of the gradients, if there is one beyond rounding.
         stride: how much further the weights went than on one replica; None if not all by one factor.
         changed: parameters that changed outside the optimizer, in either run.
+        losses: what each replica back-propagated in the first run.
     """
 
     step: int
@@ -49,6 +50,7 @@ class StepComparison:
     weightings: tuple[Weighting, ...] = ()
     stride: float | None = None
     changed: tuple[str, ...] = ()
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,7 @@ def compare_updates(ours: UpdateRecord, reference: UpdateRecord, before: Before,
         weightings=weightings(ours, other, shard_sizes(ours.batches), before.reference) if worth else (),
         stride=_stride(ours.parameters, reference.parameters, before),
         changed=tuple({**ours.moved, **ours.settled, **reference.moved, **reference.settled}),
+        losses=ours.losses,
     )
 
 

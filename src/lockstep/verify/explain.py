@@ -59,6 +59,7 @@ def explain(laboratory: Laboratory, first: Difference) -> list[Finding]:
     rest = laboratory.first(cleared)
     found = [suspect.finding(_outcome(rest, len(needed))) for suspect in needed]
     if rest is not None:
+        found = [replace(each, by_definition=False) for each in found]
         found += _explain_rest(laboratory, cleared, rest, switches)
     if not found and (unsteady := laboratory.repeat()) is not None:
         return [unreproducible_finding(unsteady)]

@@ -31,6 +31,7 @@ def to_json(report: VerifyReport) -> str:
     found: dict[str, Any] = {
         "program": report.config.program.name,
         "equal": report.equal,
+        "sound": report.sound,
         "replicas": len(comparison.start.devices),
         "devices": list(comparison.start.devices),
         "updates": len(comparison.steps),

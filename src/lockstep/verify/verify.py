@@ -50,6 +50,11 @@ class VerifyReport:
         """Whether N replicas gave the numbers of one."""
         return self.first is None
 
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong: the numbers are equal, or differ by dropout alone, which is a replica's own."""
+        return self.equal or (bool(self.findings) and all(finding.by_definition for finding in self.findings))
+
     def largest(self) -> list[Difference]:
         """Of every kind the largest difference relative to its size, in the order of a step."""
         found: dict[str, Difference] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import CatMetric, MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lockstep as ls
@@ -64,6 +65,7 @@ def run_job(replicas: int) -> dict[str, Any]:
         "replicas": strategy.num_replicas_in_sync,
         "collectives": collectives(strategy),
         "variables": variables(strategy),
+        "metrics": merged_metrics(strategy),
         "dropout": own_loop(strategy, "sgd", dropout=0.5, norm=True)[0],
         "twice": two_backward_passes(strategy),
         "clipped in the step": clipped_in_the_step(strategy),
@@ -220,6 +222,7 @@ def variables(strategy: ls.Strategy) -> dict[str, Any]:
     summed = strategy.variable(float(strategy.workers.index), aggregation="sum")
     first = strategy.variable(0, aggregation="only_first")
     counter = strategy.variable(0, aggregation="sum", synchronization="on_read")
+    own = strategy.variable(0, aggregation="only_first", synchronization="on_read")
 
     def step() -> None:
         context = ls.get_replica_context()
@@ -228,11 +231,33 @@ def variables(strategy: ls.Strategy) -> dict[str, Any]:
         summed.assign_add(torch.tensor(float(number)))
         first.assign(number + 5)
         counter.assign_add(number)
+        own.assign(number + 3)
 
     strategy.run(step)
-    read = {"summed": float(summed), "first": int(first), "counter": int(counter)}
-    counter.assign(12)
+    read = {"summed": float(summed), "first": int(first), "counter": int(counter), "own": int(own)}
+    read["reduced"] = int(strategy.reduce("sum", counter))
+    counter.assign(13)
     return read | {"assigned": int(counter)}
+
+
+def merged_metrics(strategy: ls.Strategy) -> dict[str, Any]:
+    error, values = strategy.mirror(MeanSquaredError()), strategy.mirror(CatMetric())
+
+    def step() -> float:
+        context = ls.get_replica_context()
+        assert context is not None
+        number = context.replica_id_in_sync_group
+        own = torch.full((number,), float(number))
+        error.update(own, torch.zeros(number))
+        values.update(own)
+        return float(error.compute())
+
+    inside = strategy.local_results(strategy.run(step))
+    return {
+        "inside": sorted(set(inside)),
+        "error": float(error.compute()),
+        "values": values.compute().reshape(-1).tolist(),
+    }
 
 
 def digest(value: Any) -> str:
