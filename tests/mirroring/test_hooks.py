@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import UsageError
+from lockstep.replicas.context import get_replica_context
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -170,3 +173,102 @@ def test_features_kept_on_the_module_are_each_replica_s(make_strategy: MakeStrat
     batches = strategy.distribute_dataset([rows(number) for number in range(3)])
     losses = [strategy.reduce("sum", strategy.run(penalty, (mirrored, x))) for x in batches]
     torch.testing.assert_close(losses, expected)
+
+
+FEATURES: dict[str, Tensor] = {}
+
+
+class Keeper:
+    """A hook with a memory of its own."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        self.kept = [output]
+
+    def keep(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        self.kept.append(output)
+
+
+def in_a_closure() -> Callable[..., None]:
+    found: dict[str, Tensor] = {}
+    return lambda _, __, output: found.update(kept=output)
+
+
+def in_a_global() -> Callable[..., None]:
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        FEATURES["kept"] = output.detach()
+
+    return keep
+
+
+def in_a_partial() -> Callable[..., None]:
+    def keep(into: list[Tensor], _: nn.Module, __: Any, output: Tensor) -> None:
+        into.append(output)
+
+    return partial(keep, [])
+
+
+@pytest.mark.parametrize("make", [in_a_closure, in_a_global, in_a_partial, Keeper, lambda: Keeper().keep])
+def test_features_kept_outside_of_the_module_are_refused(
+    make: Callable[[], Callable[..., None]], make_strategy: MakeStrategy
+):
+    strategy, net = make_strategy(3), Net()
+    mirrored = strategy.mirror(net)
+    net.first.register_forward_hook(make())
+    (x,) = strategy.distribute_dataset([rows(0)])
+
+    with pytest.raises(UsageError, match=r"the hook .* outside of the module.*part\.kept"):
+        strategy.run(mirrored, (x,))
+    FEATURES.clear()
+
+
+def test_an_error_that_follows_from_it_says_so(make_strategy: MakeStrategy):
+    strategy, net, found = make_strategy(3), Net(), {}
+    mirrored = strategy.mirror(net)
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        found["kept"] = output
+
+    net.first.register_forward_hook(keep)
+
+    def step(x: Tensor) -> None:
+        mirrored(x)
+        found["other"].sum().backward()
+
+    (x,) = strategy.distribute_dataset([rows(0)])
+    with pytest.raises(UsageError, match=r"keep keeps tensors of the step in 'found'"):
+        strategy.run(step, (x,))
+
+
+def test_what_each_replica_keeps_under_its_number_is_its_own(make_strategy: MakeStrategy):
+    strategy, net = make_strategy(3), Net()
+    found: dict[int, Tensor] = {}
+    mirrored = strategy.mirror(net)
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        context = get_replica_context()
+        assert context is not None
+        found[context.local_replica] = output
+
+    net.first.register_forward_hook(keep)
+    (x,) = strategy.distribute_dataset([rows(0)])
+    strategy.run(mirrored, (x,))
+    expected = nn.functional.linear(rows(0), net.first.weight, net.first.bias)
+    torch.testing.assert_close(torch.cat([found[replica] for replica in range(3)]), expected)
+
+
+def test_an_object_of_the_module_may_keep_them(make_strategy: MakeStrategy):
+    strategy, net = make_strategy(3), Net()
+    net.keeper = Keeper()
+    net.first.register_forward_hook(net.keeper.keep)
+    mirrored = strategy.mirror(net)
+
+    def step(x: Tensor) -> Tensor:
+        mirrored(x)
+        kept: Tensor = mirrored.keeper.kept[-1]
+        return kept
+
+    (x,) = strategy.distribute_dataset([rows(0)])
+    torch.testing.assert_close(strategy.gather(strategy.run(step, (x,)), 0), net.first(rows(0)))

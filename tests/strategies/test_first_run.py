@@ -14,6 +14,7 @@ from numpy.random import uniform
 from torch import nn
 
 import lockstep as ls
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -151,11 +152,11 @@ def test_a_batch_that_was_not_divided_is_said(make_strategy: MakeStrategy):
         strategy.run(step, (BATCHES[0],))
 
 
-def test_a_hook_that_keeps_features_outside_is_said(make_strategy: MakeStrategy):
+def test_a_hook_that_keeps_features_outside_is_refused(make_strategy: MakeStrategy):
     strategy, features = make_strategy(2), {}
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     net[1].register_forward_hook(lambda module, args, output: features.update(last=output))
     mirrored = strategy.mirror(net)
 
-    with pytest.warns(UserWarning, match="features"):
+    with pytest.raises(UsageError, match="features"):
         strategy.run(mirrored, (next(iter(strategy.distribute_dataset(BATCHES))),))

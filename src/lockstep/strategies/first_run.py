@@ -29,10 +29,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from lockstep.errors import LockstepError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import refuse_forward_mode
 from lockstep.replicas.context import get_replica_context
+from lockstep.strategies.hook_stores import HookStores
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _CONTAINERS = (list, dict, set, deque)
@@ -74,16 +76,21 @@ class FirstRun:
         """Around the run."""
         captured = {name: (value, state_of(value)) for name, value in self._captured()}
         before = [[_values(_counting_buffers(copy)) for copy in module.copies] for module in self._modules]
-        drawn = _stream_states()
+        drawn, stores = _stream_states(), HookStores(self._modules, captured_by)
         for module in self._modules:
             module.on_call = self._called
         try:
             with refusing_plain_calls(self._modules):
                 yield
+        except (RuntimeError, LookupError, AttributeError) as error:
+            if len(self._rows) > 1 and not isinstance(error, LockstepError):
+                _explain(stores, error, len(self._rows))
+            raise
         finally:
             for module in self._modules:
                 module.on_call = None
         if len(self._rows) > 1:
+            stores.check(len(self._rows))
             self._tell_of_draws(drawn)
             self._tell_of_captured(captured)
         self._tell_of_buffers(before)
@@ -204,6 +211,14 @@ def _plain(fn: Any) -> Any:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__func__", fn)
+
+
+def _explain(stores: HookStores, error: Exception, replicas: int) -> None:
+    """Says of an error what has led to it, where replicas have overwritten each other's tensors."""
+    try:
+        stores.check(replicas)
+    except UsageError as cause:
+        raise cause from error
 
 
 def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
