@@ -302,6 +302,21 @@ def test_the_launcher_leaves_no_file_open(write, tmp_path: Path):
     assert "unclosed" not in done.stderr
 
 
+def test_a_killed_workers_semaphores_do_not_stay_in_shared_memory(run_lockstep: Run, write):
+    program = """
+import multiprocessing, os, signal
+context = multiprocessing.get_context("spawn")
+lock = context.Lock()
+print(lock._semlock.name)
+assert os.path.exists(f"/dev/shm/sem.{lock._semlock.name[1:]}")
+os.killpg(0, signal.SIGKILL)
+"""
+    done = run_lockstep("run", "--workers", "1", "--quiet", write(program))
+
+    (name,) = done.stdout.split()
+    assert not Path(f"/dev/shm/sem.{name[1:]}").exists()
+
+
 def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT.replace(
         "signal.pause()", "\nwhile True: signal.pause()"

@@ -320,6 +320,26 @@ def test_after_sigterm_and_a_backup_the_launcher_ends_with_75_too(
     assert list((tmp_path / "backup").glob("step-*"))
 
 
+STEPS_IN_WORKERS = """
+import torch, lockstep as ls
+def work():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], 0.1).step()
+ls.launch(work, workers=2)
+"""
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, python: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    process = python("-c", STEPS_IN_WORKERS)
+
+    assert process.wait(LIMIT_S) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 HANDLES_SIGTERM = """
 import os, signal, sys, lockstep as ls
 from lockstep.errors import ClusterError

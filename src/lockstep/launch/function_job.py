@@ -28,6 +28,7 @@ from lockstep.launch.places import error_path, stacks_path
 from lockstep.launch.shares import share_host, visible_gpus
 from lockstep.launch.stacks import read_stacks
 from lockstep.launch.streams import Streams
+from lockstep.launch.surroundings import no_empty_compiler_folder
 from lockstep.launch.telling import tell_nobody
 from lockstep.launch.travel import pack_call, unpack
 
@@ -79,7 +80,7 @@ class FunctionJob:
             gpus=visible_gpus(os.environ, torch.cuda.device_count()),
             gpus_per_worker=self.gpus_per_worker,
         )
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
+        with no_empty_compiler_folder(), tempfile.TemporaryDirectory(prefix="lockstep-") as name:
             call = Call(
                 payload=pack_call(fn, args, kwargs),
                 environment=dict(os.environ),

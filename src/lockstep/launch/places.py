@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 AGENT_VARIABLES = frozenset(
@@ -58,3 +59,8 @@ def pipe_path(folder: Path, worker: int, attempt: int, stream: str) -> Path:
 def _path(folder: Path, worker: int, attempt: int, ending: str) -> Path:
     stem = f"worker-{worker}" if attempt == 0 else f"worker-{worker}.attempt-{attempt}"
     return folder / f"{stem}.{ending}"
+
+
+def semaphore_prefix(folder: Path) -> str:
+    """What the names of the semaphores begin with that multiprocessing makes in a worker: this run's alone."""
+    return f"/lockstep-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"

@@ -22,7 +22,7 @@ from lockstep.launch.failures import Failure
 from lockstep.launch.job import Ending, run_agent
 from lockstep.launch.logs import PipedLogs
 from lockstep.launch.meeting import Meeting
-from lockstep.launch.places import log_path
+from lockstep.launch.places import log_path, semaphore_prefix
 from lockstep.launch.program_worker import MODULE, SCRIPT
 from lockstep.launch.shares import share_host, visible_gpus
 from lockstep.launch.streams import Streams
@@ -139,7 +139,10 @@ class ProgramJob:
         )
         with closing(Streams(folder, logs=folder, reader=reader_for(self.output), complain=complain)) as streams:
             logs = PipedLogs(streams, shares=shares, folder=folder, opened_by_agent=True)
-            return run_agent(spec, logs, limits=self.limits, on_restart=_restart_teller(self.max_restarts, tell))
+            try:
+                return run_agent(spec, logs, limits=self.limits, on_restart=_restart_teller(self.max_restarts, tell))
+            finally:
+                _remove_semaphores(folder)
 
     def _words(self, folder: Path) -> tuple[str, ...]:
         """The command line of every worker after Python's name. The agent would fill in what follows a dollar sign."""
@@ -188,3 +191,9 @@ def _last_words(failure: Failure, log: Path) -> str:
         return failure.record.traceback
     lines = log.read_text(errors="replace").splitlines(keepends=True) if log.exists() else []
     return "".join(lines[-_LAST_LINES:])
+
+
+def _remove_semaphores(folder: Path) -> None:
+    """Removes the semaphores that killed workers left in shared memory; a tracker of theirs was killed with them."""
+    for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):
+        path.unlink(missing_ok=True)

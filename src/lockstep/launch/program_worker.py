@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import multiprocessing.process
 import os
 import runpy
 import sys
 from pathlib import Path
 
 from lockstep.launch.failures import Record, without_frames
-from lockstep.launch.places import LIFELINE, record_path
+from lockstep.launch.places import LIFELINE, record_path, semaphore_prefix
 from lockstep.lifeline import hang_on
 
 MODULE, SCRIPT = "module", "script"
@@ -27,6 +28,7 @@ def main() -> None:
     hang_on(os.environ.pop(LIFELINE))  # before all else: the launcher may have ended meanwhile
     folder, kind, target, *arguments = sys.argv[1:]
     sys.argv = [target, *arguments]
+    multiprocessing.process.current_process()._config["semprefix"] = semaphore_prefix(Path(folder))  # type: ignore[attr-defined]
     leave = _Leave()
     atexit.register(leave)  # before what the program registers, so that it is called after that
     try:

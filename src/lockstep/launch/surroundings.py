@@ -6,9 +6,11 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NoReturn
 
@@ -67,6 +69,25 @@ def hear_sigterm_once() -> None:
 def _end_workers(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # with SIG_IGN Python complains of one that has come
     raise SignalException(f"process {os.getpid()} got SIGTERM", sigval=signal.SIGTERM)
+
+
+@contextmanager
+def no_empty_compiler_folder() -> Iterator[None]:
+    """Removes the folder for compiled code that torch makes where it is only imported, if it is new and empty.
+
+    The server of the workers imports torch's compiler, as torch's optimizers do at their first step.
+    """
+    before = _compiler_folders()
+    try:
+        yield
+    finally:
+        for folder in _compiler_folders() - before:
+            with suppress(OSError):  # something is in it: code that was compiled, to be used again
+                folder.rmdir()
+
+
+def _compiler_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("torchinductor_*"))
 
 
 @contextmanager
