@@ -167,3 +167,13 @@ def test_recurrent_layers_without_dropout_do_not_wait_for_the_generator(
     assert isinstance(strategy.run(lambda: evaluated(ROWS)[0]), PerReplica)
     with pytest.raises(TypeError, match="NoneType"):
         strategy.run(lambda: trained(ROWS)[0])
+
+
+def test_the_weights_of_an_l1_loss_are_not_lost(make_strategy: MakeStrategy):
+    weight = ROWS.square()
+
+    def step() -> Tensor:
+        return F.l1_loss(ROWS, ROWS + 1.5 * weight, weight=weight)
+
+    for value in make_strategy(2).local_results(make_strategy(2).run(step)):
+        torch.testing.assert_close(value, step())

@@ -246,6 +246,8 @@ CASES = {
     "bce with logits": Case(nn.BCEWithLogitsLoss(pos_weight=WEIGHT), bits),
     "mse": Case(nn.MSELoss(), numbers),
     "l1": Case(nn.L1Loss(), numbers),
+    "l1, weighted": Case(lambda scores, y: F.l1_loss(scores, y, weight=y.square() + 0.5), numbers),
+    "mse, weighted": Case(lambda scores, y: F.mse_loss(scores, y, weight=y.square() + 0.5), numbers),
     "smooth l1": Case(nn.SmoothL1Loss(), numbers),
     "huber": Case(nn.HuberLoss(delta=0.5), numbers),
     "kl": Case(nn.KLDivLoss(reduction="mean"), probabilities, lambda scores: scores.log_softmax(1)),

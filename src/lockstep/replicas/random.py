@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -71,6 +72,9 @@ _ATTENTION = F.scaled_dot_product_attention
 _DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | drawing.DROPOUTS.keys() | {F.rrelu, _ATTENTION}
 
 
+_FRAMES_TO_CALL = 24
+"""How far above a mode's call the function stands that it was called for, with other modes between."""
+
 PROCEED: Any = object()
 """What a guard answers where a call is to be made as it is."""
 
@@ -81,6 +85,28 @@ Guard = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 def is_random(func: Callable[..., Any]) -> bool:
     """Whether a torch function draws random numbers."""
     return func in _DRAWING
+
+
+def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that a function mode sees, with what torch 2.13 leaves out of them.
+
+    ``F.l1_loss`` does not hand its ``weight`` to modes, which so would compute a loss without it.
+    """
+    if func is not F.l1_loss or kwargs.get("weight") is not None:
+        return kwargs
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_TO_CALL):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        weight = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+        if weight is not None:
+            return {**kwargs, "weight": weight}
+    return kwargs
+
+
+def _l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return F.l1_loss(*args, **with_lost_weight(F.l1_loss, kwargs))
 
 
 def replica_generator(seed: int, replica: int) -> torch.Generator:
@@ -118,7 +144,7 @@ class ReplicaRandom(TorchFunctionMode):
         super().__init__()
         self.generator = generator
         self._applies = applies
-        self._instead = instead
+        self._instead = {F.l1_loss: _l1_loss, **instead}
         self.guard: Guard | None = None
         self._entered: list[Token[GeneratorHere | None]] = []
 

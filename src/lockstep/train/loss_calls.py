@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lockstep.replicas.random import with_lost_weight
+
 Pair = tuple[Tensor, Any]
 """A total, and its count."""
 
@@ -67,7 +69,7 @@ class LossCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(func, kwargs or {})
         watch = _WATCHED.get(func)
         if watch is None or torch._C._functorch.peek_interpreter_stack() is not None:  # in vmap, tensors are of one row
             return func(*args, **kwargs)
