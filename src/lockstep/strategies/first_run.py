@@ -15,6 +15,7 @@ import functools
 import pickle
 import random
 import sys
+import sysconfig
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,9 @@ _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_ARRAY_BYTES = 2**20
+"""Larger arrays of NumPy are not looked into, whether they have been changed."""
 _LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
 
 
@@ -125,6 +129,10 @@ class FirstRun:
     def _captured(self) -> Iterator[tuple[str, Any]]:
         for fn in (self._fn, *self._hooks()):
             yield from captured_by(fn)
+        owner = getattr(self._fn, "__self__", None)
+        parts = {id(part) for module in self._modules for part in (module, *module.module.modules())}
+        if isinstance(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in parts:
+            yield from _watched(f"{type(owner).__name__}.", vars(owner).items())
 
     def _hooks(self) -> Iterator[Callable[..., Any]]:
         parts = [part for module in self._modules for part in module.module.modules()]
@@ -222,7 +230,10 @@ def _explain(stores: HookStores, error: Exception, replicas: int) -> None:
 
 
 def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Containers and numbers that a function can reach: of its closure, of its object, and its module's globals."""
+    """What a function can reach and change: of its closure, of its object, and its module's globals.
+
+    Containers, numbers, tensors and names that are None, also as attributes of what it can reach.
+    """
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
@@ -240,8 +251,32 @@ def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
 
 def _watched(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for name, value in items:
-        if isinstance(value, _CONTAINERS) or type(value) in _NUMBERS or _is_generator(value):
+        if _is_watched(value):
             yield prefix + name, value
+        elif not isinstance(value, nn.Module) and _is_of_the_user(value):
+            for attribute, kept in vars(value).items():
+                if _is_watched(kept):
+                    yield f"{prefix}{name}.{attribute}", kept
+
+
+def _is_watched(value: Any) -> bool:
+    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in _NUMBERS
+    return simple or _is_array(value) or _is_generator(value)
+
+
+def _is_of_the_user(value: Any) -> bool:
+    """Whether a value is an object of a class that belongs to no library."""
+    kind = type(value)
+    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    if kind.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and not file.startswith((*_INSTALLED, *_LIBRARIES))
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
 def _is_generator(value: Any) -> bool:
@@ -259,6 +294,10 @@ def state_of(value: Any) -> Any:
     """What tells whether a container or number has been changed since."""
     if _is_generator(value):
         return pickle.dumps(value)
+    if value is None or isinstance(value, torch.Tensor):
+        return id(value)
+    if _is_array(value):
+        return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else b""
     if isinstance(value, dict):
         return [(key, id(each)) for key, each in value.items()]
     return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value
