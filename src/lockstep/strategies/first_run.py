@@ -1,7 +1,7 @@
 """What the first run of a step function is looked at for: things that all replicas have in common.
 
     before     what the function and the module's hooks have captured; buffers; Python's and NumPy's random numbers
-    meanwhile  which functions run; which tensors the mirrored modules are called with
+    meanwhile  which functions run; which tensors the mirrored modules are called with; whether a loss is a shard's mean
     after      what has changed of it, once for each function, as a warning
 
 Programs do each of these on purpose too, so none is an error, but forward-mode AD, which replicas cannot
@@ -37,6 +37,9 @@ from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.hook_stores import HookStores
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
+_BACKWARD = torch.autograd.backward.__code__
+_SUMMANDS = frozenset(["AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "CloneBackward0"])
+_SCALED = frozenset(["MulBackward0", "DivBackward0"])
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -70,6 +73,8 @@ class FirstRun:
         self._distributed = distributed
         self._fed: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in rows]
         self._ran: dict[CodeType, dict[str, Any]] = {}
+        self._means = False
+        self._factors: list[tuple[float, ...]] = []
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
@@ -95,13 +100,14 @@ class FirstRun:
             self._tell_of_captured(captured)
         self._tell_of_buffers(before)
         self._tell_of_inputs()
+        self._tell_of_means()
 
     def body(self, body: Callable[[], Any]) -> Callable[[], Any]:
         """One replica's part of the run, with a note of each function that it runs through."""
         return partial(self._run, body)
 
     def _run(self, body: Callable[[], Any]) -> Any:
-        if len(self._rows) == 1 or sys.getprofile() is not None:
+        if sys.getprofile() is not None:
             return body()
         sys.setprofile(self._entered)
         try:
@@ -110,8 +116,12 @@ class FirstRun:
             sys.setprofile(None)
 
     def _entered(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code not in self._ran:
-            if frame.f_code is _FORWARD_MODE:
+        if event != "call":
+            return
+        if frame.f_code is _BACKWARD and self._distributed and not self._means:
+            self._look_at_loss(frame.f_locals.get("tensors"), frame.f_locals.get("grad_tensors"))
+        if frame.f_code not in self._ran:
+            if frame.f_code is _FORWARD_MODE and len(self._rows) > 1:
                 refuse_forward_mode()
             self._ran[frame.f_code] = frame.f_globals
 
@@ -121,6 +131,31 @@ class FirstRun:
         if context is not None and module.training and torch.is_grad_enabled():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
             self._fed[context.local_replica].append(tuple(tensors))
+
+    def _look_at_loss(self, loss: Any, gradient: Any) -> None:
+        """A replica's backward pass: does it begin at a mean over the shard, and what is that multiplied by?"""
+        if not isinstance(loss, torch.Tensor) or loss.ndim or gradient is not None:
+            return
+        nodes: list[Any] = [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if _is_mean(node):
+                self._means = True
+            elif node is not None and node.name() in _SUMMANDS:
+                nodes.extend(following for following, _ in node.next_functions)
+        scaled: Any = loss.grad_fn
+        factors: list[torch.Tensor] = []
+        while scaled is not None and scaled.name() in _SCALED and isinstance(scaled._saved_other, torch.Tensor):
+            factors.append(scaled._saved_other)
+            scaled = scaled.next_functions[0][0]
+        if factors and _is_mean(scaled) and not any(each.ndim for each in factors):
+            self._factors.append(tuple(map(float, factors)))
+
+    @property
+    def _has_means(self) -> bool:
+        """Whether a loss was a mean over the shard, or one that uneven shards have multiplied by the same number."""
+        alike = len(self._factors) > 1 and len(set(self._factors)) == 1
+        return self._means or (alike and len(set(self._rows)) > 1)
 
     def _captured(self) -> Iterator[tuple[str, Any]]:
         for fn in (self._fn, *self._hooks()):
@@ -200,11 +235,25 @@ class FirstRun:
                 )
                 return
 
+    def _tell_of_means(self) -> None:
+        code = getattr(_plain(self._fn), "__code__", None)
+        if self._has_means and not (code is not None and code.co_filename.startswith(_LIBRARIES)):
+            self._tell(
+                f"calls backward on a mean over each replica's own shard, and the gradients of all {self._replicas} "
+                "replicas are added up, so that they are no mean over the global batch; give one loss per row "
+                "(of torch's losses: reduction='none') to ls.compute_average_loss(per_row, global_batch_size=rows), "
+                "and call backward on what it returns"
+            )
+
     def _tell(self, what: str) -> None:
         code = getattr(_plain(self._fn), "__code__", None)
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
         name = getattr(_plain(self._fn), "__qualname__", type(self._fn).__qualname__)
         warnings.warn(f"the step {name}{where} {what}", stacklevel=6)
+
+
+def _is_mean(node: Any) -> bool:
+    return node is not None and (node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1)
 
 
 def _plain(fn: Any) -> Any:
