@@ -241,6 +241,22 @@ def test_a_group_added_to_the_plain_optimizer_is_not_forgotten_in_silence(make_s
         train(strategy, mirrored, optimizer)
 
 
+def test_parameters_put_into_the_plain_optimizer_in_place_of_others_are_refused(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    mirrored = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.05))
+    module[1] = nn.Linear(3, 1)
+    optimizer.plain.param_groups[0]["params"] = list(module.parameters())
+
+    def step(x: Tensor) -> None:
+        mirrored(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match=r"2 parameters \(the first of shape \(1, 3\)\).*make a new optimizer"):
+        strategy.run(step, (PerReplica([torch.ones(1, 4), torch.ones(3, 4)]),))
+
+
 def test_a_closure_is_evaluated_on_each_replica(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     module = nn.Linear(1, 1, bias=False)

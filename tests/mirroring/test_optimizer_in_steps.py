@@ -320,3 +320,67 @@ def test_an_optimizer_that_wants_a_closure_says_how_it_is_stepped(make_strategy:
     with pytest.raises(AssertionError, match="a closure is needed") as caught:
         strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),))
     assert any("first_step" in note for note in caught.value.__notes__)
+
+
+def added_in_the_step(gradients: list[torch.Tensor], context: ls.ReplicaContext) -> Any:
+    return context.all_reduce("sum", gradients)
+
+
+def added_in_a_merge_call(gradients: list[torch.Tensor], context: ls.ReplicaContext) -> Any:
+    return context.merge_call(lambda strategy, given: strategy.reduce("sum", given), (gradients,))
+
+
+def added_outside(gradients: list[torch.Tensor], context: ls.ReplicaContext) -> Any:
+    return gradients
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("way", [added_in_the_step, added_in_a_merge_call, added_outside])
+def test_gradients_that_were_read_are_not_added_up_once_more(
+    make_strategy: MakeStrategy, way: Callable[..., Any], with_optimizer: bool
+):
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(make_net())
+    if with_optimizer:
+        strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+
+    def step(batch: Any) -> Any:
+        loss_of(mirrored, batch).backward()
+        context = ls.get_replica_context()
+        assert context is not None
+        return way([each.grad for each in mirrored.parameters()], context)
+
+    with pytest.raises(UsageError, match=r"\.grad of shape .* sum over all replicas already"):
+        strategy.reduce("sum", strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),)))
+
+
+def test_gradients_of_a_replica_itself_are_added_up(make_strategy: MakeStrategy):
+    expected = make_net()
+    F.mse_loss(expected(BATCHES[0][0]), BATCHES[0][1]).backward()
+    strategy = make_strategy(3)
+    mirrored = strategy.mirror(make_net())
+
+    def step(batch: Any) -> Any:
+        context = ls.get_replica_context()
+        assert context is not None
+        own = torch.autograd.grad(loss_of(mirrored, batch), list(mirrored.parameters()))
+        return context.all_reduce("sum", own)
+
+    found = strategy.local_results(strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),)))
+    for gradients in found:
+        for gradient, parameter in zip(gradients, expected.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_one_replica_may_add_up_its_gradients(make_strategy: MakeStrategy):
+    strategy = make_strategy(1)
+    mirrored = strategy.mirror(make_net())
+
+    def step(batch: Any) -> Any:
+        loss_of(mirrored, batch).backward()
+        context = ls.get_replica_context()
+        assert context is not None
+        return [(each.grad, context.all_reduce("sum", each.grad)) for each in mirrored.parameters()]
+
+    for gradient, total in strategy.run(step, (BATCHES[0],)):
+        assert torch.equal(gradient, total)

@@ -219,3 +219,63 @@ def test_a_hook_that_keeps_features_outside_is_refused(make_strategy: MakeStrate
 
     with pytest.raises(UsageError, match="features"):
         strategy.run(mirrored, (next(iter(strategy.distribute_dataset(BATCHES))),))
+
+
+def mean(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (scores - y).square().mean()
+
+
+def two_means(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.l1_loss(scores, y) + 0.1 * nn.functional.mse_loss(scores, y)
+
+
+def entropy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores, torch.zeros(len(y), dtype=torch.long))
+
+
+def mean_by_replicas(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(scores, y) / 3
+
+
+def average(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ls.compute_average_loss((scores - y).square().mean(1), global_batch_size=8)
+
+
+def mean_as_a_part(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(scores, y) * (len(y) / 8)
+
+
+def first_warnings(strategy: MirroredStrategy, loss: Callable[..., torch.Tensor], rows: int) -> list[str]:
+    mirrored = strategy.mirror(nn.Linear(2, 2))
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        loss(mirrored(batch[0]), batch[1]).backward()
+
+    batches = strategy.distribute_dataset([(torch.ones(rows, 2), torch.zeros(rows, 2))] * 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            strategy.run(step, (batch,))
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("loss", "rows"), [(mean, 9), (mean, 8), (two_means, 9), (entropy, 9), (mean_by_replicas, 8)])
+def test_a_mean_over_the_shard_that_is_back_propagated_is_told(
+    make_strategy: MakeStrategy, loss: Callable[..., torch.Tensor], rows: int
+):
+    (told,) = first_warnings(make_strategy(3), loss, rows)
+
+    assert "step" in told
+    assert "mean" in told
+    assert "compute_average_loss" in told
+
+
+@pytest.mark.parametrize(("loss", "rows"), [(average, 8), (average, 9), (mean_by_replicas, 9), (mean_as_a_part, 8)])
+def test_a_part_of_the_mean_over_the_global_batch_is_not_told(
+    make_strategy: MakeStrategy, loss: Callable[..., torch.Tensor], rows: int
+):
+    assert first_warnings(make_strategy(3), loss, rows) == []
+
+
+def test_one_replica_may_back_propagate_a_mean(make_strategy: MakeStrategy):
+    assert first_warnings(make_strategy(1), mean, 9) == []

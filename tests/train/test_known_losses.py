@@ -272,6 +272,9 @@ CASES = {
     "masked sum by a number": Case(masked_sum, token_labels),
     "sum of chosen": Case(sum_of_chosen, token_labels),
     "half of masked squares": Case(half_of_masked_squares, token_labels),
+    "sum over the rows": Case(lambda scores, y: (scores - y).square().sum() / len(y), numbers),
+    "torch's sum over the rows": Case(lambda s, y: F.mse_loss(s, y, reduction="sum") / s.shape[0], numbers),
+    "sum over the values": Case(lambda s, y: 0.5 * F.mse_loss(s, y, reduction="sum") / float(y.numel()), numbers),
     "scaled": Case(lambda scores, y: -0.5 * -F.cross_entropy(scores, y, WEIGHT) * 3 / 2, with_ignored),
     "sum of one dimension": Case(lambda s, y: tokenwise(s, y).flatten().sum(0) / (y != -100).sum(), token_labels),
     "product": Case(
@@ -416,6 +419,7 @@ REFUSED = {
     "sum by hand": Case(lambda scores, y: (scores - y).square().sum(), numbers),
     "sum of a subclass": Case(Summed(), numbers),
     "sum over a number": Case(lambda scores, y: (scores - y).square().sum() / 7, numbers),
+    "torch's sum over a number": Case(lambda s, y: F.mse_loss(s, y, reduction="sum") / 16, numbers),
     "sum by dimensions": Case(by_dimensions, numbers),
     "two sums": Case(evidence, bits),
     "contrastive": Case(contrastive, labels),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.collectives.reduction import ReduceOp, as_tensor, gather_values, length, reduce_values, sum_tensors
+from lockstep.collectives.summed import refuse_summed
 from lockstep.collectives.workers import Workers
 
 
@@ -31,7 +32,10 @@ def reduce_across(workers: Workers, op: ReduceOp, values: Sequence[Any], axis: i
 
     Raises:
         ConfigError: shapes that do not fit, or an axis that a value does not have.
+        UsageError: the sum of gradients that are sums over all replicas already.
     """
+    if op is ReduceOp.SUM:
+        refuse_summed("reduce(sum)", values)
     if workers.alone:
         return reduce_values(op, values, axis)
     name = f"reduce({op.value}{'' if axis is None else f', axis={axis}'})"

@@ -15,6 +15,7 @@ import torch
 from lockstep.collectives.across import gather_across, reduce_across, sum_across
 from lockstep.collectives.reads_as_tensor import as_read
 from lockstep.collectives.reduction import ReduceOp
+from lockstep.collectives.summed import refuse_summed
 from lockstep.collectives.workers import Workers
 
 
@@ -46,8 +47,11 @@ def all_reduce(member: Member, op: ReduceOp, value: Any) -> Any:
 
     Raises:
         ConfigError: the shapes differ between replicas.
+        UsageError: the sum of a gradient that is a sum over all replicas already.
     """
     value, name = as_read(value), f"all_reduce({op.value})"
+    if op is ReduceOp.SUM:
+        refuse_summed(name, [value])
     if not isinstance(value, torch.Tensor):
         return member.meet(name, value, lambda values: reduce_across(member.workers, op, values))
     total = _AllReduceSum.apply(value, member, name)  # type: ignore[no-untyped-call]

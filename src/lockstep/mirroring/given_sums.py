@@ -16,6 +16,7 @@ from weakref import WeakMethod
 
 import torch
 
+from lockstep.collectives.summed import mark_summed
 from lockstep.mirroring.exchange import Copies
 from lockstep.mirroring.parameter_hooks import EngineHook
 from lockstep.replicas.context import ReplicaContext
@@ -53,6 +54,10 @@ class GivenSums:
                 total = copies[0].grad
                 copies[replica].grad = None if total is None else total.to(copies[replica].device, copy=True)
         context.meet("sums of gradients", None, lambda _: None)  # the first replica may change its own from here on
+        if context.num_replicas_in_sync > 1:
+            for copies in self._parameters:
+                if (gradient := copies[replica].grad) is not None:
+                    mark_summed(gradient)
         if replica or not self._keeps_sums:
             self._sums[replica] = {at for at, copies in enumerate(self._parameters) if copies[replica].grad is not None}
         self._given[replica] = True

@@ -80,6 +80,7 @@ class Updaters:
         self._gradients = DenseGradients(parameters)
         self._fused = False
         self._parameters = parameters
+        self._known = {id(copies[0]) for copies in parameters}
         self._leaders = tuple(leaders)
         self._shared = None if sharing is None else SharedState([copies[0] for copies in parameters], sharing)
         self.reset()
@@ -138,13 +139,20 @@ class Updaters:
         """Gives the copies the user's hyperparameters, and notes for schedulers that a step has been taken.
 
         Raises:
-            UsageError: the user's optimizer got parameters that the mirrored one does not know.
+            UsageError: the user's optimizer has parameters that the mirrored one does not know.
         """
         known = sum(len(group["params"]) for group in self.plain.param_groups)
         if known != len(self._parameters):
             raise UsageError(
                 f"the optimizer has {known} parameters, but had {len(self._parameters)} when it was mirrored; "
                 "add groups with add_param_group of the mirrored optimizer"
+            )
+        fresh = [each for group in self.plain.param_groups for each in group["params"] if id(each) not in self._known]
+        if fresh:
+            raise UsageError(
+                f"the optimizer's groups have {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}) "
+                "that were not in them when it was mirrored; make a new optimizer over the module's parameters, and "
+                "hand it to strategy.mirror or compile"
             )
         if self.plain.state is not self._state:  # the user loaded a state_dict into the plain optimizer
             self.reset()

@@ -72,7 +72,7 @@ class Passes:
                     self.losses.append([_term(node, factors, saved=saved) for node, factors in _terms(root)])
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
-        """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are no part of a sum."""
+        """``torch.autograd.grad`` gives gradients of weights. Those of a loss of one row are no part of a sum."""
         roots = [each.grad_fn for each in _listed(outputs) if isinstance(each, torch.Tensor) and each.grad_fn]
         if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
             self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, torch.Tensor)]
@@ -94,7 +94,7 @@ def means_over_shards(passes: Sequence[Passes], rows: Sequence[int | None], repl
     """
     known = [(each.losses, count) for each, count in zip(passes, rows, strict=True) if count]
     total = sum(count for _, count in known)
-    if len(known) < 2:
+    if len(known) < min(2, len(rows)):
         return False
     uneven = len({count for _, count in known}) > 1
 
@@ -137,7 +137,9 @@ def _side_by_side(losses: Sequence[Sequence[Sequence[Term]]]) -> Iterator[tuple[
 def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
     """What a loss is the sum of, each with the numbers that it is multiplied by."""
     waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
-    while waiting:
+    for _ in range(_NODES):
+        if not waiting:
+            return
         node, factors = waiting.pop()
         name, following = node.name(), [each for each, _ in node.next_functions if each is not None]
         if name.startswith(_SUMS) or (name.startswith(_SAME) and len(following) == 1):

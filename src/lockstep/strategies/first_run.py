@@ -1,7 +1,7 @@
 """What the first run of a step function is looked at for: things that all replicas have in common.
 
     before     what the function and the module's hooks have captured; buffers; Python's and NumPy's random numbers
-    meanwhile  which functions run; which tensors the mirrored modules are called with
+    meanwhile  which functions run; which tensors the mirrored modules are called with; whether a loss is a shard's mean
     after      what has changed of it, once for each function, as a warning
 
 Programs do each of these on purpose too, so none is an error, but forward-mode AD, which replicas cannot
@@ -19,7 +19,7 @@ import sysconfig
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -114,7 +114,7 @@ class FirstRun:
         return partial(self._run, body)
 
     def _run(self, body: Callable[[], Any]) -> Any:
-        if len(self._rows) == 1 or sys.getprofile() is not None:
+        if sys.getprofile() is not None:
             return body()
         sys.setprofile(self._entered)
         try:
@@ -125,11 +125,12 @@ class FirstRun:
     def _entered(self, frame: FrameType, event: str, given: Any) -> None:
         code = frame.f_code
         if event == "call" and code not in self._ran:
-            if code is _FORWARD_MODE:
+            if code is _FORWARD_MODE and len(self._rows) > 1:
                 refuse_forward_mode()
             self._ran[code] = frame.f_globals
         if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
-            self._differentiates(frame, event, given)
+            with suppress(Exception):  # what is freed, or of another kind than here, is not looked at
+                self._differentiates(frame, event, given)
 
     def _differentiates(self, frame: FrameType, event: str, given: Any) -> None:
         context, local = get_replica_context(), frame.f_locals

@@ -178,8 +178,10 @@ class LossCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         total, count = args
         counts = isinstance(count, (int, float)) and (self._masked or bool(self._reads))
-        if self._sums.get(total) is None or not (counts or (isinstance(count, Tensor) and count.numel() == 1)):
+        if self._sums.get(total) is None:
             return self._scaled(func, args, kwargs)
+        if not (counts or (isinstance(count, Tensor) and count.numel() == 1)):
+            return func(total, count)  # by the rows or by a constant: its parts tell
         result = func(total, count)
         if isinstance(count, Tensor):
             unclamped = self._unclamped.get(count)
