@@ -137,6 +137,57 @@ def test_gradients_of_a_shard_that_are_not_summed_are_told_of(make_strategy: Mak
     assert "all_reduce" in told[0]
 
 
+class Cubed(torch.autograd.Function):
+    """Keeps a name of its own, as a function of Python's may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.name = "cubed"
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 3 * ctx.saved_tensors[0] ** 2
+
+
+def alike(model: nn.Module, x: Tensor) -> Tensor:
+    features = F.normalize(model(x), dim=1)
+    return features @ features.T
+
+
+def whitened(model: nn.Module, x: Tensor) -> Tensor:
+    features = model(x)
+    return (features - features.mean(0)) / (features.std(0, correction=0) + 0.1)
+
+
+OVER_ROWS: dict[str, Loss] = {
+    "contrastive": lambda model, x, y: alike(model, x).exp().sum(1).log().sum() / 8,
+    "whitened": lambda model, x, y: F.cross_entropy(whitened(model, x), y, reduction="sum") / 8,
+    "largest": lambda model, x, y: per_row(model, x, y).topk(2).values.sum() / 8,
+    "softmax over the rows": lambda model, x, y: (model(x).softmax(0) * F.one_hot(y, 3)).sum() / 8,
+    "correlation": lambda model, x, y: ((z := model(x)).T @ z / 8).square().sum(),
+    "root of a mean": lambda model, x, y: model(x).square().mean().sqrt(),
+}
+
+
+@pytest.mark.parametrize("loss", OVER_ROWS.values(), ids=OVER_ROWS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_loss_that_compares_the_rows_of_a_shard_is_told_of(make_strategy: MakeStrategy, loss: Loss, count: int):
+    module, told = spread(loss, make_strategy, count)
+
+    assert differ(module, alone(loss))
+    assert len(told) == 1
+    assert "all_gather" in told[0]
+
+
+def gathered(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    features, context = F.normalize(model(x), dim=1), ls.get_replica_context()
+    everyone = features if context is None else context.all_gather(features, axis=0)
+    total: Tensor = (features @ everyone.T).exp().sum(1).log().sum() / 8
+    return total
+
+
 RIGHT: dict[str, Loss] = {
     "average": exact,
     "a part of a mean": lambda model, x, y: per_row(model, x, y).mean() * len(x) / 8,
@@ -144,6 +195,8 @@ RIGHT: dict[str, Loss] = {
     "a sum": lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"),
     "a mean over what a row has": lambda model, x, y: exact(model, x, y) + model(x).square().mean(1).sum() / 8,
     "a divided penalty": lambda model, x, y: exact(model, x, y) + squares(model) / replicas(),
+    "gathered": gathered,
+    "a function of Python's": lambda model, x, y: Cubed.apply(model(x)).square().sum() / 8,
     "summed gradients": lambda model, x, y: of_a_sum(model, x, y, summed=True),
     "one loss a row": lambda model, x, y: sum(
         F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))

@@ -291,8 +291,8 @@ class StepGuard:
                 f"{caller()}; register it once outside strategy.run, on the plain module's parameter, and it will "
                 "see the sum of all replicas' gradients"
             )
-        if known.replica != self._replica:
-            return
+        if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
+            return  # "weight.data *= mask" has been made in place, and assigns what is there
         if func == _SET_DATA:
             raise UsageError(
                 f"the step assigns {known.name}.data, which would part this replica's weights from the others'; change "
@@ -489,6 +489,11 @@ def _same(mine: Any, other: Any) -> bool:
     if mine.shape != other.shape or mine.dtype != other.dtype:
         return False
     return mine.data_ptr() == other.data_ptr() or torch.equal(mine.detach(), other.detach().to(mine.device))
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    return alike and one.data_ptr() == other.data_ptr()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -23,7 +23,14 @@ _SCALES = ("MulBackward", "DivBackward")
 _SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
 _MEANS = ("MeanBackward", "SumBackward")
 _LISTS = ("StackBackward", "CatBackward")
-_LEAF = "torch::autograd::AccumulateGrad"
+_OVER_A_DIM = (
+    *("MeanBackward", "VarBackward", "StdBackward", "VarMeanBackward", "StdMeanBackward", "LogsumexpBackward"),
+    *("LinalgVectorNormBackward", "SoftmaxBackward", "LogSoftmaxBackward", "TopkBackward", "SortBackward"),
+    *("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "KthvalueBackward"),
+)
+"""Of functions that compare, or take together, what stands along a dimension; a sum is not one of them."""
+_LEAF = "AccumulateGrad"
+_OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
 _NODES = 5000
 """A term whose graph has more nodes is no penalty, and not looked into."""
@@ -50,11 +57,15 @@ class Passes:
 
     Attributes:
         losses: the terms of each loss.
+        mixed: the functions on the way that compare or take together what stands along a dimension, with its size.
         gradients: what ``torch.autograd.grad`` gave for weights, by the line that asked.
+        twice: whether losses may hold gradients, which are matrix products over rows by themselves.
     """
 
     losses: list[list[Term]] = field(default_factory=list)
+    mixed: set[tuple[str, int]] = field(default_factory=set)
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    twice: bool = False
     _seen: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
@@ -69,10 +80,12 @@ class Passes:
             if root is not None and not any(root is each for each in self._seen):
                 self._seen.append(root)
                 with torch._C.DisableTorchFunction(), torch.no_grad():
-                    self.losses.append([_term(node, factors, saved=saved) for node, factors in _terms(root)])
+                    found = list(_terms(root))
+                    self.losses.append([_term(node, factors, saved=saved) for node, factors in found])
+                    self.mixed.update(_mixed(root, {node for node, _ in found}, saved=saved, twice=self.twice))
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
-        """``torch.autograd.grad`` gives gradients of weights. Those of a loss of one row are no part of a sum."""
+        """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
         roots = [each.grad_fn for each in _listed(outputs) if isinstance(each, torch.Tensor) and each.grad_fn]
         if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
             self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, torch.Tensor)]
@@ -127,6 +140,14 @@ def counted_by_each(passes: Sequence[Passes], rows: Sequence[int | None], replic
     return any(not any(math.isclose(factor, 1 / replicas) for factor in terms[0].factors) for terms in same)
 
 
+def over_rows(passes: Sequence[Passes], rows: Sequence[int | None]) -> list[str]:
+    """What in the losses of all replicas compares or takes together each one's own rows."""
+    known = [(each.mixed, count) for each, count in zip(passes, rows, strict=True) if count and count > 1]
+    if len(known) < 2:
+        return []
+    return sorted(set.intersection(*({name for name, size in mixed if size == count} for mixed, count in known)))
+
+
 def _side_by_side(losses: Sequence[Sequence[Sequence[Term]]]) -> Iterator[tuple[Term, ...]]:
     """The replicas' terms, each with its like; nothing of those that have not the same number of them."""
     for of_one_loss in zip(*losses, strict=False):
@@ -141,7 +162,7 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
         if not waiting:
             return
         node, factors = waiting.pop()
-        name, following = node.name(), [each for each, _ in node.next_functions if each is not None]
+        name, following = _name(node), [each for each, _ in node.next_functions if each is not None]
         if name.startswith(_SUMS) or (name.startswith(_SAME) and len(following) == 1):
             waiting += [(each, factors) for each in following]
         elif name.startswith(_SCALES) and len(following) == 1:
@@ -153,10 +174,10 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
 def _factor(node: Any) -> Iterator[float]:
     """By what a product or quotient of one node's result multiplies it."""
     for name in ("_saved_other", "_saved_self"):
-        value = getattr(node, name, None)
+        value = _kept(node, name)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
             number = float(value)
-            yield 1 / number if node.name().startswith("DivBackward") and number else number
+            yield 1 / number if _name(node).startswith("DivBackward") and number else number
             return
 
 
@@ -165,18 +186,18 @@ def _term(node: Any, factors: tuple[float, ...], *, saved: bool) -> Term:
 
 
 def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:
-    name = node.name()
+    name = _name(node)
     if name.startswith(_MEANS):
-        sizes = node._saved_self_sym_sizes
+        sizes = _kept(node, "_saved_self_sym_sizes")
         child = node.next_functions[0][0]
-        if not sizes or (child is not None and child.name().startswith(_LISTS)):
+        if not sizes or (child is not None and _name(child).startswith(_LISTS)):
             return None
         size = int(sizes[0])
         by_hand = any(math.isclose(factor, 1 / size) for factor in factors) if size else False
         return size if name.startswith("MeanBackward") or by_hand else None
-    if getattr(node, "_saved_reduction", None) != _MEAN_REDUCTION or not saved:
+    if not saved or _kept(node, "_saved_reduction") != _MEAN_REDUCTION:
         return None
-    given = node._saved_self
+    given = _kept(node, "_saved_self")
     return int(given.shape[0]) if isinstance(given, torch.Tensor) and given.ndim else None
 
 
@@ -186,12 +207,12 @@ def _digest(root: Any) -> int | None:
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
-        if len(seen) > _NODES or hasattr(node, "saved_tensors"):  # a function of Python's may do anything
+        if len(seen) > _NODES or isinstance(node, _OF_PYTHON):  # which may do anything
             return None
-        if node.name() == _LEAF:
+        if _name(node) == _LEAF:
             weights = True
             continue
-        digest = hash((digest, node.name()))
+        digest = hash((digest, _name(node)))
         for attribute in sorted(each for each in dir(node) if each.startswith("_saved_")):
             try:
                 value = getattr(node, attribute)
@@ -205,12 +226,74 @@ def _digest(root: Any) -> int | None:
             if not tensors:
                 digest = hash((digest, repr(value)))
         following = [each for each, _ in node.next_functions]
-        binary = binary or (None in following and not node.name().startswith(_SCALES))
+        binary = binary or (None in following and not _name(node).startswith(_SCALES))
         for each in following:
             if each is not None and each not in seen:
                 seen.add(each)
                 waiting.append(each)
     return digest if weights and (kept or not binary) else None
+
+
+def _mixed(root: Any, terms: set[Any], *, saved: bool, twice: bool) -> Iterator[tuple[str, int]]:
+    """The functions behind a loss, but its own terms, that go over a dimension 0, with its size."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        name = _name(node)
+        if name.startswith(_OVER_A_DIM) and node not in terms and not _is_weight(node.next_functions[0][0]):
+            sizes = _sizes(node, saved=saved)
+            if sizes and _goes_over_the_first(node, len(sizes)):
+                yield name.split("Backward")[0].lower(), sizes[0]
+        elif name.startswith("MmBackward") and saved:
+            one, other = _kept(node, "_saved_self"), _kept(node, "_saved_mat2")
+            if one is not None and other is not None and not any(_is_weight(each) for each, _ in node.next_functions):
+                if not twice:
+                    yield "a matrix product", int(one.shape[1])
+                if one.shape[0] == other.shape[1]:
+                    yield "a matrix product", int(one.shape[0])
+        for each, _ in node.next_functions:
+            if each is not None and each not in seen:
+                seen.add(each)
+                waiting.append(each)
+
+
+def _is_weight(node: Any) -> bool:
+    """Whether a function gives a weight, or a view of one."""
+    while node is not None and _name(node) != _LEAF:
+        following = [each for each, _ in node.next_functions]
+        if len(following) != 1:
+            return False
+        node = following[0]
+    return node is not None
+
+
+def _sizes(node: Any, *, saved: bool) -> Sequence[int]:
+    sizes: Sequence[int] | None = _kept(node, "_saved_self_sym_sizes")
+    if sizes or not saved:
+        return sizes or ()
+    given = _kept(node, "_saved_self")
+    given = _kept(node, "_saved_result") if given is None else given
+    return tuple(given.shape) if isinstance(given, torch.Tensor) else ()
+
+
+def _goes_over_the_first(node: Any, dims: int) -> bool:
+    given = _kept(node, "_saved_dim")
+    if given is None or given == ():
+        return True
+    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(given))
+
+
+def _name(node: Any) -> str:
+    """Such as "MeanBackward0"; a function of Python's may be called anything."""
+    return "" if isinstance(node, _OF_PYTHON) else type(node).__name__
+
+
+def _kept(node: Any, name: str) -> Any:
+    """What a function has saved; None where it is freed, or has been changed in place since."""
+    try:
+        return getattr(node, name, None)
+    except RuntimeError:
+        return None
 
 
 def _listed(value: Any) -> Sequence[Any]:

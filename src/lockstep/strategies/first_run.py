@@ -35,7 +35,7 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import refuse_forward_mode
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.strategies.back_propagated import Passes, counted_by_each, means_over_shards
+from lockstep.strategies.back_propagated import Passes, counted_by_each, means_over_shards, over_rows
 from lockstep.strategies.hook_stores import HookStores
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
@@ -143,6 +143,8 @@ class FirstRun:
             for leaf in tree_leaves(local["value"]):
                 if isinstance(leaf, torch.Tensor):
                     passes.summed(leaf)
+        elif event == "call" and frame.f_code is _GRADIENTS:
+            passes.twice = True
         elif event == "return" and frame.f_code is _GRADIENTS and isinstance(given, tuple):
             asked = {id(each) for each in tree_leaves(local["inputs"])}
             passes.differentiated(local["outputs"], given if asked & self._weights else (), _line_of(frame))
@@ -247,6 +249,13 @@ class FirstRun:
             self._tell(
                 "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
                 f"{self._replicas} times; divide it among them with ls.scale_regularization_loss(term)"
+            )
+        mixing = over_rows(self._passes, self._rows)
+        if mixing:
+            self._tell(
+                f"compares or takes together the rows of its shard in the loss ({', '.join(mixing)}), where one device "
+                "has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, axis=0), "
+                'or take means and variances from sums, all_reduce("sum", value.sum(0))'
             )
         lines = dict.fromkeys(line for passes in self._passes for line in passes.gradients)
         if lines:
