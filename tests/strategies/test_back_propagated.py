@@ -183,6 +183,11 @@ OVER_ROWS: dict[str, Loss] = {
     "dice": dice,
     "dice of each class": lambda model, x, y: dice(model, x, y, 0),
     "prototypes": lambda model, x, y: F.cross_entropy(prototypes(model, x, y), y, reduction="sum") / 8,
+    "normalised advantages": lambda model, x, y: (per_row(model, x, y) * (x[:, 0] / x[:, 0].std())).sum() / 8,
+    "mixed with its neighbours": lambda model, x, y: per_row(model, 0.7 * x + 0.3 * x.flip(0), y).sum() / 8,
+    "weights by labels": lambda model, x, y: (
+        F.cross_entropy(model(x), y, torch.bincount(y, minlength=3) + 1.0, reduction="sum") / 8
+    ),
     "root of a mean": lambda model, x, y: model(x).square().mean().sqrt(),
 }
 
@@ -218,6 +223,7 @@ RIGHT: dict[str, Loss] = {
     "by the sum of all masks": lambda model, x, y: (per_row(model, x, y) * (x[:, 0] > 0)).sum() / (X[:, 0] > 0).sum(),
     "by a sum along each row": lambda model, x, y: (model(x).exp() / model(x).exp().sum(1, keepdim=True)).sum() / 8,
     "a function of Python's": lambda model, x, y: Cubed.apply(model(x)).square().sum() / 8,
+    "a spread of each row": lambda model, x, y: per_row(model, x / x.std(1, correction=0)[:, None], y).sum() / 8,
     "summed gradients": lambda model, x, y: of_a_sum(model, x, y, summed=True),
     "one loss a row": lambda model, x, y: sum(
         F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))

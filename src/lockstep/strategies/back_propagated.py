@@ -10,7 +10,7 @@ penalty that each replica adds, counts once for each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,10 @@ _OVER_A_DIM = (
     *("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "KthvalueBackward"),
 )
 """Of functions that compare, or take together, what stands along a dimension; a sum is not one of them."""
+_SPREADS = frozenset([getattr(home, name) for home in (torch, torch.Tensor) for name in ("std", "var")])
+_OF_DATA = _SPREADS | {torch.std_mean, torch.var_mean, torch.flip, torch.Tensor.flip, torch.bincount}
+_OF_DATA |= {torch.Tensor.bincount}
+"""Of functions that steps call on data, without gradients, what compares rows; a mean is what metrics are, too."""
 _LEAF = "AccumulateGrad"
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
@@ -85,6 +89,17 @@ class Passes:
                     found = list(_terms(root))
                     self.losses.append([_term(node, factors, saved=saved) for node, factors in found])
                     self.mixed.update(_mixed(root, {node for node, _ in found}, saved=saved, twice=self.twice))
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The step calls a function of torch, on data as may be."""
+        if func in _OF_DATA and args and isinstance(args[0], torch.Tensor):
+            with torch._C.DisableTorchFunction():
+                sizes, is_data = tuple(args[0].shape), not args[0].requires_grad
+            given = (*args[1:], *(kwargs[name] for name in ("dim", "dims") if name in kwargs))
+            dims = [each for each in given if type(each) is not bool]
+            dims = [dim for each in dims for dim in _listed(each) if isinstance(dim, int)]
+            if is_data and sizes and (not dims or any(dim % len(sizes) == 0 for dim in dims)):
+                self.mixed.add((func.__name__, sizes[0]))
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
         """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
@@ -160,7 +175,8 @@ def counted_by_each(passes: Sequence[Passes], rows: Sequence[int | None], replic
 
 def over_rows(passes: Sequence[Passes], rows: Sequence[int | None]) -> list[str]:
     """What in the losses of all replicas compares or takes together each one's own rows."""
-    known = [(each.mixed, count) for each, count in zip(passes, rows, strict=True) if count and count > 1]
+    pairs = zip(passes, rows, strict=True)
+    known = [(each.mixed, count) for each, count in pairs if count and count > 1 and each.losses]
     if len(known) < 2:
         return []
     return sorted(set.intersection(*({name for name, size in mixed if size == count} for mixed, count in known)))
