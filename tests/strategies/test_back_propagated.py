@@ -83,6 +83,8 @@ MEANS: dict[str, Loss] = {
     "of a module, scaled": lambda model, x, y: nn.MSELoss()(model(x), F.one_hot(y, 3).float()) * 0.5,
     "by hand": lambda model, x, y: per_row(model, x, y).sum() / len(x),
     "of a method": lambda model, x, y: per_row(model, x, y).mean(),
+    "of the rows that a mask leaves": lambda model, x, y: per_row(model, x, y)[x[:, 0] > 0].mean(),
+    "by a mask's count": lambda model, x, y: (per_row(model, x, y) * (x[:, 2] > 0)).sum() / (x[:, 2] > 0).sum(),
     "one of two": lambda model, x, y: exact(model, x, y) + 0.1 * model(x).abs().mean(),
     "over the replicas, of shards that differ": lambda model, x, y: per_row(model, x, y).mean() / replicas(),
 }
@@ -161,12 +163,31 @@ def whitened(model: nn.Module, x: Tensor) -> Tensor:
     return (features - features.mean(0)) / (features.std(0, correction=0) + 0.1)
 
 
+def dice(model: nn.Module, x: Tensor, y: Tensor, *dims: int) -> Tensor:
+    chances, labels = model(x).softmax(1), F.one_hot(y, 3)
+    loss: Tensor = 1 - 2 * (chances * labels).sum(*dims) / (chances.sum(*dims) + labels.sum(*dims))
+    return loss.sum()
+
+
+def prototypes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    labels = F.one_hot(y, 3).float()
+    return model(x) @ (labels.T @ model(x)).T
+
+
 OVER_ROWS: dict[str, Loss] = {
     "contrastive": lambda model, x, y: alike(model, x).exp().sum(1).log().sum() / 8,
     "whitened": lambda model, x, y: F.cross_entropy(whitened(model, x), y, reduction="sum") / 8,
     "largest": lambda model, x, y: per_row(model, x, y).topk(2).values.sum() / 8,
     "softmax over the rows": lambda model, x, y: (model(x).softmax(0) * F.one_hot(y, 3)).sum() / 8,
     "correlation": lambda model, x, y: ((z := model(x)).T @ z / 8).square().sum(),
+    "dice": dice,
+    "dice of each class": lambda model, x, y: dice(model, x, y, 0),
+    "prototypes": lambda model, x, y: F.cross_entropy(prototypes(model, x, y), y, reduction="sum") / 8,
+    "normalised advantages": lambda model, x, y: (per_row(model, x, y) * (x[:, 0] / x[:, 0].std())).sum() / 8,
+    "mixed with its neighbours": lambda model, x, y: per_row(model, 0.7 * x + 0.3 * x.flip(0), y).sum() / 8,
+    "weights by labels": lambda model, x, y: (
+        F.cross_entropy(model(x), y, torch.bincount(y, minlength=3) + 1.0, reduction="sum") / 8
+    ),
     "root of a mean": lambda model, x, y: model(x).square().mean().sqrt(),
 }
 
@@ -194,9 +215,15 @@ RIGHT: dict[str, Loss] = {
     "a share of a mean": lambda model, x, y: per_row(model, x, y).mean() * (len(x) / 8),
     "a sum": lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"),
     "a mean over what a row has": lambda model, x, y: exact(model, x, y) + model(x).square().mean(1).sum() / 8,
+    "a divided penalty of three items": lambda model, x, y: (
+        exact(model, x, y) + list(model.parameters())[-1].square().sum() / replicas()
+    ),
     "a divided penalty": lambda model, x, y: exact(model, x, y) + squares(model) / replicas(),
     "gathered": gathered,
+    "by the sum of all masks": lambda model, x, y: (per_row(model, x, y) * (x[:, 0] > 0)).sum() / (X[:, 0] > 0).sum(),
+    "by a sum along each row": lambda model, x, y: (model(x).exp() / model(x).exp().sum(1, keepdim=True)).sum() / 8,
     "a function of Python's": lambda model, x, y: Cubed.apply(model(x)).square().sum() / 8,
+    "a spread of each row": lambda model, x, y: per_row(model, x / x.std(1, correction=0)[:, None], y).sum() / 8,
     "summed gradients": lambda model, x, y: of_a_sum(model, x, y, summed=True),
     "one loss a row": lambda model, x, y: sum(
         F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))

@@ -10,7 +10,7 @@ penalty that each replica adds, counts once for each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,10 @@ _OVER_A_DIM = (
     *("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "KthvalueBackward"),
 )
 """Of functions that compare, or take together, what stands along a dimension; a sum is not one of them."""
+_SPREADS = frozenset([getattr(home, name) for home in (torch, torch.Tensor) for name in ("std", "var")])
+_OF_DATA = _SPREADS | {torch.std_mean, torch.var_mean, torch.flip, torch.Tensor.flip, torch.bincount}
+_OF_DATA |= {torch.Tensor.bincount}
+"""Of functions that steps call on data, without gradients, what compares rows; a mean is what metrics are, too."""
 _LEAF = "AccumulateGrad"
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
@@ -42,11 +46,13 @@ class Term:
 
     Args:
         mean_over: of how many items it is a mean; None where it is none.
+        is_sum: whether it is a sum of several items.
         factors: the numbers by which it is multiplied.
         digest: of all that its gradient depends on; None where that is not known.
     """
 
     mean_over: int | None
+    is_sum: bool
     factors: tuple[float, ...]
     digest: int | None
 
@@ -79,10 +85,20 @@ class Passes:
             root = tensor.grad_fn if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 else None
             if root is not None and not any(root is each for each in self._seen):
                 self._seen.append(root)
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    found = list(_terms(root))
-                    self.losses.append([_term(node, factors, saved=saved) for node, factors in found])
-                    self.mixed.update(_mixed(root, {node for node, _ in found}, saved=saved, twice=self.twice))
+                found = list(_terms(root))
+                self.losses.append([_term(node, factors, saved=saved) for node, factors in found])
+                self.mixed.update(_mixed(root, {node for node, _ in found}, saved=saved, twice=self.twice))
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The step calls a function of torch, on data as may be."""
+        if func in _OF_DATA and args and isinstance(args[0], torch.Tensor):
+            with torch._C.DisableTorchFunction():
+                sizes, is_data = tuple(args[0].shape), not args[0].requires_grad
+            given = (*args[1:], *(kwargs[name] for name in ("dim", "dims") if name in kwargs))
+            dims = [each for each in given if type(each) is not bool]
+            dims = [dim for each in dims for dim in _listed(each) if isinstance(dim, int)]
+            if is_data and sizes and (not dims or any(dim % len(sizes) == 0 for dim in dims)):
+                self.mixed.add((func.__name__, sizes[0]))
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
         """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
@@ -113,7 +129,7 @@ def means_over_shards(passes: Sequence[Passes], rows: Sequence[int | None], repl
 
     def wrong(term: Term, count: int) -> bool:
         size = term.mean_over
-        if size is None or (size == 1 and count > 1) or (size % count and size != total):
+        if size is None or (term.is_sum and size != count):
             return False
         parts = [float(count), count / total, 1 / total]
         if size == total or not uneven:
@@ -122,8 +138,24 @@ def means_over_shards(passes: Sequence[Passes], rows: Sequence[int | None], repl
             return False  # the global batch is not known here
         return not any(math.isclose(factor, part) for factor in term.factors for part in parts if part != 1)
 
+    def of_one_row(terms: Sequence[Term]) -> bool:
+        return all(term.mean_over == 1 for term in terms) and max(count for _, count in known) > 1
+
+    def of_each(terms: Sequence[Term]) -> bool:
+        """Whether sums are divided by what differs between replicas, as the items that a mask leaves do."""
+        differ = terms[0].is_sum and len({term.factors for term in terms}) > 1
+        counts = [count for _, count in known]
+        return differ and not any(
+            all(
+                any(math.isclose(f, part * count) for f in term.factors)
+                for term, count in zip(terms, counts, strict=True)
+            )
+            for part in (1.0, 1 / total)
+        )
+
     return any(
-        all(wrong(term, count) for term, (_, count) in zip(terms, known, strict=True))
+        of_each(terms)
+        or (not of_one_row(terms) and all(wrong(term, count) for term, (_, count) in zip(terms, known, strict=True)))
         for terms in _side_by_side([losses for losses, _ in known])
     )
 
@@ -142,7 +174,8 @@ def counted_by_each(passes: Sequence[Passes], rows: Sequence[int | None], replic
 
 def over_rows(passes: Sequence[Passes], rows: Sequence[int | None]) -> list[str]:
     """What in the losses of all replicas compares or takes together each one's own rows."""
-    known = [(each.mixed, count) for each, count in zip(passes, rows, strict=True) if count and count > 1]
+    pairs = zip(passes, rows, strict=True)
+    known = [(each.mixed, count) for each, count in pairs if count and count > 1 and each.losses]
     if len(known) < 2:
         return []
     return sorted(set.intersection(*({name for name, size in mixed if size == count} for mixed, count in known)))
@@ -176,13 +209,14 @@ def _factor(node: Any) -> Iterator[float]:
     for name in ("_saved_other", "_saved_self"):
         value = _kept(node, name)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-            number = float(value)
+            number = float(value.detach())
             yield 1 / number if _name(node).startswith("DivBackward") and number else number
             return
 
 
 def _term(node: Any, factors: tuple[float, ...], *, saved: bool) -> Term:
-    return Term(_mean_over(node, factors, saved=saved), factors, _digest(node) if saved else None)
+    is_sum = _name(node).startswith("SumBackward") and bool(_kept(node, "_saved_self_sym_sizes"))
+    return Term(_mean_over(node, factors, saved=saved), is_sum, factors, _digest(node) if saved else None)
 
 
 def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:
@@ -245,16 +279,40 @@ def _mixed(root: Any, terms: set[Any], *, saved: bool, twice: bool) -> Iterator[
             if sizes and _goes_over_the_first(node, len(sizes)):
                 yield name.split("Backward")[0].lower(), sizes[0]
         elif name.startswith("MmBackward") and saved:
-            one, other = _kept(node, "_saved_self"), _kept(node, "_saved_mat2")
-            if one is not None and other is not None and not any(_is_weight(each) for each, _ in node.next_functions):
-                if not twice:
-                    yield "a matrix product", int(one.shape[1])
-                if one.shape[0] == other.shape[1]:
-                    yield "a matrix product", int(one.shape[0])
+            yield from (("a matrix product", size) for size in _multiplied(node, twice=twice))
+        elif name.startswith("DivBackward"):
+            yield from (("a quotient of sums", size) for size in _summed_in(node.next_functions[1][0]))
         for each, _ in node.next_functions:
             if each is not None and each not in seen:
                 seen.add(each)
                 waiting.append(each)
+
+
+def _multiplied(node: Any, *, twice: bool) -> Iterator[int]:
+    """Over how many items a matrix product adds up, and of how many it takes each with each."""
+    one, other = _kept(node, "_saved_self"), _kept(node, "_saved_mat2")
+    if any(_is_weight(each) for each, _ in node.next_functions):
+        return
+    if not twice and (one is not None or other is not None):
+        yield int(other.shape[0] if one is None else one.shape[1])
+    if one is not None and other is not None and one.shape[0] == other.shape[1]:
+        yield int(one.shape[0])
+
+
+def _summed_in(node: Any) -> Iterator[int]:
+    """Over how many items a number is a sum, be it of several, or with a number added."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        name = _name(node)
+        if name.startswith((*_SUMS, *_SCALES, *_SAME, "UnsqueezeBackward", "SelectBackward")):
+            waiting += [each for each, _ in node.next_functions]
+        elif name.startswith("SumBackward"):
+            sizes = _kept(node, "_saved_self_sym_sizes")
+            if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
+                yield int(sizes[0])
 
 
 def _is_weight(node: Any) -> bool:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import LockstepError, UsageError
@@ -35,12 +36,14 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import refuse_forward_mode
 from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.random import ReplicaRandom
 from lockstep.strategies.back_propagated import Passes, counted_by_each, means_over_shards, over_rows
 from lockstep.strategies.hook_stores import HookStores
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
+_TORCH = ReplicaRandom.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 _CONTAINERS = (list, dict, set, deque)
@@ -128,8 +131,13 @@ class FirstRun:
             if code is _FORWARD_MODE and len(self._rows) > 1:
                 refuse_forward_mode()
             self._ran[code] = frame.f_globals
-        if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
-            with suppress(Exception):  # what is freed, or of another kind than here, is not looked at
+        if event == "call" and code is _TORCH:
+            context = get_replica_context()
+            if context is not None:
+                local = frame.f_locals
+                self._passes[context.local_replica].called(local["func"], local["args"], local["kwargs"] or {})
+        elif code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
+            with _unseen():
                 self._differentiates(frame, event, given)
 
     def _differentiates(self, frame: FrameType, event: str, given: Any) -> None:
@@ -253,7 +261,7 @@ class FirstRun:
         mixing = over_rows(self._passes, self._rows)
         if mixing:
             self._tell(
-                f"compares or takes together the rows of its shard in the loss ({', '.join(mixing)}), where one device "
+                f"compares or takes together the rows of its shard ({', '.join(mixing)}), where one device "
                 "has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, axis=0), "
                 'or take means and variances from sums, all_reduce("sum", value.sum(0))'
             )
@@ -271,6 +279,13 @@ class FirstRun:
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
         name = getattr(_plain(self._fn), "__qualname__", type(self._fn).__qualname__)
         warnings.warn(f"the step {name}{where} {what}", stacklevel=6)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """For what the look computes itself: no mode of the program sees it; what is freed since is not looked at."""
+    with suppress(Exception), torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
+        yield
 
 
 def _plain(fn: Any) -> Any:
