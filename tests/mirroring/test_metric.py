@@ -255,6 +255,25 @@ def test_a_metric_inside_a_module_is_mirrored_with_it(make_strategy: MakeStrateg
     assert mirrored.state_dict().keys() == plain.state_dict().keys()
 
 
+def test_a_metric_that_a_module_calls_in_its_forward_is_merged(make_strategy: MakeStrategy):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = classification.MulticlassAccuracy(4)
+
+        def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+            self.accuracy(outputs, labels)
+            return outputs
+
+    plain, strategy, data = Net(), make_strategy(3), batches("classes")
+    mirrored = strategy.mirror(Net())
+    for batch, shards in zip(data, strategy.distribute_dataset(data), strict=True):
+        plain(*batch)
+        strategy.run(lambda shard: mirrored(*shard), args=(shards,))
+
+    assert torch.equal(mirrored.accuracy.compute(), plain.accuracy.compute())
+
+
 def test_persistent_states_are_saved_merged_and_loaded(make_strategy: MakeStrategy):
     strategy, data = make_strategy(2), batches("numbers")
     plain, given = regression.MeanSquaredError(), regression.MeanSquaredError()

@@ -119,3 +119,43 @@ def test_in_a_replica_they_are_refused(make_strategy: MakeStrategy):
     assert hasattr(optimizer, "eval")
     assert "eval" in dir(optimizer)
     assert not hasattr(optimizer, "absent")
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state it has; as such ones do, it does not call Optimizer.__init__."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        self.fast, self.param_groups, self.state = fast, fast.param_groups, fast.state
+        self.defaults, self.steps = fast.defaults, 0
+        self.slow = [each.detach().clone() for group in fast.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fast.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            weights = [each for group in self.param_groups for each in group["params"]]
+            for slow, weight in zip(self.slow, weights, strict=True):
+                weight.copy_(slow.lerp_(weight, 0.5))
+
+
+def test_an_optimizer_around_another_one_is_that_of_one_device(make_strategy: MakeStrategy):
+    strategy, plain, given = make_strategy(3), net(), net()
+    mirrored = strategy.mirror(given)
+    optimizer = strategy.mirror(Lookahead(torch.optim.SGD(given.parameters(), 0.1)))
+    alone = Lookahead(torch.optim.SGD(plain.parameters(), 0.1))
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (mirrored(x).square().sum() / 7).backward()
+        optimizer.step()
+
+    for x in strategy.distribute_dataset([rows(0), rows(1), rows(2)]):
+        strategy.run(step, (x,))
+    for x in (rows(0), rows(1), rows(2)):
+        plain.zero_grad()
+        (plain(x).square().sum() / 7).backward()
+        alone.step()
+
+    for mine, theirs in zip(given.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)

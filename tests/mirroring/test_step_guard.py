@@ -217,3 +217,17 @@ def test_the_plain_modules_shape_and_device_may_be_read(make_strategy: MakeStrat
     strategy.mirror(net)
 
     strategy.run(lambda: (net.weight.device, net.weight.shape, len(net.weight), net.weight.detach().sum()))
+
+
+def test_a_weight_s_data_multiplied_in_place_is_that_of_one_device(make_strategy: MakeStrategy):
+    strategy, plain, given = make_strategy(3), nn.Linear(4, 2), nn.Linear(4, 2)
+    given.load_state_dict(plain.state_dict())
+    mirrored, mask = strategy.mirror(given), torch.tensor([[1.0], [0.5]])
+
+    def step() -> None:
+        mirrored.weight.data *= mask
+
+    strategy.run(step)
+    plain.weight.data *= mask
+
+    assert torch.equal(given.weight, plain.weight)

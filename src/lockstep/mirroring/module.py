@@ -459,7 +459,10 @@ class MirroredModule(nn.Module):
         return sorted({*object.__dir__(self), *dir(self._here())})
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError("a mirrored module belongs to its strategy's threads; copy or save its state_dict() instead")
+        raise UsageError(
+            "a mirrored module belongs to its strategy's threads, and is not copied or pickled; copy your own module "
+            "(mirrored.module), as for AveragedModel or a target network, or save its state_dict()"
+        )
 
     def __repr__(self) -> str:
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.errors import UsageError
+from lockstep.mirroring.metric import MirroredMetric
 from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
 
@@ -21,7 +22,7 @@ from lockstep.replicas.context import get_replica_context
 @contextmanager
 def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
     """Within, a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
-    owners = {id(part): module for module in mirrored for part in module.module.modules()}
+    owners = {id(part): module for module in mirrored for part in _own_parts(module.module)}
 
     def check(part: nn.Module, _: Any) -> None:
         context = get_replica_context()
@@ -37,3 +38,11 @@ def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and its parts, but for mirrored metrics: they are one object in all copies, and serve each replica."""
+    if not isinstance(module, MirroredMetric):
+        yield module
+        for child in module.children():
+            yield from _own_parts(child)

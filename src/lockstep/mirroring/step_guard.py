@@ -95,6 +95,9 @@ def _writers() -> frozenset[Any]:
 
 
 _WRITERS = _writers()
+_LOOKED_AT: dict[Any, bool] = dict.fromkeys(_WRITERS, False) | dict.fromkeys(_SPECIAL - _WRITERS, True)
+"""The functions that a step's calls are looked at for: writers, False, and others, True."""
+_PARAMETER = nn.Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,7 @@ class StepGuard:
         self._ownership = ownership
         self._foreign = ownership.foreign[replica]
         self._known = ownership.known
+        self._own = {number for number, known in ownership.known.items() if known.replica == replica}
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,27 +240,29 @@ class StepGuard:
         Raises:
             UsageError: the call would give other numbers than one device.
         """
-        foreign, known = self._foreign, self._known
         for arg in args:  # written out: this runs at every call of a torch function
-            if id(arg) in foreign or (type(arg) is nn.Parameter and id(arg) not in known):
-                self._look_at(func, arg)
-            elif type(arg) is tuple or type(arg) is list:
+            kind = type(arg)
+            if kind is tuple or kind is list:
                 self._look_at_all(func, arg)
+            elif (id(arg) not in self._own) if kind is _PARAMETER else (id(arg) in self._foreign):
+                self._look_at(func, arg)
         if kwargs:
             self._look_at_all(func, kwargs.values())
-            if kwargs.get("generator") is not None:
+            if "generator" in kwargs:
                 self._check_generator(kwargs["generator"])
             if "out" in kwargs:
                 return self._write(func, (kwargs["out"], *args), kwargs, call=args)
-        if func in _WRITERS:
+        special = _LOOKED_AT.get(func)
+        if special is None:
+            return PROCEED
+        if not special:
             return self._write(func, args, kwargs)
-        if func in _SPECIAL:
-            self._check_special(func, args, kwargs)
+        self._check_special(func, args, kwargs)
         return PROCEED
 
     def _look_at_all(self, func: Callable[..., Any], tensors: Iterable[Any]) -> None:
         for each in tensors:
-            if id(each) in self._foreign or (type(each) is nn.Parameter and id(each) not in self._known):
+            if (id(each) not in self._own) if type(each) is _PARAMETER else (id(each) in self._foreign):
                 self._look_at(func, each)
 
     def _check_special(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -285,8 +291,8 @@ class StepGuard:
                 f"{caller()}; register it once outside strategy.run, on the plain module's parameter, and it will "
                 "see the sum of all replicas' gradients"
             )
-        if known.replica != self._replica:
-            return
+        if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
+            return  # "weight.data *= mask" has been made in place, and assigns what is there
         if func == _SET_DATA:
             raise UsageError(
                 f"the step assigns {known.name}.data, which would part this replica's weights from the others'; change "
@@ -483,6 +489,11 @@ def _same(mine: Any, other: Any) -> bool:
     if mine.shape != other.shape or mine.dtype != other.dtype:
         return False
     return mine.data_ptr() == other.data_ptr() or torch.equal(mine.detach(), other.detach().to(mine.device))
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    return alike and one.data_ptr() == other.data_ptr()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -89,8 +89,9 @@ class Updaters:
     def divisible(self) -> bool:
         """Whether parameters can be updated in slices: torch's elementwise optimizers, without hooks on the step."""
         hooks = (
-            self.plain._optimizer_step_pre_hooks,
-            self.plain._optimizer_step_post_hooks,
+            # An optimizer around another one may have none: it need not call Optimizer.__init__.
+            vars(self.plain).get("_optimizer_step_pre_hooks", {}),
+            vars(self.plain).get("_optimizer_step_post_hooks", {}),
             [hook for hook in _global_optimizer_pre_hooks.values() if hook is not refuse_plain_step],
             _global_optimizer_post_hooks,
         )

@@ -15,10 +15,11 @@ import functools
 import pickle
 import random
 import sys
+import sysconfig
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -33,16 +34,21 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import refuse_forward_mode
-from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.strategies.back_propagated import Passes, counted_by_each, means_over_shards, over_rows
 from lockstep.strategies.hook_stores import HookStores
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
-_SUMMANDS = frozenset(["AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "CloneBackward0"])
-_SCALED = frozenset(["MulBackward0", "DivBackward0"])
+_GRADIENTS = torch.autograd.grad.__code__
+_SUMMING = ReplicaContext.all_reduce.__code__
+_SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_ARRAY_BYTES = 2**20
+"""Larger arrays of NumPy are not looked into, whether they have been changed."""
 _LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
 
 
@@ -73,8 +79,8 @@ class FirstRun:
         self._distributed = distributed
         self._fed: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in rows]
         self._ran: dict[CodeType, dict[str, Any]] = {}
-        self._means = False
-        self._factors: list[tuple[float, ...]] = []
+        self._passes = [Passes() for _ in rows]
+        self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
@@ -100,7 +106,8 @@ class FirstRun:
             self._tell_of_captured(captured)
         self._tell_of_buffers(before)
         self._tell_of_inputs()
-        self._tell_of_means()
+        if self._distributed and not _is_of_libraries(self._fn):
+            self._tell_of_losses()
 
     def body(self, body: Callable[[], Any]) -> Callable[[], Any]:
         """One replica's part of the run, with a note of each function that it runs through."""
@@ -115,15 +122,32 @@ class FirstRun:
         finally:
             sys.setprofile(None)
 
-    def _entered(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call":
-            return
-        if frame.f_code is _BACKWARD and self._distributed and not self._means:
-            self._look_at_loss(frame.f_locals.get("tensors"), frame.f_locals.get("grad_tensors"))
-        if frame.f_code not in self._ran:
-            if frame.f_code is _FORWARD_MODE and len(self._rows) > 1:
+    def _entered(self, frame: FrameType, event: str, given: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code not in self._ran:
+            if code is _FORWARD_MODE and len(self._rows) > 1:
                 refuse_forward_mode()
-            self._ran[frame.f_code] = frame.f_globals
+            self._ran[code] = frame.f_globals
+        if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
+            with suppress(Exception):  # what is freed, or of another kind than here, is not looked at
+                self._differentiates(frame, event, given)
+
+    def _differentiates(self, frame: FrameType, event: str, given: Any) -> None:
+        context, local = get_replica_context(), frame.f_locals
+        if context is None:
+            return
+        passes = self._passes[context.local_replica]
+        if event == "call" and frame.f_code is _BACKWARD and local.get("inputs") is None:
+            passes.begins_at(local["tensors"], saved=_SAVING_HOOKS not in self._ran)
+        elif event == "call" and frame.f_code is _SUMMING:
+            for leaf in tree_leaves(local["value"]):
+                if isinstance(leaf, torch.Tensor):
+                    passes.summed(leaf)
+        elif event == "call" and frame.f_code is _GRADIENTS:
+            passes.twice = True
+        elif event == "return" and frame.f_code is _GRADIENTS and isinstance(given, tuple):
+            asked = {id(each) for each in tree_leaves(local["inputs"])}
+            passes.differentiated(local["outputs"], given if asked & self._weights else (), _line_of(frame))
 
     def _called(self, module: MirroredModule, args: Any, kwargs: Any) -> None:
         """A mirrored module is called in a replica."""
@@ -132,34 +156,13 @@ class FirstRun:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
             self._fed[context.local_replica].append(tuple(tensors))
 
-    def _look_at_loss(self, loss: Any, gradient: Any) -> None:
-        """A replica's backward pass: does it begin at a mean over the shard, and what is that multiplied by?"""
-        if not isinstance(loss, torch.Tensor) or loss.ndim or gradient is not None:
-            return
-        nodes: list[Any] = [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if _is_mean(node):
-                self._means = True
-            elif node is not None and node.name() in _SUMMANDS:
-                nodes.extend(following for following, _ in node.next_functions)
-        scaled: Any = loss.grad_fn
-        factors: list[torch.Tensor] = []
-        while scaled is not None and scaled.name() in _SCALED and isinstance(scaled._saved_other, torch.Tensor):
-            factors.append(scaled._saved_other)
-            scaled = scaled.next_functions[0][0]
-        if factors and _is_mean(scaled) and not any(each.ndim for each in factors):
-            self._factors.append(tuple(map(float, factors)))
-
-    @property
-    def _has_means(self) -> bool:
-        """Whether a loss was a mean over the shard, or one that uneven shards have multiplied by the same number."""
-        alike = len(self._factors) > 1 and len(set(self._factors)) == 1
-        return self._means or (alike and len(set(self._rows)) > 1)
-
     def _captured(self) -> Iterator[tuple[str, Any]]:
         for fn in (self._fn, *self._hooks()):
             yield from captured_by(fn)
+        owner = getattr(self._fn, "__self__", None)
+        parts = {id(part) for module in self._modules for part in (module, *module.module.modules())}
+        if isinstance(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in parts:
+            yield from _watched(f"{type(owner).__name__}.", vars(owner).items())
 
     def _hooks(self) -> Iterator[Callable[..., Any]]:
         parts = [part for module in self._modules for part in module.module.modules()]
@@ -235,14 +238,32 @@ class FirstRun:
                 )
                 return
 
-    def _tell_of_means(self) -> None:
-        code = getattr(_plain(self._fn), "__code__", None)
-        if self._has_means and not (code is not None and code.co_filename.startswith(_LIBRARIES)):
+    def _tell_of_losses(self) -> None:
+        if means_over_shards(self._passes, self._rows, self._replicas):
             self._tell(
-                f"calls backward on a mean over each replica's own shard, and the gradients of all {self._replicas} "
-                "replicas are added up, so that they are no mean over the global batch; give one loss per row "
-                "(of torch's losses: reduction='none') to ls.compute_average_loss(per_row, global_batch_size=rows), "
-                "and call backward on what it returns"
+                f"back-propagates a mean over each replica's rows, and the gradients of {self._replicas} replicas are "
+                'added up; compute one loss a row (reduction="none") and give them to ls.compute_average_loss(losses, '
+                "global_batch_size=rows), which divides by the global batch"
+            )
+        if counted_by_each(self._passes, self._rows, self._replicas):
+            self._tell(
+                "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
+                f"{self._replicas} times; divide it among them with ls.scale_regularization_loss(term)"
+            )
+        mixing = over_rows(self._passes, self._rows)
+        if mixing:
+            self._tell(
+                f"compares or takes together the rows of its shard in the loss ({', '.join(mixing)}), where one device "
+                "has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, axis=0), "
+                'or take means and variances from sums, all_reduce("sum", value.sum(0))'
+            )
+        lines = dict.fromkeys(line for passes in self._passes for line in passes.gradients)
+        if lines:
+            self._tell(
+                f"asks torch.autograd.grad for gradients of weights at {', '.join(lines)}, which are those of one "
+                "replica's rows; where it does more with them than to add them up over rows (norms, projections, "
+                'penalties), sum them first with ls.get_replica_context().all_reduce("sum", gradient), or call '
+                "backward() and read .grad, which is the sum over all replicas"
             )
 
     def _tell(self, what: str) -> None:
@@ -250,10 +271,6 @@ class FirstRun:
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
         name = getattr(_plain(self._fn), "__qualname__", type(self._fn).__qualname__)
         warnings.warn(f"the step {name}{where} {what}", stacklevel=6)
-
-
-def _is_mean(node: Any) -> bool:
-    return node is not None and (node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1)
 
 
 def _plain(fn: Any) -> Any:
@@ -270,8 +287,23 @@ def _explain(stores: HookStores, error: Exception, replicas: int) -> None:
         raise cause from error
 
 
+def _is_of_libraries(fn: Any) -> bool:
+    code = getattr(_plain(fn), "__code__", None)
+    return code is not None and code.co_filename.startswith(_LIBRARIES)
+
+
+def _line_of(frame: FrameType) -> str:
+    above: FrameType | None = frame
+    while above is not None and above.f_code.co_filename.startswith(_LIBRARIES):
+        above = above.f_back
+    return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
+
+
 def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Containers and numbers that a function can reach: of its closure, of its object, and its module's globals."""
+    """What a function can reach and change: of its closure, of its object, and its module's globals.
+
+    Containers, numbers, tensors and names that are None, also as attributes of what it can reach.
+    """
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
@@ -289,8 +321,32 @@ def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
 
 def _watched(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for name, value in items:
-        if isinstance(value, _CONTAINERS) or type(value) in _NUMBERS or _is_generator(value):
+        if _is_watched(value):
             yield prefix + name, value
+        elif not isinstance(value, nn.Module) and _is_of_the_user(value):
+            for attribute, kept in vars(value).items():
+                if _is_watched(kept):
+                    yield f"{prefix}{name}.{attribute}", kept
+
+
+def _is_watched(value: Any) -> bool:
+    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in _NUMBERS
+    return simple or _is_array(value) or _is_generator(value)
+
+
+def _is_of_the_user(value: Any) -> bool:
+    """Whether a value is an object of a class that belongs to no library."""
+    kind = type(value)
+    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    if kind.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and not file.startswith((*_INSTALLED, *_LIBRARIES))
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
 def _is_generator(value: Any) -> bool:
@@ -308,6 +364,10 @@ def state_of(value: Any) -> Any:
     """What tells whether a container or number has been changed since."""
     if _is_generator(value):
         return pickle.dumps(value)
+    if value is None or isinstance(value, torch.Tensor):
+        return id(value)
+    if _is_array(value):
+        return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else b""
     if isinstance(value, dict):
         return [(key, id(each)) for key, each in value.items()]
     return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value

@@ -1,0 +1,222 @@
+"""Losses whose gradients add up to something else than one device's are told of in the first run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep as ls
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(8, 4, generator=GENERATOR), torch.randint(3, (8,), generator=GENERATOR)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def per_row(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def exact(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return ls.compute_average_loss(per_row(model, x, y), global_batch_size=8)
+
+
+def squares(model: nn.Module) -> Tensor:
+    return torch.stack([weight.square().sum() for weight in model.parameters()]).sum()
+
+
+def replicas() -> int:
+    context = ls.get_replica_context()
+    return 1 if context is None else context.num_replicas_in_sync
+
+
+def spread(loss: Loss, make_strategy: MakeStrategy, count: int) -> tuple[nn.Module, list[str]]:
+    """Trains on replicas; gives the module, and what was warned of."""
+    strategy, module = make_strategy(count), net()
+    mirrored = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.5))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(mirrored, x, y).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for x, y in strategy.distribute_dataset([(X, Y)]):
+            strategy.run(step, (x, y))
+    return module, [str(each.message) for each in told if each.filename == __file__]
+
+
+def alone(loss: Loss) -> nn.Module:
+    """The same in plain PyTorch."""
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    loss(module, X, Y).backward()
+    optimizer.step()
+    return module
+
+
+def differ(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return any(not torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in pairs)
+
+
+MEANS: dict[str, Loss] = {
+    "cross entropy": lambda model, x, y: F.cross_entropy(model(x), y),
+    "of a module, scaled": lambda model, x, y: nn.MSELoss()(model(x), F.one_hot(y, 3).float()) * 0.5,
+    "by hand": lambda model, x, y: per_row(model, x, y).sum() / len(x),
+    "of a method": lambda model, x, y: per_row(model, x, y).mean(),
+    "one of two": lambda model, x, y: exact(model, x, y) + 0.1 * model(x).abs().mean(),
+    "over the replicas, of shards that differ": lambda model, x, y: per_row(model, x, y).mean() / replicas(),
+}
+
+
+@pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
+def test_a_mean_over_a_shard_is_told_of(make_strategy: MakeStrategy, loss: Loss):
+    module, told = spread(loss, make_strategy, 3)
+
+    assert differ(module, alone(loss))
+    assert len(told) == 1
+    assert "compute_average_loss" in told[0]
+
+
+PENALTIES: dict[str, Loss] = {
+    "squares": lambda model, x, y: exact(model, x, y) + 0.1 * squares(model),
+    "norm": lambda model, x, y: exact(model, x, y) + 0.1 * next(model.parameters()).norm(),
+    "a weight itself": lambda model, x, y: exact(model, x, y) + 0.1 * next(model.parameters()).sum(),
+    "orthogonality": lambda model, x, y: (
+        exact(model, x, y) + ((w := next(model.parameters())).T @ w - torch.eye(4)).square().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", PENALTIES.values(), ids=PENALTIES)
+def test_a_penalty_that_each_replica_adds_is_told_of(make_strategy: MakeStrategy, loss: Loss):
+    module, told = spread(loss, make_strategy, 2)
+
+    assert differ(module, alone(loss))
+    assert len(told) == 1
+    assert "scale_regularization_loss" in told[0]
+
+
+def of_a_sum(model: nn.Module, x: Tensor, y: Tensor, *, summed: bool) -> Tensor:
+    loss, context = exact(model, x, y), ls.get_replica_context()
+    gradients: Any = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    if summed and context is not None:
+        gradients = [context.all_reduce("sum", each) for each in gradients]
+    penalty = torch.stack([each.square().sum() for each in gradients]).sum()
+    return loss + penalty / (replicas() if summed else 1)
+
+
+def test_gradients_of_a_shard_that_are_not_summed_are_told_of(make_strategy: MakeStrategy):
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return of_a_sum(model, x, y, summed=False)
+
+    module, told = spread(loss, make_strategy, 2)
+
+    assert differ(module, alone(loss))
+    assert len(told) == 1
+    assert "test_back_propagated.py" in told[0]
+    assert "all_reduce" in told[0]
+
+
+class Cubed(torch.autograd.Function):
+    """Keeps a name of its own, as a function of Python's may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.name = "cubed"
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 3 * ctx.saved_tensors[0] ** 2
+
+
+def alike(model: nn.Module, x: Tensor) -> Tensor:
+    features = F.normalize(model(x), dim=1)
+    return features @ features.T
+
+
+def whitened(model: nn.Module, x: Tensor) -> Tensor:
+    features = model(x)
+    return (features - features.mean(0)) / (features.std(0, correction=0) + 0.1)
+
+
+OVER_ROWS: dict[str, Loss] = {
+    "contrastive": lambda model, x, y: alike(model, x).exp().sum(1).log().sum() / 8,
+    "whitened": lambda model, x, y: F.cross_entropy(whitened(model, x), y, reduction="sum") / 8,
+    "largest": lambda model, x, y: per_row(model, x, y).topk(2).values.sum() / 8,
+    "softmax over the rows": lambda model, x, y: (model(x).softmax(0) * F.one_hot(y, 3)).sum() / 8,
+    "correlation": lambda model, x, y: ((z := model(x)).T @ z / 8).square().sum(),
+    "root of a mean": lambda model, x, y: model(x).square().mean().sqrt(),
+}
+
+
+@pytest.mark.parametrize("loss", OVER_ROWS.values(), ids=OVER_ROWS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_loss_that_compares_the_rows_of_a_shard_is_told_of(make_strategy: MakeStrategy, loss: Loss, count: int):
+    module, told = spread(loss, make_strategy, count)
+
+    assert differ(module, alone(loss))
+    assert len(told) == 1
+    assert "all_gather" in told[0]
+
+
+def gathered(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    features, context = F.normalize(model(x), dim=1), ls.get_replica_context()
+    everyone = features if context is None else context.all_gather(features, axis=0)
+    total: Tensor = (features @ everyone.T).exp().sum(1).log().sum() / 8
+    return total
+
+
+RIGHT: dict[str, Loss] = {
+    "average": exact,
+    "a part of a mean": lambda model, x, y: per_row(model, x, y).mean() * len(x) / 8,
+    "a share of a mean": lambda model, x, y: per_row(model, x, y).mean() * (len(x) / 8),
+    "a sum": lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"),
+    "a mean over what a row has": lambda model, x, y: exact(model, x, y) + model(x).square().mean(1).sum() / 8,
+    "a divided penalty": lambda model, x, y: exact(model, x, y) + squares(model) / replicas(),
+    "gathered": gathered,
+    "a function of Python's": lambda model, x, y: Cubed.apply(model(x)).square().sum() / 8,
+    "summed gradients": lambda model, x, y: of_a_sum(model, x, y, summed=True),
+    "one loss a row": lambda model, x, y: sum(
+        F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
+def test_what_is_right_is_not_told_of(make_strategy: MakeStrategy, loss: Loss):
+    module, told = spread(loss, make_strategy, 3)
+
+    assert not differ(module, alone(loss))
+    assert told == []
+
+
+def test_a_mean_of_equal_shards_over_the_replicas_is_right(make_strategy: MakeStrategy):
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return per_row(model, x, y).mean() / replicas()
+
+    module, told = spread(loss, make_strategy, 2)
+
+    assert not differ(module, alone(loss))
+    assert told == []
