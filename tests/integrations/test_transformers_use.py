@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -89,11 +90,13 @@ def test_rows_that_do_not_fit_together_are_named(tiny: Any, make_strategy: MakeS
 
 def test_lists_of_one_item_per_row_are_divided_too(tiny: Any, make_strategy: MakeStrategy):
     seen: list[tuple[int, list[str]]] = []
+    trained: list[int] = []
 
     def named(base: type) -> type:
         class Named(base):
             def compute_loss(self, model, inputs, **more):
                 seen.append((len(inputs["labels"]), inputs.pop("texts")))
+                trained.extend([len(inputs["labels"])] * model.training)
                 return super().compute_loss(model, inputs, **more)
 
         return Named
@@ -105,7 +108,67 @@ def test_lists_of_one_item_per_row_are_divided_too(tiny: Any, make_strategy: Mak
     tiny.train(task, Trainer, replicas=4, strategy=make_strategy(4))
 
     assert all(rows == len(texts) for rows, texts in seen)
-    assert sum(rows for rows, _ in seen) == 21
+    assert sum(trained) == 21
+
+
+def weighted(scores: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(scores, labels, weight=torch.tensor([1.0, 9.0]).double())
+
+
+def summed(scores: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(scores, labels, reduction="sum")
+
+
+def contrasting(scores: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+def beside_a_part(scores: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    return summed(scores, labels, items) / items + scores.square().mean()
+
+
+def mean(scores: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(scores, labels) + 0.1 * scores.square().mean()
+
+
+def part(scores: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    return summed(scores, labels, items) / items
+
+
+def told_of(loss: Callable[..., torch.Tensor], tiny: Any, strategy: Any, replicas: int) -> list[str]:
+    def own(base: type) -> type:
+        class Own(base):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                outputs = model(**inputs)
+                made = loss(outputs.logits, inputs["labels"], num_items_in_batch)
+                return (made, outputs) if return_outputs else made
+
+        return Own
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tiny.train(
+            tiny.Task(model=lambda: tiny.model(dropout=0.1), trainer=own), Trainer, replicas=replicas, strategy=strategy
+        )
+    return [str(each.message) for each in caught if "two parts" in str(each.message)]
+
+
+@pytest.mark.parametrize("loss", [weighted, summed, contrasting, beside_a_part])
+def test_a_loss_that_shards_do_not_add_up_to_is_told_once(
+    tiny: Any, make_strategy: MakeStrategy, loss: Callable[..., torch.Tensor]
+):
+    (told,) = told_of(loss, tiny, make_strategy(2), 2)
+
+    assert "num_items_in_batch" in told
+    assert "2 replicas" in told
+    assert told_of(loss, tiny, make_strategy(1), 1) == []
+
+
+@pytest.mark.parametrize("loss", [mean, part])
+def test_a_mean_and_a_part_of_a_sum_are_not_told(
+    tiny: Any, make_strategy: MakeStrategy, loss: Callable[..., torch.Tensor]
+):
+    assert told_of(loss, tiny, make_strategy(2), 2) == []
 
 
 def test_other_arguments_made_later_do_no_harm(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):

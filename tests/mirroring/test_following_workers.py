@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -75,3 +76,31 @@ def test_all_workers_train_as_one_device_from_the_chief_s_new_weights():
 
     torch.testing.assert_close(state, dict(plain.state_dict()))
     assert all(same)
+
+
+def update_outside(by_hand: bool) -> list[str]:
+    torch.set_num_threads(1)
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"])
+    mirrored = strategy.mirror(net())
+
+    def step(x: Tensor) -> None:
+        mirrored(x).square().sum().backward()
+        with torch.no_grad():
+            for each in mirrored.parameters() if not by_hand else ():
+                each -= 0.05 * each.grad
+                each.grad = None
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in strategy.distribute_dataset([rows(number) for number in range(STEPS)]):
+            strategy.run(step, (x,))
+    strategy.close()
+    return [str(each.message) for each in caught]
+
+
+def test_gradients_that_no_optimizer_adds_up_over_the_workers_are_told_once():
+    (told,) = ls.launch(update_outside, args=(True,), workers=2, timeout_s=120)
+
+    assert "no mirrored optimizer" in told
+    assert "sum_gradients" in told
+    assert ls.launch(update_outside, args=(False,), workers=2, timeout_s=120) == []

@@ -199,3 +199,8 @@ def test_inside_a_merge_call_it_is_as_outside(make_strategy: MakeStrategy):
         return context.merge_call(lambda _strategy: variable.read_value())  # type: ignore[no-any-return]
 
     assert float(strategy.run(step)) == 3.0
+
+
+def test_a_value_that_is_trained_is_refused(make_strategy: MakeStrategy):
+    with pytest.raises(ConfigError, match=r"\(4, 3\) that requires gradients.*strategy\.mirror"):
+        make_strategy(2).variable(torch.zeros(4, 3, requires_grad=True))

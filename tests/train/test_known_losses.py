@@ -679,3 +679,41 @@ def test_the_check_draws_no_random_numbers_of_the_program(make_strategy: MakeStr
     assert len(drawn) == 6
     assert torch.equal(drawn[1], drawn[4])
     assert torch.equal(drawn[2], drawn[5])
+
+
+def each_by_its_target(scores: Tensor, targets: list[Tensor]) -> Tensor:
+    return F.mse_loss(scores, torch.stack(list(targets)))
+
+
+def each_by_its_record(scores: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
+    rows = zip(scores, targets, strict=True)
+    return torch.stack([(row.sum() - target["box"].sum()).square() for row, target in rows]).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_row"),
+    [(each_by_its_target, lambda x: x[:4] * 2), (each_by_its_record, lambda x: {"box": x[: 1 + int(x[0] > 0)]})],
+)
+def test_targets_that_are_lists_of_rows_train_as_the_plain_loop(
+    loss: Any, of_row: Callable[[Tensor], Any], make_strategy: MakeStrategy
+):
+    rows = torch.randn(22, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    batches = [(part, [of_row(row) for row in part]) for part in rows.split(12)]  # 4 rows each: as long as a target
+    alone = nn.Linear(5, 4).double()
+    module = copy.deepcopy(alone)
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss(alone(x), y).backward()
+        optimizer.step()
+    strategy = make_strategy(3)
+    with strategy.scope():
+        model = Model(module)
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=loss)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(strategy.distribute_dataset(batches, lists="rows"), verbose=0)
+
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -54,6 +55,7 @@ class MirroredObjects:
         self._made = 0  # modules so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._by_hand: list[tuple[nn.Parameter, ...]] | None = None
+        self._told_of_own = False
         self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
@@ -165,20 +167,39 @@ class MirroredObjects:
         if not strategy.workers.alone:
             for optimizer in self.optimizers:
                 optimizer.note_left()
-        if not strategy.workers.alone or len(strategy.devices) == 1:
+            self._tell_of_own_gradients()
             return
-        if self._by_hand is None:
-            stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
-            every = (zip(*(copy.parameters() for copy in module.copies), strict=True) for module in self.modules)
-            self._by_hand = [copies for module in every for copies in module if id(copies[0]) not in stepped]
-            self._stepped_twice = {each for each, times in stepped.items() if times > 1}
-        for copies in self._by_hand:
+        if len(strategy.devices) == 1:
+            return
+        for copies in self._without_optimizer():
             if any(copy.grad is not None for copy in copies[1:]):
                 self._adopt(strategy, copies[0])
                 break
         for optimizer in tuple(self.optimizers):
             if not any(id(copies[0]) in self._stepped_twice for copies in optimizer.parameters):
                 optimizer.sum_after_run()
+
+    def _without_optimizer(self) -> list[tuple[nn.Parameter, ...]]:
+        """The copies of each parameter that no mirrored optimizer steps."""
+        if self._by_hand is None:
+            stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
+            every = (zip(*(copy.parameters() for copy in module.copies), strict=True) for module in self.modules)
+            self._by_hand = [copies for module in every for copies in module if id(copies[0]) not in stepped]
+            self._stepped_twice = {each for each, times in stepped.items() if times > 1}
+        return self._by_hand
+
+    def _tell_of_own_gradients(self) -> None:
+        """Warns once of gradients that a run leaves on one of several workers, of parameters without an optimizer."""
+        if self._told_of_own or not any(copies[0].grad is not None for copies in self._without_optimizer()):
+            return
+        self._told_of_own = True
+        warnings.warn(
+            "the run leaves gradients of parameters that no mirrored optimizer holds, and outside replicas each worker "
+            "has its own replicas' alone; to update weights from them, read .grad in the step, where it is the sum of "
+            "all replicas, or mirror an optimizer over them and call its sum_gradients() on every worker. Parameters "
+            "that are not trained are frozen with requires_grad_(False)",
+            stacklevel=4,
+        )
 
     def adopt(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
         """Has the gradients of a module that no optimizer steps added up, for a step that updates weights by hand.

@@ -38,7 +38,8 @@ class MirroredVariable(ReadsAsTensor):
         synchronization: when: "on_write" or "on_read".
 
     Raises:
-        ConfigError: unknown aggregation or synchronization; different values for replicas that are to have one.
+        ConfigError: unknown aggregation or synchronization; different values for replicas that are to have one; a value
+            that requires gradients.
 
     Example:
         >>> import lockstep as ls
@@ -61,6 +62,11 @@ class MirroredVariable(ReadsAsTensor):
     ) -> None:
         _check_choice("aggregation", aggregation, get_args(Aggregation))
         _check_choice("synchronization", synchronization, get_args(Synchronization))
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ConfigError(
+                f"variable got a tensor of shape {tuple(value.shape)} that requires gradients, and a variable is not "
+                "trained; make it an nn.Parameter of a module and give that to strategy.mirror, or give value.detach()"
+            )
         self._owner = owner
         self._workers = workers
         self.aggregation = aggregation

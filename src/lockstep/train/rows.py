@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lockstep.data.structure import RowList, RowTuple
 from lockstep.replicas.context import ReplicaContext
 from lockstep.train.batch import LabelledBatch
 
@@ -38,7 +39,7 @@ class Rows:
     def take(self, index: Tensor) -> Rows:
         """The rows of these numbers. What has no rows stays whole."""
         leaves, structure = self._leaves()
-        taken = [leaf[index] if self._is_divided(leaf) else leaf for leaf in leaves]
+        taken = [self._taken(leaf, index) for leaf in leaves]
         outputs, y, weight = tree_unflatten(taken, structure)
         return Rows(outputs, LabelledBatch(None, y, weight), index.numel())
 
@@ -67,7 +68,14 @@ class Rows:
         return Rows(tree_map(other, self.outputs), self.batch, self.rows)
 
     def _leaves(self) -> tuple[list[Any], Any]:
-        return tree_flatten((self.outputs, self.batch.y, self.batch.sample_weight))
+        """Lists of one item a row are leaves."""
+        arguments = (self.outputs, self.batch.y, self.batch.sample_weight)
+        return tree_flatten(arguments, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
+
+    def _taken(self, leaf: Any, index: Tensor) -> Any:
+        if isinstance(leaf, (RowList, RowTuple)) and len(leaf) == self.rows:
+            return type(leaf)([leaf[row] for row in index.tolist()])
+        return leaf[index] if self._is_divided(leaf) else leaf
 
     def _is_divided(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows

@@ -9,7 +9,7 @@ What is not named here is transformers' own code: it sees one process with one d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from lockstep.collectives.values import exchange_values
 from lockstep.data.digest import batch_digest
 from lockstep.data.layout import BatchLayout
 from lockstep.errors import UsageError
-from lockstep.integrations.transformers import random_state
+from lockstep.integrations.transformers import loss_check, random_state
 from lockstep.integrations.transformers.agreement import (
     AgreeingCallbacks,
     agree_on_arguments,
@@ -45,6 +45,7 @@ from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
+from lockstep.train.rows import random_numbers_apart
 
 
 class Trainer(transformers.Trainer):
@@ -81,6 +82,7 @@ class Trainer(transformers.Trainer):
         self._mirrored: MirroredModule | None = None
         self._layout = BatchLayout(records_are_rows=True)
         self._holds_best = False
+        self._loss_check = loss_check.LossCheck(0)
         check_arguments(args, workers=self._workers.size)
         check_model(model)
         self._one_process = OneProcess(args, self.strategy)
@@ -105,6 +107,7 @@ class Trainer(transformers.Trainer):
         self._one_process.establish()
         agree_on_arguments(self._workers, self.args)
         self._holds_best = False
+        self._loss_check = loss_check.LossCheck(self.strategy.num_replicas_in_sync)
         output = super().train(*args, **named)
         if not self._holds_best:
             self._mirrored_module.sync_buffers()
@@ -200,9 +203,25 @@ class Trainer(transformers.Trainer):
         """As there, on all replicas, each with its shard of ``inputs``."""
         shards = self._divided(inputs)
         with seen_as_one_device(self.args):
+            if self._loss_check.is_due():
+                found = self.strategy.run(self._look_at_loss, (shards, num_items_in_batch))
+                self._loss_check.tell(self.strategy.local_results(found))
             losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch))
         loss: Tensor = self.strategy.reduce("sum", losses)
         return loss
+
+    def _look_at_loss(self, shard: Shard, items: Any) -> tuple[float, float] | None:
+        """Compares the loss of one replica's shard with its halves."""
+        copy = self._copy
+
+        def loss_of(inputs: Mapping[str, Any], share: Share) -> Tensor:
+            with weighing(share), self.compute_loss_context_manager():
+                watched = share.watch(items, self._device)
+                loss: Any = self.compute_loss(copy, self._prepare_inputs(dict(inputs)), num_items_in_batch=watched)
+            return torch.as_tensor(loss)
+
+        with random_numbers_apart(self._context):
+            return loss_check.difference(loss_of, shard, copy, shifted=shifts_labels(self.model))
 
     def _train_shard(self, shard: Shard, items: Any) -> Tensor:
         """One replica's training step; gives its loss, weighed. Every replica must call it."""

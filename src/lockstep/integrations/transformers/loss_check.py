@@ -1,0 +1,107 @@
+"""Whether a loss may be computed in shards: in some of the first steps, a shard's is compared with its halves'.
+
+    loss(6 rows) = share x loss(first 3) + share x loss(last 3)
+
+It holds for a mean over rows or labels, and for a part of a sum over ``num_items_in_batch``. It does not for class
+weights, plain sums, penalties beside such a sum, and losses that compare rows with each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.collectives.workers import OneWorker
+from lockstep.data.layout import BatchLayout
+from lockstep.integrations.transformers.shards import Shard, divided
+from lockstep.integrations.transformers.shares import Share
+
+_EXACT, _ROUGH = 1e-4, 5e-2
+_LAST_LOOK = 32
+_LOW = (torch.float16, torch.bfloat16)
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+
+LossOf = Callable[[Mapping[str, Any], Share], Tensor]
+"""The loss of some inputs, whose share is told whether the number of items was used."""
+
+
+class LossCheck:
+    """When the loss is looked at in a training, and what is said of it, once.
+
+    Args:
+        replicas: how many there are, of all workers.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._steps = 0
+        self._told = False
+
+    def is_due(self) -> bool:
+        """Whether it is looked at in the step that begins: the first, 2nd, 4th, ..., as one may have few labels.
+
+        All workers look in the same steps, whatever they have found.
+        """
+        self._steps += 1
+        return self._replicas > 1 and self._steps <= _LAST_LOOK and self._steps.bit_count() == 1
+
+    def tell(self, found: Sequence[tuple[float, float] | None]) -> None:
+        """Warns of what the replicas have found."""
+        apart = [each for each in found if each is not None]
+        if not apart or self._told:
+            return
+        self._told = True
+        whole, halves = apart[0]
+        warnings.warn(
+            f"the loss is {whole:.6g} for the rows of a replica and {halves:.6g} for the same rows in two parts, so it "
+            "is neither a mean over rows or labels nor a sum over num_items_in_batch, and "
+            f"{self._replicas} replicas train with other numbers than one device; have compute_loss_func return the "
+            "sum of the rows' losses over num_items_in_batch. Class weights, plain sums, penalties beside such a sum "
+            "and losses that compare rows need one replica, or a loop of your own with ls.get_replica_context()",
+            stacklevel=3,
+        )
+
+
+def difference(loss_of: LossOf, shard: Shard, model: nn.Module, *, shifted: bool) -> tuple[float, float] | None:
+    """A shard's loss, and what its halves make of it, where these are not the same.
+
+    Args:
+        loss_of: computes it.
+        shard: of a batch.
+        model: that it is computed with; it evaluates meanwhile, so that dropout does not tell.
+        shifted: as for ``count_items``.
+    """
+    if shard.rows < 2:
+        return None
+    try:
+        halves = list(divided(shard.inputs, OneWorker(2), BatchLayout(records_are_rows=True), shifted=shifted))
+        with torch.no_grad(), _evaluating(model):
+            whole = float(loss_of(dict(shard.inputs), Share(shard.count, shard.count)))
+            parts = [_share_of(loss_of, half) for half in halves if half.count]
+    except _FAILURES:  # the step itself will tell
+        return None
+    rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
+    apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
+    return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
+
+
+def _share_of(loss_of: LossOf, half: Shard) -> float:
+    share = Share(half.count, half.total)
+    loss = float(loss_of(half.inputs, share))
+    return loss * share.factor
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
