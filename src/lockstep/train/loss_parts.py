@@ -239,7 +239,8 @@ class _Numbers:
 
     @staticmethod
     def of(sums: LossSums) -> _Numbers:
-        return _Numbers(float(sums.total), float(sums.count))
+        total, count = (each.detach() if isinstance(each, Tensor) else each for each in (sums.total, sums.count))
+        return _Numbers(float(total), float(count))
 
     @property
     def finite(self) -> bool:
