@@ -253,7 +253,7 @@ def _digest(root: Any) -> int | None:
             except RuntimeError:  # freed, or changed in place since
                 return None
             tensors = [each for each in _listed(value) if isinstance(each, torch.Tensor)]
-            if any(each.numel() == 0 for each in tensors):  # of no rows
+            if any(each.numel() == 0 or not each.untyped_storage().size() for each in tensors):  # of no rows, or freed
                 return None
             kept = kept or any(each.ndim for each in tensors)
             digest = hash((digest, attribute, *((tuple(each.shape), tensor_digest(each)) for each in tensors)))

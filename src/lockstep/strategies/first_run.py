@@ -117,7 +117,7 @@ class FirstRun:
         return partial(self._run, body)
 
     def _run(self, body: Callable[[], Any]) -> Any:
-        if sys.getprofile() is not None:
+        if len(self._rows) == 1 or sys.getprofile() is not None:
             return body()
         sys.setprofile(self._entered)
         try:
