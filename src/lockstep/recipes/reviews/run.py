@@ -26,7 +26,7 @@ from lockstep.recipes.reviews.model import longest_row
 from lockstep.recipes.reviews.places import Places
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
-from lockstep.train.history import History
+from lockstep.train.logs import History
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
