@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lockstep.collectives.workers import Wish, Workers
+from lockstep.collectives.communicator import Wish, Workers
 
 
 class Stoppable(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.arriving import NO_NUMBERS, Arriving
+from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import Logs
 from lockstep.train.callbacks.callback_list import CallbackList

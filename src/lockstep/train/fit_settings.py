@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.callbacks.progress import ProgressBar

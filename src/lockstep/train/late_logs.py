@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.replicas.arriving import Arriving
+from lockstep.replicas.device.async_scalars import Arriving
 from lockstep.train.running_loss import LossNow
 
 Read = Callable[[], Mapping[str, float]]

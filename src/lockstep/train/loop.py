@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
+from lockstep.collectives.communicator import Wish
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.workers import Wish
 from lockstep.mirroring.update import StepResult
-from lockstep.replicas.arriving import NO_NUMBERS, Arriving
+from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.agreed_stop import AgreedStop
 from lockstep.train.callbacks.callback_list import CallbackList

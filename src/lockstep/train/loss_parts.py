@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
-from lockstep.parallel.scores import holds_divided
+from lockstep.parallel.vocab_parallel import holds_divided
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.train.batch import LabelledBatch
 from lockstep.train.loss import loss_sums

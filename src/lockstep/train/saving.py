@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
-from lockstep.collectives.values import on_chief
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.train.job import Job

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.streamed_weights import write_streamed
 from lockstep.checkpoint.weights import check_fit
-from lockstep.collectives.values import on_chief
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module import MirroredModule
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.skipping import check_finite
-from lockstep.replicas.arriving import Arriving
+from lockstep.replicas.device.async_scalars import Arriving
 
 MOST_AHEAD = 2
 """Steps after one whose numbers have not been read."""

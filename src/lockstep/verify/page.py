@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.mirroring.update import Totals
-from lockstep.replicas.default_generator import own_generator
+from lockstep.replicas.rng.state import own_generator
 from lockstep.verify.record import BatchRecord, Leaf, OutputRecord, Rows
 from lockstep.verify.rows import fingerprints, some_values, tensors_with_rows
 

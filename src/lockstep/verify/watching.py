@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.mirroring.module import MirroredModule
-from lockstep.replicas.observer import observing
+from lockstep.replicas.hooks import observing
 from lockstep.verify.recorder import Recorder
 
 

@@ -11,7 +11,7 @@ from lockstep.recipes import largest_batch
 from lockstep.recipes.images.build import build_images
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.largest import largest_images_batch
-from lockstep.replicas.resident_memory import resident_mb
+from lockstep.replicas.cpu.memory import resident_mb
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from lockstep.recipes import largest_batch
 from lockstep.recipes.mlm.build import build_mlm
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.largest import largest_mlm_batch
-from lockstep.replicas.resident_memory import resident_mb
+from lockstep.replicas.cpu.memory import resident_mb
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

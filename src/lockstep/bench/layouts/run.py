@@ -15,7 +15,7 @@ from lockstep.plan.memory import estimate_memory
 from lockstep.plan.read import shape_of
 from lockstep.plan.settings import Software, precision_named
 from lockstep.recipes.settings import at_least
-from lockstep.replicas.linear import onednn_is_faster
+from lockstep.replicas.cpu.linear import onednn_is_faster
 
 Progress = Callable[[Row], None]
 """Told of each layout when it was measured."""

@@ -15,8 +15,7 @@ from typing import Any
 from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _ENDS_OF_STEPS = frozenset({"on_step_end", "on_substep_end", "on_epoch_end"})

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.collectives.values import exchange_values
+from lockstep.collectives.communicator import exchange_values
 from lockstep.strategies.base import Strategy
 
 FILE = "lockstep_rng_state.pth"

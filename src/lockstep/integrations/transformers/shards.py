@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.collectives.communicator import Workers
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.collectives.workers import Workers
 from lockstep.data.layout import BatchLayout
 from lockstep.data.shards import batch_rows, local_cut, local_shards
 from lockstep.integrations.transformers.shares import count_items

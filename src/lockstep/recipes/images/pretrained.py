@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.checkpoint.weights import read_weights
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.extras import require
 from lockstep.recipes.hub import check_kind, load_named
 from lockstep.recipes.images.batches import PixelRange

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.recipes.mlm.build import MlmTask
 from lockstep.train.model import Model
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.extras import require
 from lockstep.recipes.memory.lora import trained_parameters
 from lockstep.recipes.quiet import quiet_transformers

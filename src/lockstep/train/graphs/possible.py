@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.replicas.device_driver import DeviceDriver, driver_of
+from lockstep.replicas.device.driver import DeviceDriver, driver_of
 from lockstep.strategies.base import Strategy
 from lockstep.train.graphs.unfit import UnfitError
 from lockstep.train.job import Job

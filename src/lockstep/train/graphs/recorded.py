@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.replicas.device_graph import DeviceGraph
+from lockstep.replicas.device.cuda import DeviceGraph
 from lockstep.train.graphs.carried import Carried, Snapshot
 from lockstep.train.graphs.inputs import StaticInputs
 from lockstep.train.graphs.outputs import own_copies

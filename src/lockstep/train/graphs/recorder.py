@@ -7,8 +7,8 @@ from typing import Any
 from weakref import WeakSet
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.device_driver import DeviceDriver
-from lockstep.replicas.device_graph import DeviceGraph
+from lockstep.replicas.device.cuda import DeviceGraph
+from lockstep.replicas.device.driver import DeviceDriver
 from lockstep.strategies.base import Strategy
 from lockstep.train.graphs.carried import Carried
 from lockstep.train.graphs.deferred import metrics_apart

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.collectives.caller import caller
+from lockstep.collectives.communicator import caller
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.host_reads import BesideCompiledCode
+from lockstep.replicas.device.host_syncs import BesideCompiledCode
 
 Mark = tuple[Any, ...] | str | int | float | bool | complex | None
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 from lockstep.strategies.base import Strategy
 from lockstep.train.graphs.carried import Carried
 from lockstep.train.graphs.deferred import metrics_apart
