@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.rng import ops
-from lockstep.replicas.rng.mode import ReplicaRandom, replica_generator
+from lockstep.replicas.rng.mode import ReplicaRandom
+from lockstep.replicas.rng.state import replica_generator
 
 MANY = 200_000
 

@@ -1,4 +1,4 @@
-"""Models divided among workers: tensor parallelism, pipelines, and full sharding, on torch's own DeviceMesh and DTensor.
+"""Models divided among workers: tensor parallelism, pipelines, full sharding, on torch's DeviceMesh and DTensor.
 
     mesh_layout, mesh                    which worker holds what (pure); torch's process groups for it
     model_specs                          what the known model families call their layers

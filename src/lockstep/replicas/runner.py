@@ -32,8 +32,8 @@ from lockstep.replicas.cpu.openmp_team import CallerTeam
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuTurn, RunStreams
-from lockstep.replicas.rng.mode import Guard, ReplicaRandom, in_a_replica, replica_generator
-from lockstep.replicas.rng.state import ReplicaGenerators, know_replicas
+from lockstep.replicas.rng.mode import Guard, ReplicaRandom, in_a_replica
+from lockstep.replicas.rng.state import ReplicaGenerators, know_replicas, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
 if TYPE_CHECKING:

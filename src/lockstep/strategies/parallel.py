@@ -20,8 +20,7 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.part_exchange import PartExchange
 from lockstep.parallel.mesh_layout import Grid, choose_grid
 from lockstep.parallel.pipeline_config import ScheduleName, choose_pipelining
-from lockstep.replicas.rng.mode import replica_generator
-from lockstep.replicas.rng.state import ReplicaGenerators
+from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.job import Job
 from lockstep.strategies.own_gpus import own_devices

@@ -9,7 +9,6 @@ swaps the device's own generator (``replicas.gpu``).
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import sys
 import threading
@@ -107,12 +106,6 @@ def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[s
 
 def _l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
     return F.l1_loss(*args, **with_lost_weight(F.l1_loss, kwargs))
-
-
-def replica_generator(seed: int, replica: int) -> torch.Generator:
-    """A CPU generator whose numbers depend on the seed and the replica's number, and on nothing else."""
-    digest = hashlib.sha256(f"{seed}/{replica}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def in_a_replica() -> bool:

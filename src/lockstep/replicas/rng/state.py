@@ -9,6 +9,7 @@ a sign. torch.random finds the generator under one global name, and that name is
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +18,12 @@ import torch
 
 from lockstep.config import LogicalDevice
 from lockstep.replicas.device.streams import GpuReplica
-from lockstep.replicas.rng.mode import replica_generator
+
+
+def replica_generator(seed: int, replica: int) -> torch.Generator:
+    """A CPU generator whose numbers depend on the seed and the replica's number, and on nothing else."""
+    digest = hashlib.sha256(f"{seed}/{replica}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 class ReplicaGenerators:
