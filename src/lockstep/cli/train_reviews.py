@@ -114,7 +114,7 @@ def _check(output: Path, resume: Path | None) -> None:
     check_folder(output / "checkpoints")
     _ = Places(resume=resume)
     for package in ("transformers", "accelerate", "torchmetrics"):
-        require(package, "reviews")
+        require(package, "text")
 
 
 def _work(config: ReviewsConfig) -> str:

@@ -154,8 +154,8 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     check_output(folder)
     job.backup.check(folder)
     if speaks():  # two seconds of importing, which no other worker needs
-        for package in ("matplotlib", "tensorboard"):
-            require(package, "report")
+        require("matplotlib", "plots")
+        require("tensorboard", "train")
     say = print if speaks() else _say_nothing
     with closing(_begin(job, flags, say)) as strategy:
         workers = strategy.workers

@@ -107,7 +107,7 @@ def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
         ConfigError: the model has no such layers, or layers that take no adapters, or peft knows none to choose for it.
         MissingExtraError: peft is not installed.
     """
-    peft = require("peft", "reviews")
+    peft = require("peft", "text")
     _check_parts(model, lora)
     config = peft.LoraConfig(
         task_type=task,
@@ -137,7 +137,7 @@ def trained_parameters(model: nn.Module) -> int:
 
 def _train_in_float32(adapted: nn.Module) -> None:
     """Of parts that are trained in full; peft leaves them in the model's dtype, and only its own layers not."""
-    wrapper = require("peft.utils", "reviews").ModulesToSaveWrapper
+    wrapper = require("peft.utils", "text").ModulesToSaveWrapper
     for name, wrapped in adapted.named_modules():
         if isinstance(wrapped, wrapper):
             for part in wrapped.modules_to_save.values():
@@ -276,7 +276,7 @@ def loading(choices: MemoryChoices, device: torch.device) -> dict[str, Any]:
             f"on {device}; take load_in='bf16', or leave it out"
         )
     for package in ("bitsandbytes", "accelerate"):
-        require(package, "bitsandbytes")
+        require(package, "quantized")
     # Embeddings, norms and the head stay in float32 (Dettmers et al. 2023, "QLoRA").
     return {"quantization_config": _form(choices.load_in), "device_map": {"": device}, "dtype": torch.float32}
 
@@ -330,7 +330,7 @@ def checkpoint_layers(model: Any) -> None:
 
 def _form(load_in: str) -> Any:
     """Bitsandbytes' settings, in transformers' words."""
-    settings = require("transformers", "bitsandbytes").BitsAndBytesConfig
+    settings = require("transformers", "quantized").BitsAndBytesConfig
     if load_in == "8bit":
         return settings(load_in_8bit=True, llm_int8_skip_modules=list(HEADS))
     return settings(

@@ -66,7 +66,7 @@ def _combined(values: Sequence[Any], reduction: Any) -> Any:
 
 def _combines(part: Any) -> bool:
     """Whether states of the metric can be combined in steps: the mean of means is not the mean."""
-    data = require("torchmetrics.utilities.data", "text")
+    data = require("torchmetrics.utilities.data", "train")
     exact = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
     return all(reduction in exact for reduction in part._reductions.values())
 

@@ -39,7 +39,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
             "{'accuracy': MulticlassAccuracy(num_classes=10)}"
         )
     if metrics:
-        metric_class = require("torchmetrics", "text").Metric
+        metric_class = require("torchmetrics", "train").Metric
         for name, metric in metrics.items():
             _check_metric(name, metric, metric_class)
     return dict(metrics)

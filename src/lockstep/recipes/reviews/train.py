@@ -79,7 +79,7 @@ def ask(model: Any, tokenizer: Any, texts: Sequence[str], *, max_tokens: int) ->
     """
     if not texts:
         return ()
-    pipeline = require("transformers", "reviews").pipeline(
+    pipeline = require("transformers", "text").pipeline(
         "text-classification", model=model.eval(), tokenizer=tokenizer, device=model.device
     )
     # One at a time: for a list it sets an environment variable for good.
@@ -151,7 +151,7 @@ def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> Revie
     table = read_table(config)
     parts = divide_table(config, table)
     names = class_names(config, parts.labels)
-    with quiet_transformers(extra="reviews"):
+    with quiet_transformers(extra="text"):
         tokenizer = _tokenizer(config, [review.text for review in parts.train])
         model = make_model(config, tokenizer, names, device=device)
         limit = longest_row(config, model)
@@ -206,7 +206,7 @@ def class_names(config: ReviewsConfig, labels: Sequence[int]) -> tuple[str, ...]
 
 def build_collator(task: ReviewsTask) -> Any:
     """Pads the rows of a batch to the longest of them, and a multiple of 8 as matrix kernels take whole vectors."""
-    return require("transformers", "reviews").DataCollatorWithPadding(task.tokenizer, pad_to_multiple_of=8)
+    return require("transformers", "text").DataCollatorWithPadding(task.tokenizer, pad_to_multiple_of=8)
 
 
 def _tokenizer(config: ReviewsConfig, texts: Sequence[str]) -> Any:
@@ -303,7 +303,7 @@ def _trainer_losses(
     from lockstep.recipes.reviews.trainer import ReviewsTrainer, training_arguments
 
     optimizer = make_optimizer([p for p in task.model.parameters() if p.requires_grad])
-    with TemporaryDirectory(prefix="lockstep-exact-") as folder, quiet_transformers(extra="reviews"):
+    with TemporaryDirectory(prefix="lockstep-exact-") as folder, quiet_transformers(extra="text"):
         args = training_arguments(
             replace(config, clip_norm=0.0),
             folder,
@@ -413,7 +413,7 @@ def train_reviews(
     """
     places = places or Places()
     with (
-        quiet_transformers(extra="reviews"),
+        quiet_transformers(extra="text"),
         places.for_checkpoints() as checkpoints,
         _trainer_of(
             config, task, strategy, checkpoints=checkpoints, logs=places.logs, callbacks=callbacks, bar=bar
@@ -464,8 +464,8 @@ def _trainer_of(
 
 def _tensorboard(stack: ExitStack, logs: Path) -> TrainerCallback:
     """Transformers' own: the names of its users, every ten steps."""
-    writer = stack.enter_context(closing(require("torch.utils.tensorboard", "report").SummaryWriter(str(logs))))
-    callback: TrainerCallback = require("transformers.integrations", "reviews").TensorBoardCallback(writer)
+    writer = stack.enter_context(closing(require("torch.utils.tensorboard", "train").SummaryWriter(str(logs))))
+    callback: TrainerCallback = require("transformers.integrations", "text").TensorBoardCallback(writer)
     return callback
 
 

@@ -159,7 +159,7 @@ def _bar_maker() -> Callable[..., Any] | None:
     if not sys.stdout.isatty():
         return None
     try:
-        tqdm = require("tqdm", "text").tqdm
+        tqdm = require("tqdm", "train").tqdm
     except MissingExtraError:
         return None
     # Without its monitor thread: it would outlive the run, and we redraw at our own pace.

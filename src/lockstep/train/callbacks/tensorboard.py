@@ -87,6 +87,6 @@ class TensorBoard(Callback):
 
     def _writer(self, run: str) -> Any:
         if run not in self._writers:
-            module = require("torch.utils.tensorboard", "report")
+            module = require("torch.utils.tensorboard", "train")
             self._writers[run] = module.SummaryWriter(str(self.log_dir / run))
         return self._writers[run]

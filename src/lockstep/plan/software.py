@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.plan.devices import Format
+from lockstep.plan.hardware import Format
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "mixed"]
 
