@@ -27,7 +27,7 @@ from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.train import Answer, Places, ReviewsResult, build_reviews, check_exactness, train_reviews
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.progress import ProgressBar
-from lockstep.train.fit_settings import Verbose
+from lockstep.train.fit import Verbose
 
 REVIEWS_EXAMPLE = 'Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews'
 

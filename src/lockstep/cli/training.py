@@ -26,8 +26,8 @@ from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
-from lockstep.train.fit_settings import Verbose
-from lockstep.train.history import History
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
 
 OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Where the logs, the weights and the curves are put.")]
 CheckFlag = Annotated[

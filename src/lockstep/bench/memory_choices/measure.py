@@ -28,7 +28,7 @@ from lockstep.replicas.host_memory import give_back_freed_memory
 from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.train.precision import Precision
+from lockstep.train.compile import Precision
 
 TRIAL_LIMIT_S = 1200.0
 _END_LIMIT_S = 30.0

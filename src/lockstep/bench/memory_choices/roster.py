@@ -10,7 +10,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import Lora, MemoryChoices, loading
-from lockstep.train.precision import PrecisionName
+from lockstep.train.compile import PrecisionName
 
 FULL = "full, fp32"
 """What the others are compared with: nothing is done."""

@@ -27,9 +27,9 @@ from lockstep.recipes.images.model import PictureClassifier, load_mobilenet, new
 from lockstep.recipes.images.pixels import Progress
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
-from lockstep.train.compile_config import CompileConfig
-from lockstep.train.fit_settings import Verbose
-from lockstep.train.history import History
+from lockstep.train.compile import CompileConfig
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
 from lockstep.train.model import Model
 
 _NO_MATTER = ("data", "max_broken", "workers", "cache", "cache_dir", "pretrained", "patience")

@@ -40,9 +40,9 @@ from lockstep.recipes.text.tokenizer import Vocabulary, cached_wordpiece, wordpi
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
-from lockstep.train.compile_config import CompileConfig
-from lockstep.train.fit_settings import Verbose
-from lockstep.train.history import History
+from lockstep.train.compile import CompileConfig
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
 from lockstep.train.model import Model
 
 _NO_MATTER = ("text", "pretrained", "attention", "patience", "gradient_checkpointing", "cache_dir")

@@ -45,7 +45,7 @@ from lockstep.recipes.reviews.dataset import Division, Review, ReviewParts, Revi
 from lockstep.recipes.reviews.model import longest_row, make_model
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
-from lockstep.train.history import History
+from lockstep.train.logs import History
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -21,8 +21,7 @@ from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.train import ReviewsTask, build_collator
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
-from lockstep.train.history import EpochTiming, History
-from lockstep.train.timing import StepClock
+from lockstep.train.logs import EpochTiming, History, StepClock
 
 
 def accuracy_and_f1(prediction: Any) -> dict[str, float]:
