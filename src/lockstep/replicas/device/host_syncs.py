@@ -26,7 +26,7 @@ from lockstep.replicas.context import get_replica_context
 # Torch, this room and what looks at losses: function modes stand between a program's line and the operator.
 _BETWEEN = (
     *(str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1])),
-    str(Path(__file__).parents[2] / "train" / "loss_"),
+    str(Path(__file__).parents[2] / "train" / "loss"),
 )
 
 # Their result, or its shape, is known to the host only when the device has computed it.
