@@ -174,7 +174,7 @@ class _Written:
         return bool(self._storage.expired())
 
     def other(self, start: int, end: int, replica: int) -> int | None:
-        """Notes that a replica writes from address to address; the number of another that has written there, or None."""
+        """Notes a write of a replica from address to address; the number of another that wrote there, or None."""
         first, last = self._spans.get(replica, (start, end))
         self._spans[replica] = (min(first, start), max(last, end))
         for other, (first, last) in tuple(self._spans.items()):
@@ -220,7 +220,7 @@ class Claims:
     def other_writer(self, tensor: torch.Tensor, replica: int) -> int | None:
         """Notes a write; the number of another replica that has written to the same memory in this run, or None.
 
-        Views of one tensor are other objects on each replica, so what counts is the memory: rows of one batch are apart.
+        Views of one tensor are other objects on each replica, so what counts is the memory: rows of a batch are apart.
         """
         try:
             storage = tensor.untyped_storage()
