@@ -165,13 +165,13 @@ class _Written:
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = StorageWeakRef(storage)
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._spans: dict[int, tuple[int, int]] = {}
 
     @property
     def is_gone(self) -> bool:
         """Whether the storage has been freed."""
-        return bool(self._storage.expired())
+        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
 
     def other(self, start: int, end: int, replica: int) -> int | None:
         """Notes a write of a replica from address to address; the number of another that wrote there, or None."""
