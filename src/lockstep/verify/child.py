@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config import apply_device_request, parse_device_request
-from lockstep.lifeline import end_with_pipe
+from lockstep.parent_death import end_with_pipe
 from lockstep.verify.config import Program, Side
 from lockstep.verify.one_shard import one_shard
 from lockstep.verify.randomness import without_randomness

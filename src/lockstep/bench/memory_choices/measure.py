@@ -21,7 +21,7 @@ from lockstep import config
 from lockstep.bench.memory_choices.roster import Choice, ReviewsWork
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
-from lockstep.lifeline import Lifeline, hang_on
+from lockstep.parent_death import Lifeline, hang_on
 from lockstep.recipes.memory.choices import with_choices
 from lockstep.recipes.memory.lora import trained_parameters
 from lockstep.recipes.settings import at_least
