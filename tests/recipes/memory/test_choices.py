@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError, MissingExtraError
-from lockstep.recipes.memory.choices import LoadIn, MemoryChoices, checkpoint_layers, loading, with_choices
-from lockstep.recipes.memory.lora import Lora
+from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices, checkpoint_layers, loading, with_choices
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
 LORA = Lora(r=2)
@@ -112,7 +111,9 @@ def test_without_the_package_the_extra_is_named(missing: str, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     monkeypatch.setitem(sys.modules, missing, None)
 
-    with pytest.raises(MissingExtraError, match=rf"^the package '{missing}' is not installed; .*'lockstep\[bitsandby"):
+    with pytest.raises(
+        MissingExtraError, match=rf"^the package '{missing}' is not installed; .*'torch-lockstep\[quantized"
+    ):
         loading(MemoryChoices(lora=LORA, load_in="8bit"), GPU)
 
 
