@@ -15,7 +15,7 @@ import torch
 from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replicas.device_driver import DeviceDriver
+    from lockstep.replicas.device.driver import DeviceDriver
 
 
 DeviceKind = Literal["CPU", "GPU"]

@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
-
 from lockstep.launch.failures import Record, stacks_noted, without_frames
 from lockstep.launch.run_paths import (
     AGENT_VARIABLES,
@@ -41,6 +39,8 @@ def pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mappi
     A function of a module that a fresh process would not find by its name, such as a test's, travels by value, as one
     of a notebook or of ``__main__`` always does. What can be found by name is imported there.
     """
+    import cloudpickle
+
     module = inspect.getmodule(fn)
     if module is None or module.__name__ == "__main__" or _is_found_by_name(module):
         return pack((fn, args, kwargs))
@@ -53,12 +53,16 @@ def pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mappi
 
 def pack(value: object) -> bytes:
     """``value`` as bytes. Raises whatever its own classes raise when they are pickled."""
+    import cloudpickle  # 40 ms, which a program in workers need not wait for
+
     payload: bytes = cloudpickle.dumps(value)
     return payload
 
 
 def unpack(payload: bytes) -> Any:
     """What was packed, by this launch's own processes. Raises whatever its own classes raise when they are rebuilt."""
+    import cloudpickle
+
     return cloudpickle.loads(payload)
 
 
