@@ -14,7 +14,7 @@ from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.reduce import sum_tensors
 from lockstep.errors import CheckpointError
-from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.variable import MirroredVariable
 
 

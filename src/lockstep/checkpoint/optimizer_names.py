@@ -15,8 +15,8 @@ from lockstep.checkpoint.kinds import check_kind, check_like
 from lockstep.checkpoint.nested import Stored
 from lockstep.checkpoint.part import SavedPart
 from lockstep.errors import CheckpointError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 
 _SAVED: Any = {
     "kind": str,

@@ -15,8 +15,8 @@ from lockstep.checkpoint.optimizer_names import names_of, prefixed
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.collectives.communicator import Workers
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.bench.scaling.parts import PARTS, ReplicaMarks, mean_times, step_times
-from lockstep.mirroring.update_times import UpdateTimes
+from lockstep.mirroring.optim.step import UpdateTimes
 
 
 def marks(began: float, forward: float, backward: float, settled: float) -> ReplicaMarks:

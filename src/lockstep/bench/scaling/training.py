@@ -23,9 +23,9 @@ from lockstep.bench.scaling.parts import ReplicaMarks, StepTimes, step_times
 from lockstep.bench.scaling.works import Batches, Work
 from lockstep.data.shards import batch_rows
 from lockstep.errors import DataError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import call_module, unpack_labelled
