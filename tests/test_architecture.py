@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"extras", "lifeline"}),
+    frozenset({"extras", "lifeline", "atomic_files"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),
@@ -47,6 +47,7 @@ READS_ENVIRONMENT = (
     "bench/hosts.py",  # tells DDP's gloo its network interface, as its users do; there is no other way
 )
 WRITES_FILES = (
+    "atomic_files.py",
     "checkpoint/",
     "collectives/values.py",  # torch.save into memory: bytes for other workers
     "report/",
@@ -244,7 +245,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
     "order": (
         breaks_order,
         (),
-        ("data/shards.py", "from lockstep.train.model import Model\n"),
+        ("data/sharding.py", "from lockstep.train.model import Model\n"),
         "1: data imports train",
     ),
     "beside": (breaks_order, (), ("recipes/mlm/build.py", "import lockstep.report\n"), "1: recipes imports report"),
@@ -288,7 +289,7 @@ def test_the_source_keeps_the_rule(name: str):
 
 def test_reading_a_file_and_importing_for_types_only_are_no_complaint():
     text = "if TYPE_CHECKING:\n    from lockstep.train.model import Model\nopen(path, 'rb')\npath.open()\n"
-    source = parse("data/shards.py", text)
+    source = parse("data/sharding.py", text)
 
     assert [*breaks_order(source), *writes_files(source)] == []
 

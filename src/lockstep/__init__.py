@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lockstep.collectives.communication import CommunicationOptions
     from lockstep.collectives.per_replica import PerReplica
     from lockstep.collectives.reduction import ReduceOp
-    from lockstep.data.input_context import InputContext
-    from lockstep.data.no_rows import has_rows
+    from lockstep.data.dataset import InputContext
+    from lockstep.data.sharding import has_rows
     from lockstep.replicas.context import ReplicaContext, get_replica_context
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.default import get_strategy
@@ -87,8 +87,8 @@ _WHERE = {
     "lockstep.collectives.communication": ("CommunicationOptions",),
     "lockstep.collectives.per_replica": ("PerReplica",),
     "lockstep.collectives.reduction": ("ReduceOp",),
-    "lockstep.data.input_context": ("InputContext",),
-    "lockstep.data.no_rows": ("has_rows",),
+    "lockstep.data.dataset": ("InputContext",),
+    "lockstep.data.sharding": ("has_rows",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
     "lockstep.strategies.base": ("Strategy",),
     "lockstep.strategies.default": ("get_strategy",),

@@ -19,11 +19,10 @@ from lockstep.collectives.across import gather_across, reduce_across
 from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
 from lockstep.collectives.reduction import ReduceOp
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
-from lockstep.data.input_context import InputContext
+from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.leaves import rows_of, view_leaves
-from lockstep.data.no_rows import told_of_no_rows
+from lockstep.data.sharding import told_of_no_rows
+from lockstep.data.structure import rows_of, view_leaves
 from lockstep.errors import UsageError
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding, WholeModels

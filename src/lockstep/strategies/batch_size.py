@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import batch_rows
+from lockstep.data.sharding import batch_rows
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import check_kind
 from lockstep.replicas.context import ReplicaContext
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]

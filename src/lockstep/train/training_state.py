@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.kinds import check_kind, check_like
-from lockstep.checkpoint.part import Part, PartState, SavedPart
+from lockstep.checkpoint.format import check_kind, check_like
+from lockstep.checkpoint.state_adapters import Part, PartState, SavedPart
 from lockstep.errors import UsageError
 from lockstep.train.callbacks.callback_list import CallbackList
 from lockstep.train.feed import Feed

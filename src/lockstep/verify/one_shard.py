@@ -10,8 +10,8 @@ from unittest.mock import patch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.leaves import has_rows, rows_of, rows_taken
-from lockstep.data.shards import shard_sizes
+from lockstep.data.sharding import shard_sizes
+from lockstep.data.structure import leaf_has_rows, rows_of, rows_taken
 from lockstep.strategies.base import Strategy
 
 
@@ -47,4 +47,4 @@ def _cut_run(original: Callable[..., Any], shard: int, number: int) -> Callable[
 
 
 def _is_divided(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica) and len(leaf) == 1 and has_rows(leaf[0])
+    return isinstance(leaf, PerReplica) and len(leaf) == 1 and leaf_has_rows(leaf[0])

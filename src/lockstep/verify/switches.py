@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lockstep.data.shards import shard_sizes
+from lockstep.data.sharding import shard_sizes
 from lockstep.mirroring.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
 from lockstep.mirroring.module import MirroredModule
 from lockstep.verify.config import Switches

@@ -18,7 +18,7 @@ from lockstep.bench.laps import Laps
 from lockstep.bench.spawned import Seat
 from lockstep.bench.team import TRIAL_LIMIT_S
 from lockstep.bench.trial import Batch, Trial
-from lockstep.data.shards import split_batch
+from lockstep.data.sharding import split_batch
 
 
 def train_one_share(trial: Trial, seat: Seat, laps: Laps) -> None:

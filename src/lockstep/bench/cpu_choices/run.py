@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep.atomic_files import atomic_write
 from lockstep.bench.cpu_choices.roster import choices
 from lockstep.bench.figures import Figures, figures_of
 from lockstep.bench.harness import Progress, Sample, run_rounds
@@ -14,7 +15,6 @@ from lockstep.bench.lineup import picked, trials_of
 from lockstep.bench.markdown import Conditions, head, markdown_table, settings_list
 from lockstep.bench.trial import Workload
 from lockstep.bench.workloads import find_workload
-from lockstep.checkpoint.whole_file import write_whole
 
 _HEADINGS = ("choice", "step ms", "p10", "p90", "ratio", "CPU ms", "exchange + update", "peak MB", "loss")
 _LEGEND = """\
@@ -71,8 +71,8 @@ def write_choices_report(folder: Path, result: ChoicesResult) -> Path:
     """
     record = {"conditions": asdict(result.conditions), "samples": [asdict(sample) for sample in result.samples]}
     base = folder / f"{result.conditions.date}-choices-cpu-{result.conditions.machine.cores}"
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)
 
 
 def _row(row: Figures) -> list[str]:

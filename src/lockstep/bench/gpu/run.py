@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from lockstep.atomic_files import atomic_write
 from lockstep.bench.gpu.apart import apart
 from lockstep.bench.gpu.budget import FLOORS_LIMIT_S, Budget
 from lockstep.bench.gpu.figures import GpuResult, result_of
@@ -29,7 +30,6 @@ from lockstep.bench.gpu.work import FULL, TINY, gpu_workloads, precision_of
 from lockstep.bench.harness import Absence, Sample
 from lockstep.bench.machine import Machine, this_machine
 from lockstep.bench.trial import Workload
-from lockstep.checkpoint.whole_file import write_whole
 from lockstep.errors import ConfigError, ReplicaError
 
 _log = logging.getLogger("lockstep.bench")
@@ -155,8 +155,8 @@ def write_gpu_report(
         "samples": [asdict(sample) for sample in samples],
     }
     base = folder / f"{conditions.date}-gpu-{slug(conditions)}"
-    write_whole(base.with_name(f"{base.name}.json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_name(f"{base.name}.md"), render_gpu(conditions, results))
+    atomic_write(base.with_name(f"{base.name}.json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_name(f"{base.name}.md"), render_gpu(conditions, results))
 
 
 def slug(conditions: GpuConditions) -> str:

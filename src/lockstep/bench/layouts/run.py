@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep.atomic_files import atomic_write
 from lockstep.bench.layouts.markdown import LayoutsConditions, Row, render_layouts
 from lockstep.bench.layouts.measure import measured
 from lockstep.bench.layouts.roster import LayoutWork, MeasuredLayout, chosen
-from lockstep.checkpoint.whole_file import write_whole
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.read import shape_of
 from lockstep.plan.settings import Software, precision_named
@@ -92,5 +92,5 @@ def write_layouts_report(folder: Path, result: LayoutsResult) -> Path:
         }
         for row in result.rows
     ]
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.atomic_files import atomic_write
 from lockstep.bench.markdown import markdown_table
 from lockstep.bench.pipeline.figures import Row
 from lockstep.bench.pipeline.run import PipelineResult
 from lockstep.bench.pipeline.trial import Sample
-from lockstep.checkpoint.whole_file import write_whole
 from lockstep.report.schedule_picture import Scale, draw_timetables
 from lockstep.report.table import text_table
 
@@ -65,7 +65,7 @@ def write_pipeline_report(folder: Path, result: PipelineResult) -> PipelineFiles
         files.markdown: render_markdown(result, files.picture.name),
     }
     for path, text in texts.items():
-        write_whole(path, text)
+        atomic_write(path, text)
     return files
 
 

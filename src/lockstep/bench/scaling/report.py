@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.atomic_files import atomic_write
 from lockstep.bench.scaling.figures import Row
 from lockstep.bench.scaling.markdown import render_markdown
 from lockstep.bench.scaling.page import render_page
 from lockstep.bench.scaling.run import ScalingResult
-from lockstep.checkpoint.whole_file import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def write_scaling_report(folder: Path, result: ScalingResult) -> ReportFiles:
         files.page: render_page(result),
     }
     for path, text in texts.items():
-        write_whole(path, text)
+        atomic_write(path, text)
     return files
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.bench.scaling.parts import ReplicaMarks, StepTimes, step_times
 from lockstep.bench.scaling.works import Batches, Work
-from lockstep.data.shards import batch_rows
+from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer

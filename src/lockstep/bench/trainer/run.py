@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep.atomic_files import atomic_write
 from lockstep.bench.figures import Figures, figures_of
 from lockstep.bench.harness import Progress, Sample, run_rounds
 from lockstep.bench.lineup import picked, trials_of
@@ -15,7 +16,6 @@ from lockstep.bench.targets import Target
 from lockstep.bench.trainer.markdown import render_trainer
 from lockstep.bench.trainer.roster import contenders
 from lockstep.bench.trainer.work import REVIEWS
-from lockstep.checkpoint.whole_file import write_whole
 
 MAX_STEP_RATIO = 0.9
 """Our step time over that of the better setting of the original."""
@@ -85,5 +85,5 @@ def write_trainer_report(folder: Path, result: TrainerResult) -> Path:
         "samples": [asdict(sample) for sample in result.samples],
     }
     base = folder / f"{result.conditions.date}-trainer-cpu-{result.conditions.machine.cores}"
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.collectives.workers import Workers
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import batch_rows, local_cut, local_shards
+from lockstep.data.sharding import batch_rows, local_cut, local_shards
 from lockstep.integrations.transformers.shares import count_items
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.whole_file import whole_file
+from lockstep.atomic_files import atomic_file
 from lockstep.errors import DataError
 from lockstep.extras import require
 from lockstep.recipes.images.pixels import PixelStore, Progress, decode_into, said_size
@@ -73,7 +73,7 @@ def cache_key(paths: Sequence[Path], *, root: Path, size: int) -> str:
 def _write(file: Path, key: str, shape: tuple[int, ...], fill: Callable[[Any], dict[int, str]]) -> None:
     numpy = require("numpy", "images")
     length = int(numpy.prod(shape, dtype="int64"))
-    with whole_file(file) as partial:
+    with atomic_file(file) as partial:
         _check_room(file.parent, length)
         with partial.open("wb") as opened:
             os.posix_fallocate(opened.fileno(), 0, length)  # a mapped file that finds no room ends the process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.collectives.values import on_chief
 from lockstep.recipes.mlm.build import MlmTask
 from lockstep.train.model import Model
@@ -28,6 +28,6 @@ def _describe(task: MlmTask, folder: Path) -> None:
         **{f"{kind}_token": tokenizer.id_to_token(number) for kind, number in task.vocabulary.named_ids.items()},
     }
     config = {**json.loads(task.module.bert.config.to_json_string()), "architectures": ["BertForMaskedLM"]}
-    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_whole(folder / "tokenizer.json", tokenizer.to_str())
-    write_whole(folder / "tokenizer_config.json", json.dumps(described))
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    atomic_write(folder / "tokenizer.json", tokenizer.to_str())
+    atomic_write(folder / "tokenizer_config.json", json.dumps(described))

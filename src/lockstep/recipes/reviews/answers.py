@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.extras import require
 from lockstep.recipes.reviews.table import Review
 
@@ -68,4 +68,4 @@ def write_predictions(path: Path, reviews: Sequence[Review], logits: Tensor, nam
     rows.writerow(["label", "predicted", "score", "review"])
     for review, place, score in zip(reviews, best.indices.tolist(), best.values.tolist(), strict=True):
         rows.writerow([review.label, names[place], f"{score:.4f}", review.text])
-    write_whole(path, written.getvalue())
+    atomic_write(path, written.getvalue())

@@ -15,9 +15,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from lockstep.checkpoint.folder import step_name
+from lockstep.checkpoint.format import RECORD, run_of
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.record import run_of
-from lockstep.checkpoint.whole_folder import RECORD
 from lockstep.collectives.values import on_chief
 from lockstep.collectives.workers import Wish
 from lockstep.errors import CheckpointError, ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import check_kind
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.callbacks.given_path import given_path
 

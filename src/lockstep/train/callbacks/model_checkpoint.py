@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import check_kind
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs

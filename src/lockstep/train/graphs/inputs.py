@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.leaves import is_plain
+from lockstep.data.structure import is_plain
 from lockstep.train.graphs.unfit import UnfitError
 
 

@@ -18,7 +18,7 @@ from lockstep.bench.gpu.setting import Setting, begin_process
 from lockstep.bench.laps import Laps
 from lockstep.bench.spawned import Seat
 from lockstep.bench.trial import Batch, Layout, Trial
-from lockstep.data.shards import split_batch
+from lockstep.data.sharding import split_batch
 
 COMPILE_MODE = "reduce-overhead"
 

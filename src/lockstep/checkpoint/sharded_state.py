@@ -16,12 +16,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from lockstep.checkpoint.everyone import on_everyone
-from lockstep.checkpoint.held_tensors import HeldTensor, StoredTensors
-from lockstep.checkpoint.nested import Stored
-from lockstep.checkpoint.optimizer_names import by_name, check_class, check_state, kind_of
-from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
-from lockstep.checkpoint.record import STATE
+from lockstep.checkpoint.format import SHARED, STATE, Stored
+from lockstep.checkpoint.sharded_io import HeldTensor, StoredTensors
+from lockstep.checkpoint.state_adapters import (
+    Part,
+    PartState,
+    SavedPart,
+    by_name,
+    check_class,
+    check_state,
+    kind_of,
+    on_everyone,
+)
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.values import exchange_values
 from lockstep.collectives.workers import Workers

@@ -1,19 +1,12 @@
-"""Tensors of which each worker holds some boxes: written by all of them, and read by any others, whatever those hold.
-
-    worker 0: boxes of its own -> shard-00001-....safetensors     each file says where in the whole tensors they are
-    worker 1: boxes of its own -> shard-00002-....safetensors
-    any worker: the boxes that it wants <- the planner of torch.distributed.checkpoint, from all files, or whole ones
-
-Importing this takes torch.distributed.checkpoint, 0.7 s, which a program that divides no model need not wait.
-"""
+"""Who writes what of tensors that several workers hold: each box is written once, and all write about as much."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +21,89 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lockstep.checkpoint.tensor_files import divide_into_files
+from lockstep.checkpoint.weights import own_storages
+from lockstep.collectives.values import exchange_values
+from lockstep.collectives.workers import Workers
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 from lockstep.parallel.regions import Box, Region, whole_region
+
+FILE_BYTES = 2**30
+"""A file is begun anew at this size: the writer holds a second copy of the whole file in memory."""
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Writes tensors into ``folder``, which is made. Not synced, not atomic: that is the caller's business.
+
+    Args:
+        tensors: on any device, of any dtype that safetensors has; shared and non-contiguous ones are written in full.
+        folder: where to.
+
+    Raises:
+        OSError: it cannot be written, for lack of room or permission.
+    """
+    require("safetensors", "text")
+    own = own_storages(tensors)
+    if not own:
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=divide_into_files(own))
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer.set_up_storage_writer(True)
+    planner.set_up_planner(own, writer.storage_meta(), True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+def _all_of_them(key: str) -> bool:
+    return True
+
+
+def read_tensors(folder: Path, wanted: Callable[[str], bool] = _all_of_them) -> dict[str, torch.Tensor]:
+    """The tensors in ``folder``, contiguous, on the CPU; also those of which several files hold parts.
+
+    Args:
+        folder: where they are.
+        wanted: whether to read the one with a key.
+
+    Raises:
+        OSError: a file cannot be read.
+        SafetensorError: a file is damaged.
+    """
+    require("safetensors", "text")
+    reader = HuggingFaceStorageReader(str(folder))
+    metadata = reader.read_metadata()
+    tensors = {
+        key: torch.empty(item.size, dtype=item.properties.dtype)
+        for key, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata) and wanted(key)
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
+    return tensors
+
+
+class HasBytes(Protocol):
+    """What takes up room in a file."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def divide_into_files(tensors: Mapping[str, HasBytes]) -> dict[str, int]:
+    """The number, from 1, of the file that each tensor goes to."""
+    files: dict[str, int] = {}
+    number, filled = 1, 0
+    for key, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > FILE_BYTES:
+            number, filled = number + 1, 0
+        files[key] = number
+        filled += tensor.nbytes
+    return files
 
 
 class HeldTensor:
@@ -228,3 +300,51 @@ def _is_complete(key: str, stored: TensorStorageMetadata, path: Path) -> bool:
     if sum(prod(chunk.sizes) for chunk in stored.chunks) < prod(stored.size):
         raise CheckpointError(f"{path} lacks a part of {key!r}")
     return True
+
+
+def share_out(workers: Workers, held: Mapping[str, Mapping[str, HeldTensor]]) -> dict[str, dict[str, HeldTensor]]:
+    """What this worker writes of what it holds. Every worker must call it.
+
+    Args:
+        workers: all that write.
+        held: by folder and key what this one holds.
+    """
+    listed = [
+        [folder, key, list(box.offsets), list(box.sizes), box.elements]
+        for folder, tensors in held.items()
+        for key, each in tensors.items()
+        for box in each.boxes
+    ]
+    own = writers(exchange_values(workers, "who writes what", listed), workers.index)
+    found: dict[str, dict[str, HeldTensor]] = {}
+    for folder, tensors in held.items():
+        chosen = {
+            key: each.only([box for box in each.boxes if (folder, key, box.offsets, box.sizes) in own])
+            for key, each in tensors.items()
+        }
+        found[folder] = {key: each for key, each in chosen.items() if each.boxes}
+    return found
+
+
+def writers(everyones: list[list[list[Any]]], worker: int) -> set[tuple[Any, ...]]:
+    """Of the boxes that all workers list, those that one of them writes: each is given to the holder with least so far.
+
+    Args:
+        everyones: of each worker (folder, key, offsets, sizes, elements), the same on all of them.
+        worker: whose boxes are wanted.
+    """
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    weight: dict[tuple[Any, ...], int] = {}
+    for number, listed in enumerate(everyones):
+        for folder, key, offsets, sizes, elements in listed:
+            box = (folder, key, tuple(offsets), tuple(sizes))
+            holders.setdefault(box, []).append(number)
+            weight[box] = elements
+    so_far = [0] * len(everyones)
+    own = set()
+    for box, candidates in holders.items():
+        writer = min(candidates, key=so_far.__getitem__)
+        so_far[writer] += weight[box]
+        if writer == worker:
+            own.add(box)
+    return own

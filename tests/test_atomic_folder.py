@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.whole_folder import (
-    RECORD,
-    clear_leftovers,
-    original_name,
-    remove_folder,
-    replaced_folders,
-    whole_folder,
-)
+from lockstep.atomic_files import atomic_folder, original_name, remove_folder, remove_leftovers, replaced_folders
+
+RECORD = "record.json"
 
 
 def fill(target: Path, text: str) -> None:
-    with whole_folder(target) as (folder, write_record):
+    with atomic_folder(target, record=RECORD) as (folder, write_record):
         (folder / "deep").mkdir()
         (folder / "deep" / "file").write_text(text)
         write_record(text)
@@ -29,7 +24,7 @@ def fill(target: Path, text: str) -> None:
 def test_the_folder_appears_with_its_record_and_nothing_beside_it(tmp_path: Path):
     target = tmp_path / "new" / "step-1"
 
-    with whole_folder(target) as (folder, write_record):
+    with atomic_folder(target, record=RECORD) as (folder, write_record):
         assert folder.parent == target.parent
         assert folder.name.startswith(".step-1.")
         write_record("{}")
@@ -51,7 +46,7 @@ def test_an_error_leaves_the_old_one_and_nothing_else(tmp_path: Path):
     fill(tmp_path / "step-1", "old")
 
     def fails() -> None:
-        with whole_folder(tmp_path / "step-1") as (folder, _):
+        with atomic_folder(tmp_path / "step-1", record=RECORD) as (folder, _):
             (folder / "file").write_text("half")
             raise KeyError
 
@@ -106,15 +101,15 @@ def test_what_a_killed_writer_left_is_cleared(tmp_path: Path):
     (tmp_path / ".step-3.0123456789ab.removed").mkdir()
     (tmp_path / "mine.partial").mkdir()
 
-    clear_leftovers(tmp_path)
+    remove_leftovers(tmp_path, record=RECORD)
 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.partial"]
 
 
 def test_what_a_living_writer_writes_is_left_alone(tmp_path: Path):
-    with whole_folder(tmp_path / "step-1") as (folder, write_record):
+    with atomic_folder(tmp_path / "step-1", record=RECORD) as (folder, write_record):
         (folder / "file").write_text("half")
-        clear_leftovers(tmp_path)
+        remove_leftovers(tmp_path, record=RECORD)
         write_record("{}")
 
     assert (tmp_path / "step-1" / "file").read_text() == "half"
@@ -127,7 +122,7 @@ def test_an_old_one_without_successor_is_put_back(tmp_path: Path):
     fill(tmp_path / "step-2", "new")
 
     assert [original_name(path) for path in replaced_folders(tmp_path)] == ["step-1"]
-    clear_leftovers(tmp_path)
+    remove_leftovers(tmp_path, record=RECORD)
 
     assert {path.name: (path / RECORD).read_text() for path in tmp_path.iterdir()} == {"step-1": "old", "step-2": "new"}
 
@@ -144,7 +139,7 @@ def before_the_lock(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]
     monkeypatch.setattr(os, "open", open_late)
 
 
-@pytest.mark.parametrize("act", [lambda folder: clear_leftovers(folder.parent), shutil.rmtree])
+@pytest.mark.parametrize("act", [lambda folder: remove_leftovers(folder.parent, record=RECORD), shutil.rmtree])
 def test_a_writer_whose_folder_is_cleared_before_it_is_locked_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]
 ):
@@ -163,7 +158,9 @@ def test_a_writer_whose_record_is_cleared_while_it_is_locked_begins_again(
     def lock_late(record: int, how: int) -> None:
         if once:
             once.clear()
-            clear_leftovers(tmp_path)  # it has the lock first, takes the folder away, and gives the lock up
+            remove_leftovers(
+                tmp_path, record=RECORD
+            )  # it has the lock first, takes the folder away, and gives the lock up
         lock(record, how)
 
     monkeypatch.setattr(fcntl, "flock", lock_late)
@@ -175,7 +172,7 @@ def test_a_writer_whose_record_is_cleared_while_it_is_locked_begins_again(
 
 def test_a_folder_that_somebody_removes_while_it_is_written_is_an_error(tmp_path: Path):
     def write() -> None:
-        with whole_folder(tmp_path / "step-1") as (folder, _):
+        with atomic_folder(tmp_path / "step-1", record=RECORD) as (folder, _):
             shutil.rmtree(folder)
 
     with pytest.raises(FileNotFoundError):
@@ -183,7 +180,7 @@ def test_a_folder_that_somebody_removes_while_it_is_written_is_an_error(tmp_path
 
 
 def test_two_writers_of_one_name_both_succeed(tmp_path: Path):
-    with whole_folder(tmp_path / "step-1") as (_, write_record):
+    with atomic_folder(tmp_path / "step-1", record=RECORD) as (_, write_record):
         write_record("first")
         fill(tmp_path / "step-1", "second")
 
@@ -210,10 +207,10 @@ def test_what_others_still_write_to_an_abandoned_folder_is_cleared_by_the_next(
         (folder / "late").write_text("by another worker")
 
     monkeypatch.setattr(shutil, "rmtree", remove_what_is_there)
-    with pytest.raises(RuntimeError), whole_folder(tmp_path / "step-1"):
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "step-1", record=RECORD):
         raise RuntimeError
     monkeypatch.setattr(shutil, "rmtree", remove)
-    clear_leftovers(tmp_path)
+    remove_leftovers(tmp_path, record=RECORD)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -230,8 +227,8 @@ def test_what_one_who_clears_away_is_killed_over_the_next_one_clears(tmp_path: P
 
     monkeypatch.setattr(shutil, "rmtree", is_killed)
     with pytest.raises(KeyboardInterrupt):
-        clear_leftovers(tmp_path)
+        remove_leftovers(tmp_path, record=RECORD)
     monkeypatch.setattr(shutil, "rmtree", remove)
-    clear_leftovers(tmp_path)
+    remove_leftovers(tmp_path, record=RECORD)
 
     assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,6 @@
-"""A global batch divided into shards: pure functions, and views of the batch's own memory wherever it is a tensor's.
+"""A replica whose shard of the batch is empty: how a step finds that out, and what an error says that it raised there.
 
-    8 rows, 3 replicas -> 3, 3, 2      4 rows, 3 replicas -> 2, 1, 1      2 rows, 3 replicas -> 1, 1, 0
-
-Sizes differ by at most one and the larger shards come first, so that only a batch with fewer rows than replicas leaves
-a shard empty. No row is dropped, padded or doubled.
+9 rows, 4 replicas -> 3, 2, 2, 2      2 rows, 4 replicas -> 1, 1, 0, 0: the last two have no rows
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,8 +17,15 @@ import torch
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.collectives.workers import Workers
 from lockstep.data.layout import SINGLE_VALUES, BatchLayout
-from lockstep.data.leaves import check_layout, has_rows, rows_of, rows_taken
-from lockstep.data.structure import map_leaves, named_leaves
+from lockstep.data.structure import (
+    check_layout,
+    leaf_has_rows,
+    map_leaves,
+    named_leaves,
+    rows_of,
+    rows_taken,
+    view_leaves,
+)
 from lockstep.errors import DataError
 
 _MOST_LEAVES_SHOWN = 8
@@ -115,7 +120,7 @@ def local_shards(batch: Any, cut: Callable[[int], LocalCut], layout: BatchLayout
 
 def emptied(batch: Any) -> Any:
     """The batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
-    return map_leaves(lambda _, leaf: rows_taken(leaf, 0, 0) if has_rows(leaf) else leaf, batch)
+    return map_leaves(lambda _, leaf: rows_taken(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
 
 
 def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
@@ -152,7 +157,7 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout 
 
 
 def _divide(leaf: Any, part: LocalCut) -> tuple[Any, ...]:
-    if not has_rows(leaf):
+    if not leaf_has_rows(leaf):
         return (leaf,) * len(part.sizes)
     starts = accumulate(part.sizes, initial=part.start)
     return tuple(rows_taken(leaf, start, size) for start, size in zip(starts, part.sizes, strict=False))
@@ -186,7 +191,7 @@ def _as_tensor(name: str, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         check_layout(name, leaf)
         return leaf
-    if has_rows(leaf) or isinstance(leaf, SINGLE_VALUES) or (numpy and isinstance(leaf, numpy.generic)):
+    if leaf_has_rows(leaf) or isinstance(leaf, SINGLE_VALUES) or (numpy and isinstance(leaf, numpy.generic)):
         return leaf
     if not numpy or not isinstance(leaf, numpy.ndarray):
         raise DataError(
@@ -208,3 +213,58 @@ def _listed(items: Sequence[str]) -> str:
     shown = ", ".join(items[:_MOST_LEAVES_SHOWN]) or "nothing"
     more = len(items) - _MOST_LEAVES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+_NOTE = (
+    "this replica's shard has 0 rows, since the batch has fewer rows than the {replicas} replicas; where the step "
+    "cannot take 0 rows, make every batch of at least {replicas} rows (drop_last=True, or another batch_size), or "
+    "run forward and backward only where there are rows (if ls.has_rows(batch): ...); optimizer.step() and other "
+    "collectives belong in every replica"
+)
+
+
+def has_rows(batch: Any) -> bool:
+    """Whether a replica's shard has rows: none of a batch that has fewer rows than there are replicas.
+
+    A step whose module cannot take 0 rows runs its forward and backward pass only where there are some. A replica that
+    leaves them out adds zeros; ``optimizer.step()`` and other collectives belong in every replica, and
+    ``compute_average_loss`` without ``global_batch_size`` is one.
+
+    Args:
+        batch: what the step got: a tensor, or tensors, arrays and lists of rows in tuples, lists and dicts.
+
+    Raises:
+        DataError: nothing in it has rows.
+
+    Example:
+        >>> import torch, lockstep as ls
+        >>> ls.has_rows((torch.zeros(0, 3), torch.zeros(0)))
+        False
+    """
+    rows = [number for leaf in view_leaves(batch) if (number := rows_of(leaf)) is not None]
+    if not rows:
+        raise DataError(
+            f"has_rows got a {type(batch).__name__} in which nothing has rows; give the batch as the step gets it, or "
+            "a tensor of it"
+        )
+    return any(rows)
+
+
+def told_of_no_rows(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
+    """``body``, whose errors get a note where a tensor among its arguments has no rows.
+
+    Args:
+        body: one replica's part of a run.
+        view: its arguments.
+        replicas: how many there are, of all workers.
+    """
+    return partial(_run, body, view, replicas)
+
+
+def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
+    try:
+        return body()
+    except Exception as error:
+        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in view_leaves(view)):
+            error.add_note(_NOTE.format(replicas=replicas))
+        raise

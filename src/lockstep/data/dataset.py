@@ -9,23 +9,188 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
-from lockstep.data.file_shards import own_files
-from lockstep.data.input_context import InputContext
-from lockstep.data.iterated import Distributed
 from lockstep.data.layout import BatchLayout, Lists
-from lockstep.data.meeting import Alone, Meeting, OwnBatches, SameBatches
-from lockstep.data.own_rows import OwnRows
-from lockstep.data.passes import Passes
-from lockstep.data.readers import CutBatches, LocalBatches, Reader, Rounds
-from lockstep.data.skipping import loads_by_index
+from lockstep.data.prefetch import DEPTH, ClosableIterator, checked_depth, read_ahead
+from lockstep.data.readers import CutBatches, LocalBatches, OwnRows, Reader, Rounds
+from lockstep.data.resume import STARTED, RandomState, begin_again, random_state
+from lockstep.data.source_random import default_state, set_default_state, watched_generators
+from lockstep.data.sources import loads_by_index, own_files, read_ahead_unasked
+from lockstep.data.transfer import Transfer
+from lockstep.data.worker_sync import Alone, Meeting, OwnBatches, SameBatches
 from lockstep.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputContext:
+    """A worker's place among the input pipelines.
+
+    Args:
+        num_input_pipelines: how many pipelines there are, one per worker.
+        input_pipeline_id: this worker's, from 0.
+        num_replicas_in_sync: the replicas of all workers.
+
+    Example:
+        >>> import lockstep as ls
+        >>> ls.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(128)
+        32
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_input_pipelines < 1 or self.num_replicas_in_sync < 1:
+            raise ConfigError(
+                f"num_input_pipelines={self.num_input_pipelines} and num_replicas_in_sync={self.num_replicas_in_sync}: "
+                "give at least 1 of each"
+            )
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            raise ConfigError(
+                f"input_pipeline_id={self.input_pipeline_id} is none of {self.num_input_pipelines} pipelines; "
+                f"choose 0 to {self.num_input_pipelines - 1}"
+            )
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The rows of one replica's batch.
+
+        Raises:
+            ConfigError: a ValueError: the global batch does not divide evenly among the replicas.
+        """
+        replicas = self.num_replicas_in_sync
+        if global_batch_size < 1 or global_batch_size % replicas:
+            smaller = global_batch_size // replicas * replicas
+            choice = f"{smaller} or {smaller + replicas}" if smaller > 0 else str(replicas)
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} does not divide among {replicas} replicas; choose {choice}"
+            )
+        return global_batch_size // replicas
+
+
+def _depth(reader: Reader) -> int:
+    return DEPTH if read_ahead_unasked(reader.dataset) else 0
+
+
+class Passes:
+    """Begins iterations; any number of them, also at once.
+
+    Args:
+        reader: reads this worker's part of the source.
+        meeting: what is said between the workers meanwhile.
+        devices: the local replicas' devices, in replica order.
+        prefetch: how many batches to read ahead; 0 reads in the caller's thread. None is 2 for a source that may be,
+            as long as it does not draw random numbers.
+
+    Raises:
+        ConfigError: ``prefetch`` is no number of batches.
+    """
+
+    def __init__(
+        self, reader: Reader, meeting: Meeting, devices: Sequence[LogicalDevice], *, prefetch: int | None
+    ) -> None:
+        self._reader = reader
+        self._meeting = meeting
+        self._devices = tuple(devices)
+        self._told = prefetch is not None
+        self._prefetch = checked_depth(prefetch) if prefetch is not None else _depth(reader)
+
+    @property
+    def dataset(self) -> Iterable[Any]:
+        """The source, or this worker's part of it."""
+        return self._reader.dataset
+
+    def begin(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
+        """An iteration without its first ``skip`` batches; see ``DistributedDataset.iterate``."""
+        transfer = Transfer(self._devices)
+        if random is not None and STARTED in random:
+            callers = default_state()
+            self._reader.start()
+            set_default_state(callers)
+        begun = begin_again(self.dataset, random)
+        self._meeting.begin(self._reader)
+        # Begun here and now, in the caller's thread: what it draws from torch's generator comes in program order.
+        source = self._reader.begin(skip, transfer)
+        watched = watched_generators(self.dataset, default=not self._told)
+        ahead = read_ahead(source, self._prefetch, begun=begun, others=watched, skip=skip)
+        return transfer.received(self._meeting.hand_out(ahead, transfer))
+
+    def random_state(self) -> RandomState:
+        """The states of all generators that the source may draw from, now."""
+        state = random_state(self.dataset)
+        return {**state, STARTED: torch.ones(())} if self._reader.started else state
+
+    def length(self) -> int:
+        """The number of batches of an iteration.
+
+        Raises:
+            TypeError: it is unknown.
+        """
+        known = self._meeting.length(self._reader)
+        if known is None:
+            raise TypeError(f"the number of batches is unknown: {type(self.dataset).__name__} has no len()")
+        return known
+
+
+class Distributed:
+    """Batches on the replicas, any number of times. Abstract: each kind says of which source, and how it is read.
+
+    Args:
+        passes: begins the iterations.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def __iter__(self) -> ClosableIterator[Any]:
+        return self._passes.begin()
+
+    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
+        """An iteration that goes on where another one stopped.
+
+        The batches before that place are read once more, unless the data can go there without, so that all that the
+        data draws comes out as if they had been taken.
+
+        Args:
+            skip: how many global batches, or rounds of per-replica ones, to pass over.
+            random: what ``random_state()`` gave when that iteration began, or None to begin with the generators as
+                they are. torch's default generator is put back when the iteration has begun: it is the caller's.
+
+        Raises:
+            DataError: the data holds other generators than ``random`` is about.
+        """
+        return self._passes.begin(skip=skip, random=random)
+
+    def random_state(self) -> RandomState:
+        """The states of all generators that the data may draw from, now; for ``iterate``."""
+        return self._passes.random_state()
+
+    def __len__(self) -> int:
+        return self._passes.length()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the data's sampler, where it shuffles by epoch, which one comes next."""
+        dataset = self._passes.dataset
+        parts: list[Any] = [dataset]
+        if isinstance(dataset, DataLoader):
+            parts += [dataset.sampler, dataset.batch_sampler, dataset.dataset]
+        for part in {id(part): part for part in parts}.values():
+            if isinstance(part, _ShufflesByEpoch):
+                part.set_epoch(epoch)
+
+
+@runtime_checkable
+class _ShufflesByEpoch(Protocol):
+    def set_epoch(self, epoch: int, /) -> None: ...
+
 
 Shard = Literal["batch", "file", "off"]
 

@@ -10,14 +10,14 @@ from subprocess import Popen
 
 import pytest
 
-from lockstep.checkpoint.whole_file import whole_file, write_whole
+from lockstep.atomic_files import atomic_file, atomic_write
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.checkpoint.whole_file import whole_file
+from lockstep.atomic_files import atomic_file
 
-with whole_file(Path(sys.argv[1])) as partial:
+with atomic_file(Path(sys.argv[1])) as partial:
     partial.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -26,8 +26,8 @@ with whole_file(Path(sys.argv[1])) as partial:
 def test_the_file_holds_the_text_and_nothing_is_beside_it(tmp_path: Path):
     path = tmp_path / "new" / "a.json"
 
-    write_whole(path, "first\r\n")
-    write_whole(path, "zweite Fassung: ü\n")
+    atomic_write(path, "first\r\n")
+    atomic_write(path, "zweite Fassung: ü\n")
 
     assert path.read_bytes() == "zweite Fassung: ü\n".encode()
     assert list(path.parent.iterdir()) == [path]
@@ -35,10 +35,10 @@ def test_the_file_holds_the_text_and_nothing_is_beside_it(tmp_path: Path):
 
 def test_a_failure_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path):
     path = tmp_path / "a.json"
-    write_whole(path, "old")
+    atomic_write(path, "old")
 
     with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "new \udcff")
+        atomic_write(path, "new \udcff")
 
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -48,7 +48,7 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path: Path):
     (tmp_path / "file").touch()
 
     with pytest.raises(OSError, match="file"):
-        write_whole(tmp_path / "file" / "a.json", "text")
+        atomic_write(tmp_path / "file" / "a.json", "text")
 
 
 @pytest.mark.parametrize("name", ["a.json", "a[1].json"])
@@ -61,15 +61,15 @@ def test_what_a_killed_writer_left_is_cleared_away_by_the_next(
     (path.parent / "a.json.partial").touch()
     assert left.read_text() == "half"
 
-    write_whole(path, "whole")
+    atomic_write(path, "whole")
 
     assert {each.name for each in path.parent.iterdir()} == {name, "a.json.partial"}
 
 
 def test_what_a_living_writer_writes_is_left_alone(tmp_path: Path):
-    with whole_file(tmp_path / "a.json") as partial:
+    with atomic_file(tmp_path / "a.json") as partial:
         partial.write_text("slow")
-        write_whole(tmp_path / "a.json", "fast")
+        atomic_write(tmp_path / "a.json", "fast")
 
     assert (tmp_path / "a.json").read_text() == "slow"
 
@@ -92,7 +92,7 @@ def test_a_file_that_is_taken_for_a_dead_writer_s_before_it_is_locked_is_made_ag
 
     monkeypatch.setattr(fcntl, "flock", lock_late)
 
-    write_whole(tmp_path / "a.json", "text")
+    atomic_write(tmp_path / "a.json", "text")
     others[0].close()
 
     assert (tmp_path / "a.json").read_text() == "text"
@@ -109,6 +109,6 @@ def test_on_a_file_system_without_locks_files_are_written_and_nothing_is_cleared
     left = tmp_path / ".a.json.0123456789ab.partial"
     left.touch()
 
-    write_whole(tmp_path / "a.json", "text")
+    atomic_write(tmp_path / "a.json", "text")
 
     assert set(tmp_path.iterdir()) == {tmp_path / "a.json", left}
