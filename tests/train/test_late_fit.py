@@ -20,10 +20,9 @@ from lockstep.errors import NonFiniteLossError
 from lockstep.replicas.host_reads import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import progress
-from lockstep.train.callbacks.backup_and_restore import BackupAndRestore
-from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.callbacks.lambda_callback import LambdaCallback
-from lockstep.train.late_logs import LateLogs
+from lockstep.train.callbacks.base import Callback, LambdaCallback, Logs
+from lockstep.train.callbacks.checkpoints import BackupAndRestore
+from lockstep.train.logs import LateLogs
 from lockstep.train.model import Model
 
 Batch = tuple[Any, ...]

@@ -42,7 +42,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     Raises:
         OSError: it cannot be written, for lack of room or permission.
     """
-    require("safetensors", "text")
+    require("safetensors", "train")
     own = own_storages(tensors)
     if not own:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = _all_of_them) -> 
         OSError: a file cannot be read.
         SafetensorError: a file is damaged.
     """
-    require("safetensors", "text")
+    require("safetensors", "train")
     reader = HuggingFaceStorageReader(str(folder))
     metadata = reader.read_metadata()
     tensors = {
@@ -189,7 +189,7 @@ class StoredTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        require("safetensors", "text")
+        require("safetensors", "train")
         self._reader = HuggingFaceStorageReader(str(path))
         self._reader.fs = _FileOrFolder()
         self._metadata = self._reader.read_metadata()
@@ -235,7 +235,7 @@ def write_held(held: Mapping[str, HeldTensor], folder: Path, *, number: int, of:
     Raises:
         OSError: it cannot be written.
     """
-    require("safetensors", "text")
+    require("safetensors", "train")
     # A file has a tensor's key once: what has several boxes goes to as many files.
     for turn, single in enumerate(_turns(held)):
         writer = HuggingFaceStorageWriter(

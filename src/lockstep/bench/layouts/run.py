@@ -12,8 +12,8 @@ from lockstep.bench.layouts.markdown import LayoutsConditions, Row, render_layou
 from lockstep.bench.layouts.measure import measured
 from lockstep.bench.layouts.roster import LayoutWork, MeasuredLayout, chosen
 from lockstep.plan.memory import estimate_memory
-from lockstep.plan.read import shape_of
-from lockstep.plan.settings import Software, precision_named
+from lockstep.plan.shapes import shape_of
+from lockstep.plan.software import Software, precision_named
 from lockstep.recipes.settings import at_least
 from lockstep.replicas.linear import onednn_is_faster
 
