@@ -14,7 +14,7 @@ from lockstep.bench.layouts.roster import LayoutWork, MeasuredLayout, chosen
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import shape_of
 from lockstep.plan.software import Software, precision_named
-from lockstep.recipes.settings import at_least
+from lockstep.recipes.config_checks import at_least
 from lockstep.replicas.linear import onednn_is_faster
 
 Progress = Callable[[Row], None]
