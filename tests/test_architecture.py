@@ -49,7 +49,7 @@ READS_ENVIRONMENT = (
 WRITES_FILES = (
     "atomic_files.py",
     "checkpoint/",
-    "collectives/values.py",  # torch.save into memory: bytes for other workers
+    "collectives/communicator.py",  # torch.save into memory: bytes for other workers
     "report/",
     "bench/report",
     "bench/inputs.py",
@@ -68,8 +68,7 @@ PRINTS = (
     "launch/function_worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
-    "replicas/cuda_driver.py",
-    "replicas/device_graph.py",
+    "replicas/device/cuda.py",
     "bench/",
     "plan/measure.py",  # measures a GPU's rates
 )

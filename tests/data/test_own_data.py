@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset
 from lockstep.errors import ConfigError, DataError

@@ -34,8 +34,7 @@ from lockstep.checkpoint.format import (
     unflatten,
 )
 from lockstep.checkpoint.state_adapters import Part, PartState, RandomPart, SavedPart, part_of
-from lockstep.collectives.values import exchange_values, on_chief
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values, on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer

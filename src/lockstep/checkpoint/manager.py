@@ -15,8 +15,7 @@ from lockstep.checkpoint.checkpoint import Checkpoint, Held
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.state_adapters import check_faults, fault_of, on_everyone
-from lockstep.collectives.values import on_chief
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
 

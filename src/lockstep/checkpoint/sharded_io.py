@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lockstep.checkpoint.weights import own_storages
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 from lockstep.parallel.regions import Box, Region, whole_region

@@ -29,14 +29,13 @@ from lockstep.checkpoint.state_adapters import (
     on_everyone,
 )
 from lockstep.checkpoint.weights import check_fit
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.updaters import HeldState
-from lockstep.parallel.part import PartModule
 from lockstep.parallel.regions import Region
+from lockstep.parallel.sharded_module import PartModule
 
 
 class DividedModulePart(Part):

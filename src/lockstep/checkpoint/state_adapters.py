@@ -13,14 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.format import DamagedStateError, Stored, check_kind, check_like
 from lockstep.checkpoint.weights import check_fit
-from lockstep.collectives.reduction import sum_tensors
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.reduce import sum_tensors
 from lockstep.data.resume import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
-from lockstep.replicas.generators import ReplicaGenerators
+from lockstep.replicas.rng.state import ReplicaGenerators
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.sharded_io import HeldTensor

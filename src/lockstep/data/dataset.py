@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lockstep.collectives.workers import OneWorker, Workers
+from lockstep.collectives.communicator import OneWorker, Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEPTH, ClosableIterator, checked_depth, read_ahead

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.data.layout import BatchLayout
 from lockstep.data.prefetch import PASSED_OVER
 from lockstep.data.resume import all_generators, check_skip, passing_over, sampling_generators
@@ -39,7 +39,7 @@ from lockstep.data.sources import (
     started,
 )
 from lockstep.data.structure import is_plain, named_leaves
-from lockstep.replicas.random import replica_generator
+from lockstep.replicas.rng.state import replica_generator
 
 _SAMPLED = 16
 # What is written alike in every process; of other indices only the type is compared.

@@ -27,7 +27,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.data.resume import check_skip, passing_over
 from lockstep.errors import DataError
 

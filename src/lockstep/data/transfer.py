@@ -22,7 +22,7 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.structure import RowList, RowTuple, is_plain, map_leaves
-from lockstep.replicas.device_driver import Mark, driver_of
+from lockstep.replicas.device.driver import Mark, driver_of
 
 
 class _Sent(NamedTuple):

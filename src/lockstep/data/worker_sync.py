@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lockstep.collectives.communicator import Workers
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.workers import Workers
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.readers import Alike, Place, Reader
 from lockstep.data.sharding import emptied

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.atomic_files import atomic_write
 from lockstep.checkpoint.weights import read_weights
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import check_kind, load_named, quiet_transformers

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from lockstep.checkpoint.folder import step_name
 from lockstep.checkpoint.format import RECORD, check_kind, run_of
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.collectives.values import on_chief
-from lockstep.collectives.workers import Wish
+from lockstep.collectives.communicator import Wish, on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, given_path
 from lockstep.train.callbacks.progress import write_line
