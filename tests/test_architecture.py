@@ -34,7 +34,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"train"}),
     frozenset({"integrations"}),
     frozenset({"recipes", "report"}),  # one recipe trains with the Trainer of integrations
-    frozenset({"launch", "bench", "verify"}),
+    frozenset({"launch", "scaling", "verify"}),
     frozenset({"cli"}),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROWS) for room in rooms}
@@ -44,15 +44,11 @@ SEES_THE_FACADE = RANK["integrations"]
 READS_ENVIRONMENT = (
     "cluster/",
     "launch/",
-    "bench/hosts.py",  # tells DDP's gloo its network interface, as its users do; there is no other way
 )
 WRITES_FILES = (
     "checkpoint/",
     "collectives/values.py",  # torch.save into memory: bytes for other workers
     "report/",
-    "bench/report",
-    "bench/inputs.py",
-    "bench/harness.py",  # a folder for each trial, gone with it
     "train/callbacks/tensorboard.py",
     "train/callbacks/csv_logger.py",
     "recipes/images/pixel_file.py",  # decoded pictures, too many for memory, grow in a file mapped into it
@@ -70,7 +66,7 @@ PRINTS = (
 DRIVES_GPUS = (
     "replicas/cuda_driver.py",
     "replicas/device_graph.py",
-    "bench/",
+    "scaling/",
     "plan/measure.py",  # measures a GPU's rates
 )
 MAX_FUNCTION_LINES = 60

@@ -7,7 +7,6 @@ from contextlib import closing
 
 import pytest
 import torch
-from tests.stand_in import stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -15,6 +14,7 @@ from lockstep import config
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh import backends_for
 from lockstep.parallel.placing import place
+from tests.stand_in import stand_in_gpus
 
 
 def network() -> nn.Sequential:

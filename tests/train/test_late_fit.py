@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -25,6 +24,7 @@ from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.callbacks.lambda_callback import LambdaCallback
 from lockstep.train.late_logs import LateLogs
 from lockstep.train.model import Model
+from tests.stand_in import StandInDriver, stand_in_gpus
 
 Batch = tuple[Any, ...]
 cross_entropy = nn.CrossEntropyLoss(reduction="none")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.history import History
 from lockstep.train.model import Model
+from tests.stand_in import StandInDriver, stand_in_gpus
 
 Batches = list[tuple[Tensor, ...]]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.train.graphs.conftest import Net, Train, alike, batches
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.replicas.host_reads import HostReads
 from lockstep.train.graphs.trace import StepTrace
+from tests.train.graphs.conftest import Net, Train, alike, batches
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.graphs.conftest import Train, alike
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import RowList
 from lockstep.train.graphs.inputs import StaticInputs, signature, tensors
 from lockstep.train.graphs.unfit import UnfitError
+from tests.train.graphs.conftest import Train, alike
 
 
 class Stacked(nn.Module):

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.graphs.conftest import Net, batches, halving
 from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.config import DeviceRegistry
 from lockstep.replicas.device_graph import CudaDeviceGraph
+from tests.train.graphs.conftest import Net, batches, halving
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stand_in import StandInDriver
-from tests.train.graphs.conftest import Net, Train, alike, batches
 from torch import Tensor, nn
 
 from lockstep.collectives.workers import OneWorker
@@ -21,6 +19,8 @@ from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.graphs import recorder, steps
 from lockstep.train.graphs.possible import driver_for
 from lockstep.train.graphs.unfit import UnfitError
+from tests.stand_in import StandInDriver
+from tests.train.graphs.conftest import Net, Train, alike, batches
 
 
 def each(outputs: Tensor, targets: Tensor) -> Tensor:

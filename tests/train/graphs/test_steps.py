@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.graphs.conftest import Net, Train, alike, batches, halving
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lockstep.errors import NonFiniteLossError
 from lockstep.train.callbacks.base import Callback, Logs
+from tests.train.graphs.conftest import Net, Train, alike, batches, halving
 
 
 @pytest.mark.parametrize("shares", [(2048, 2048), None], ids=["own weights", "one replica"])
