@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import version as installed_version
 
 from sphinx.application import Sphinx
 
+import lockstep
+
 project = "Lockstep"
-author = "the Lockstep authors"
-copyright = "the Lockstep authors, Apache-2.0"
-version = release = installed_version("lockstep")
+author = "Lockstep contributors"
+copyright = "Lockstep contributors, Apache-2.0"
+version = release = lockstep.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}

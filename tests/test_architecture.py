@@ -49,12 +49,11 @@ WRITES_FILES = (
     "checkpoint/",
     "collectives/values.py",  # torch.save into memory: bytes for other workers
     "report/",
-    "train/callbacks/tensorboard.py",
-    "train/callbacks/csv_logger.py",
+    "train/callbacks/loggers.py",
     "recipes/images/pixel_file.py",  # decoded pictures, too many for memory, grow in a file mapped into it
     "recipes/images/digits_folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
     "launch/",  # a log file of each worker; how it failed, for the launcher to read
-    "integrations/transformers/random_state.py",  # the replicas' numbers beside transformers' own in its checkpoints
+    "integrations/transformers/sync.py",  # the replicas' numbers beside transformers' own in its checkpoints
     "verify/runner.py",  # a folder for what the runs say, gone with them
 )
 PRINTS = (

@@ -20,7 +20,7 @@ def test_a_missing_package_is_named_with_its_extra(module: str, monkeypatch: pyt
     monkeypatch.delitem(sys.modules, "tqdm.auto", raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)
 
-    with pytest.raises(MissingExtraError, match=r"^the package 'tqdm' is not installed; .*'lockstep\[x\]'$"):
+    with pytest.raises(MissingExtraError, match=r"^the package 'tqdm' is not installed; .*'torch-lockstep\[x\]'$"):
         require(module, "x")
 
 

@@ -60,7 +60,7 @@ def measured(layout: MeasuredLayout, work: LayoutWork, steps: int) -> tuple[Work
 
 def measure(asked: Mapping[str, Any], work: LayoutWork, steps: int) -> list[dict[str, float]]:
     """Measures in each worker. All must call it."""
-    transformers = require("transformers", "text")
+    transformers = require("transformers", "transformers")
     config = transformers.GPT2Config(**work.config(), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     build = transformers.GPT2LMHeadModel  # imports the rest of it
     torch.set_num_threads(1)

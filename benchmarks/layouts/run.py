@@ -12,8 +12,8 @@ from benchmarks.layouts.measure import measured
 from benchmarks.layouts.roster import LayoutWork, MeasuredLayout, chosen
 from lockstep.checkpoint.whole_file import write_whole
 from lockstep.plan.memory import estimate_memory
-from lockstep.plan.read import shape_of
-from lockstep.plan.settings import Software, precision_named
+from lockstep.plan.shapes import shape_of
+from lockstep.plan.software import Software, precision_named
 from lockstep.recipes.settings import at_least
 from lockstep.replicas.linear import onednn_is_faster
 

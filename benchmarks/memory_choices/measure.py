@@ -29,7 +29,7 @@ from lockstep.replicas.host_memory import give_back_freed_memory
 from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.train.precision import Precision
+from lockstep.train.compile import Precision
 
 TRIAL_LIMIT_S = 1200.0
 _END_LIMIT_S = 30.0
@@ -117,8 +117,8 @@ def _answer(trial: MemoryTrial, far: Connection, line: str) -> None:
 
 def measure(trial: MemoryTrial, strategy: MirroredStrategy) -> Measured:
     """Measures in this process."""
-    bert = require("transformers.models.bert.modeling_bert", "text")
-    require("peft", "reviews")  # so that it is not among what the choice takes
+    bert = require("transformers.models.bert.modeling_bert", "transformers")
+    require("peft", "text")  # so that it is not among what the choice takes
     before_mb = resident_mb()
     module = with_choices(_model(bert, trial.work), trial.choice.choices, task="SEQ_CLS").train()
     # Of what is trained alone, as the Trainer does; fused, and so without temporaries the size of the weights.

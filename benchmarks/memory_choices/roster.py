@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.recipes.memory.choices import MemoryChoices, loading
 from lockstep.recipes.memory.lora import Lora
 from lockstep.recipes.settings import at_least
-from lockstep.train.precision import PrecisionName
+from lockstep.train.compile import PrecisionName
 
 FULL = "full, fp32"
 """What the others are compared with: nothing is done."""

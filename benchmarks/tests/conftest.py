@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.conftest import _leaks_nothing, forks, fresh_devices, nothing_compiled, python  # noqa: F401 - fixtures
 
 from benchmarks.contenders.ddp import train_ddp
 from benchmarks.figures import Figures
@@ -12,7 +13,6 @@ from benchmarks.memory import Memory
 from benchmarks.spawned import SpawnedBody
 from benchmarks.trial import Contender, Layout, Role
 from lockstep.scaling.machine import Machine
-from tests.conftest import _leaks_nothing, forks, fresh_devices, nothing_compiled, python  # noqa: F401 - fixtures
 
 
 class Make:

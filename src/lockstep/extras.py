@@ -13,7 +13,7 @@ def require(module: str, extra: str) -> ModuleType:
 
     Args:
         module: dotted name, such as ``"torchmetrics"`` or ``"torch.utils.tensorboard"``.
-        extra: the extra of this package that installs it, such as ``"text"``.
+        extra: the extra of ``torch-lockstep`` that installs it, such as ``"train"``.
 
     Raises:
         MissingExtraError: the module, or a package that it needs, is not installed.
@@ -24,5 +24,5 @@ def require(module: str, extra: str) -> ModuleType:
         missing = (error.name or module).partition(".")[0]
         need = f", which {module} needs," if missing != module.partition(".")[0] else ""
         raise MissingExtraError(
-            f"the package {missing!r}{need} is not installed; run: pip install 'lockstep[{extra}]'"
+            f"the package {missing!r}{need} is not installed; run: pip install 'torch-lockstep[{extra}]'"
         ) from error

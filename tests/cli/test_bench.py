@@ -94,7 +94,7 @@ def test_a_missing_template_engine_is_seen_before_anything_is_measured(tmp_path:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert "pip install 'lockstep[report]'" in done.stderr
+    assert "pip install 'torch-lockstep[plots]'" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.stand_in import stand_in_gpus
 
 from lockstep.cli import main
-from tests.stand_in import stand_in_gpus
 
 pytestmark = pytest.mark.usefixtures("fresh_devices")
 

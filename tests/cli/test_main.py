@@ -117,15 +117,6 @@ def test_the_script_is_installed_beside_python():
     assert "cpu:0" in done.stdout
 
 
-def test_without_typer_one_line_names_the_extra():
-    code = "import sys; sys.modules['typer'] = None; from lockstep.cli import main; sys.exit(main(['devices']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "pip install 'lockstep[cli]'" in done.stderr
-
-
 def test_a_reader_that_leaves_is_no_error(start_lockstep):
     process = start_lockstep("data", "mlm", "--lines", "5000")
     process.stdout.readline()

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep.cli import main
 from lockstep.cli.run import parse_nodes
 from lockstep.errors import ConfigError
@@ -50,7 +50,7 @@ def test_lockstep_is_a_program_too(run_lockstep: Run, tmp_path: Path):
     done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", "lockstep", "--version")
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"lockstep {version('lockstep')}\n"
+    assert done.stdout == f"lockstep {lockstep.__version__}\n"
     assert not (tmp_path / "lockstep-logs").exists()  # it is said once, and no worker is started
 
     done = run_lockstep("run", "--output", "all", "--quiet", "lockstep", "devices", "--devices", "cpu")

@@ -225,7 +225,7 @@ def test_ctrl_c_ends_a_run_in_one_line(start_lockstep, tmp_path: Path):
     assert not (tmp_path / "out" / "model").exists()
 
 
-@pytest.mark.parametrize(("package", "extra"), [("tokenizers", "text"), ("matplotlib", "report")])
+@pytest.mark.parametrize(("package", "extra"), [("tokenizers", "text"), ("matplotlib", "plots")])
 def test_a_missing_package_is_one_line_before_anything_is_trained(
     package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -236,5 +236,5 @@ def test_a_missing_package_is_one_line_before_anything_is_trained(
 
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"pip install 'lockstep[{extra}]'" in said
+    assert f"pip install 'torch-lockstep[{extra}]'" in said
     assert not (tmp_path / "out").exists()

@@ -167,7 +167,7 @@ def test_a_missing_package_is_one_line_before_anything_is_read(package: str, tmp
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "pip install 'lockstep[reviews]'" in done.stderr
+    assert "pip install 'torch-lockstep[text]'" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

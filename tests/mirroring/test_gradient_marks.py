@@ -10,6 +10,7 @@ from contextlib import closing
 
 import torch
 import torch.nn.functional as F
+from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -19,7 +20,6 @@ from lockstep.mirroring.exchange import Copies
 from lockstep.mirroring.gradient_marks import GradientMarks
 from lockstep.mirroring.holding import WholeModels
 from lockstep.mirroring.registry import MirroredObjects
-from tests.stand_in import StandInDriver, stand_in_gpus
 
 BUCKET_BYTES = 256
 

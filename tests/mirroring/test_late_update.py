@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
@@ -18,7 +19,6 @@ from lockstep.mirroring.update import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.host_reads import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
-from tests.stand_in import StandInDriver, stand_in_gpus
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optimizer import MirroredOptimizer

@@ -12,9 +12,8 @@ from lockstep.parallel.microbatches import SCHEDULES, Pipelining, ScheduleName, 
 from lockstep.parallel.schedules import orders_of
 from lockstep.parallel.split import split_layers
 from lockstep.parallel.timetable import Action, timetable
-from lockstep.plan.bubbles import Passes, waiting
-from lockstep.plan.layout import Layout
-from lockstep.plan.pipelines import parts_held, split_evenly, stages_of
+from lockstep.plan.cost import Passes, waiting
+from lockstep.plan.layout import Layout, parts_held, split_evenly, stages_of
 
 # Forward, inputs, weights: alike as in the papers, and as layers have them, whose attention and norms have no weights.
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (1.1, 1.9, 1.0), (1.0, 2.6, 0.6))

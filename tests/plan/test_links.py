@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.plan import LINKS, Network, parse_link
-from lockstep.plan.links import Group, group, ring_seconds, send_seconds
+from lockstep.plan.hardware import Group, group, ring_seconds, send_seconds
 
 NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)
 

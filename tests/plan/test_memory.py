@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from lockstep.plan import KNOWN_SHAPES, Layout, Software, estimate_memory, shape_of
-from lockstep.plan.memory import worker_memory
-from lockstep.plan.moments import layer_activations
-from lockstep.plan.pipelines import pipeline_workers
-from lockstep.plan.settings import precision_named
+from lockstep.plan.layout import pipeline_workers
+from lockstep.plan.memory import layer_activations, worker_memory
+from lockstep.plan.software import precision_named
 
 GPT3 = KNOWN_SHAPES["gpt-3"]
 MEGATRON = Software(

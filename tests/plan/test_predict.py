@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.plan import KNOWN_SHAPES, LINKS, Layout, ModelShape, Network, Prediction, Software, device_kind, predict
-from lockstep.plan.compute import accumulate_seconds, layer_work
-from lockstep.plan.settings import precision_named
+from lockstep.plan.cost import accumulate_seconds, layer_work
+from lockstep.plan.software import precision_named
 
 A100 = device_kind("a100-80gb")
 NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)

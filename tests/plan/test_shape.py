@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.plan import KNOWN_SHAPES, ModelShape
-from lockstep.plan.shape import divisors, one_of
+from lockstep.plan.shapes import divisors, one_of
 
 PUBLISHED = {
     "gpt2": 124_439_808,

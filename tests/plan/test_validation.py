@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.plan import KNOWN_SHAPES, LINKS, Layout, ModelShape, Network, Prediction, device_kind, predict
 from lockstep.plan.published import FIXED_BATCH, RECOMPUTATION, WEAK_SCALING, Published
-from lockstep.plan.settings import Constants, Software, precision_named
+from lockstep.plan.software import Constants, Software, precision_named
 from lockstep.plan.validation import Comparison, choose, compare, middle_error, validation_markdown, worst
 
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from tests.stand_in.driver import StandInDriver
 
 from lockstep import config
 from lockstep.config import DeviceRegistry, LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice
-from tests.stand_in.driver import StandInDriver
 
 
 @contextmanager

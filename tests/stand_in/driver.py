@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.stand_in.graph import GraphPool, HeldGraph, StandInGraph
+from tests.stand_in.streams import Event, Stream
+from tests.stand_in.tracking import Following, Memory
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.config import LogicalDevice
 from lockstep.replicas.device_memory import MB, PoolUse
-from tests.stand_in.graph import GraphPool, HeldGraph, StandInGraph
-from tests.stand_in.streams import Event, Stream
-from tests.stand_in.tracking import Following, Memory
 
 CALLER = "caller"
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.stand_in import StandInDriver, Stream, stand_in_gpus
 
 from lockstep.replicas.device_memory import MB
-from tests.stand_in import StandInDriver, Stream, stand_in_gpus
 
 GPU = torch.device("cpu")
 

@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -14,7 +15,6 @@ from lockstep import config
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh import backends_for
 from lockstep.parallel.placing import place
-from tests.stand_in import stand_in_gpus
 
 
 def network() -> nn.Sequential:

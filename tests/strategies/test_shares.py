@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.errors import DeviceMemoryError
 from lockstep.replicas.device_memory import MB
-from tests.stand_in import StandInDriver, stand_in_gpus
 
 LIMIT_MB = 64
 Shares = tuple[ls.MirroredStrategy, StandInDriver]

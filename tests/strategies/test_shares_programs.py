@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.cli import main
-from tests.stand_in import StandInDriver, stand_in_gpus
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.iterated import Distributed
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
-from lockstep.train.feed import Feed, distribute
+from lockstep.train.epoch_iterator import Feed, distribute
 
 if TYPE_CHECKING:
     from tests.train.conftest import MakeStrategy

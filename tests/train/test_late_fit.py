@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -19,12 +20,10 @@ from lockstep.errors import NonFiniteLossError
 from lockstep.replicas.host_reads import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import progress
-from lockstep.train.callbacks.backup_and_restore import BackupAndRestore
-from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.callbacks.lambda_callback import LambdaCallback
-from lockstep.train.late_logs import LateLogs
+from lockstep.train.callbacks.base import Callback, LambdaCallback, Logs
+from lockstep.train.callbacks.checkpoints import BackupAndRestore
+from lockstep.train.logs import LateLogs
 from lockstep.train.model import Model
-from tests.stand_in import StandInDriver, stand_in_gpus
 
 Batch = tuple[Any, ...]
 cross_entropy = nn.CrossEntropyLoss(reduction="none")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.train.late_logs import LateLogs, own_logs
+from lockstep.train.logs import LateLogs, own_logs
 
 NUMBERS = {"loss": 0.5, "accuracy": 0.25}
 

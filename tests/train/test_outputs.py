@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.collectives.workers import OneWorker
 from lockstep.errors import ConfigError
-from lockstep.train.outputs import CollectedOutputs
+from lockstep.train.inference import CollectedOutputs
 
 
 class Pair(NamedTuple):

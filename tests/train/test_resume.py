@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.train.programs.resumable import Noisy, Tell, train
 from torch import nn
 
 import lockstep as ls
 from lockstep.errors import CallbackError, CheckpointError, UsageError
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.model import Model
-from tests.train.programs.resumable import Noisy, Tell, train
 
 MakeStrategy = Callable[..., MirroredStrategy]
 

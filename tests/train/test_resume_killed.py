@@ -20,7 +20,7 @@ import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.weights import read_weights
-from lockstep.train.callbacks.backup_and_restore import SAVED_AND_STOPPED
+from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).parent / "programs" / "resumable.py"
 LIMIT_S = 120
 KILLS = 10
 # The server that all tests' processes are forked from has these, so that not every one of them imports torch.
-PRELOADED = ["torch", "torch._dynamo", "lockstep", "lockstep.verify.child", "torchmetrics.classification"]
+PRELOADED = ["torch", "torch._dynamo", "lockstep", "lockstep.verify.runner", "torchmetrics.classification"]
 
 
 @contextmanager

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 
 from lockstep.errors import NonFiniteLossError
 from lockstep.replicas.arriving import Arriving
-from lockstep.train.running_loss import RunningLoss
-from lockstep.train.under_way import MOST_AHEAD, StepsUnderWay, located
-from tests.stand_in import stand_in_gpus
+from lockstep.train.logs import RunningLoss
+from lockstep.train.loop import MOST_AHEAD, StepsUnderWay, located
 
 
 def test_steps_are_heard_of_in_order_and_two_late_at_the_most():

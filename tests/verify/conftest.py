@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.verify.config import Program, VerifyConfig
-from lockstep.verify.verify import VerifyReport, verify
+from lockstep.verify.report import VerifyReport, verify
 
 PROGRAMS = Path(__file__).parent / "programs"
 Verified = Callable[..., VerifyReport]

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.verify.batches import compare_batches, shard_sizes
-from lockstep.verify.record import BatchRecord, Leaf
+from lockstep.verify.compare import compare_batches, shard_sizes
+from lockstep.verify.trace import BatchRecord, Leaf
 
 
 def batch(*replicas: tuple[int, ...]) -> BatchRecord:

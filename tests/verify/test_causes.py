@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.verify.verify import VerifyReport
+from lockstep.verify.report import VerifyReport
 
 Verified = Callable[..., VerifyReport]
 

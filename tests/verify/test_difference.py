@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep.verify.difference import NOISE_FACTOR, ROUNDING_UNITS, Allowance, Difference, tensor_difference
+from lockstep.verify.compare import NOISE_FACTOR, ROUNDING_UNITS, Allowance, Difference, tensor_difference
 
 UNIT = 2.0**-23
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.verify.gradients import Weighting, summed, weightings
-from lockstep.verify.record import UpdateRecord
+from lockstep.verify.compare import Weighting, summed, weightings
+from lockstep.verify.trace import UpdateRecord
 
 PARTS = ({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, -1.0])})
 BEFORE = {"w": torch.tensor([10.0, 20.0])}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.verify.randomness import without_randomness
+from lockstep.verify.interventions import without_randomness
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

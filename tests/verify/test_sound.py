@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.verify.verify import VerifyReport
+from lockstep.verify.report import VerifyReport
 
 Verified = Callable[..., VerifyReport]
 

@@ -8,8 +8,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.verify.config import Switches
-from lockstep.verify.one_shard import one_shard
-from lockstep.verify.switches import ModuleSwitches
+from lockstep.verify.interventions import ModuleSwitches, one_shard
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

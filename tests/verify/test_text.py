@@ -4,9 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from lockstep.verify.difference import Difference
-from lockstep.verify.text import MOST_ROWS, render, to_json
-from lockstep.verify.verify import VerifyReport
+from lockstep.verify.compare import Difference
+from lockstep.verify.report import MOST_ROWS, VerifyReport, render, to_json
 
 Verified = Callable[..., VerifyReport]
 

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.verify.config import Program, VerifyConfig
-from lockstep.verify.verify import verify
+from lockstep.verify.report import verify
 
 PROGRAMS = Path(__file__).parent / "programs"
 

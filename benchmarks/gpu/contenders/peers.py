@@ -52,7 +52,7 @@ def _is_there(name: str) -> bool:
 
 def train_accelerate(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
     """Hugging Face Accelerate: model, optimizer and loader are prepared by it."""
-    accelerate = require("accelerate", "trainer")
+    accelerate = require("accelerate", "transformers")
     device = begin_process(setting)
     accelerator = accelerate.Accelerator(
         cpu=setting.device == "cpu",
@@ -97,7 +97,7 @@ def _loop(
 
 def train_trainer(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
     """The Trainer of transformers: its own loop, told of the loss by the module."""
-    transformers = require("transformers", "trainer")
+    transformers = require("transformers", "transformers")
     device = begin_process(setting)
     module = made(trial, device)
     laps.trained = trained_parameters(module)

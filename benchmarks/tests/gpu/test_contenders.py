@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 
 import lockstep as ls
 from benchmarks.gpu.ahead import on_device, pinned
@@ -29,7 +30,6 @@ from benchmarks.spawned import Seat, SpawnedBody
 from benchmarks.trial import Trial
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.recipes.mlm.model import BertShape
-from tests.stand_in import stand_in_gpus
 
 PACE = Pace(warm_up=2, lap_steps=2, laps=2)
 # Without dropout every step is the same in every program.

@@ -44,7 +44,7 @@ def export_weights(
     source = _one_of(Path(checkpoint))
     try:
         stored = StoredTensors(source / _chosen(weights_of(source), module, source))
-    except (OSError, require("safetensors", "text").SafetensorError) as error:
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {source} is damaged ({error}); use another one") from error
     described = {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in stored.tensors.items()}
     write_streamed(path, described, ((key, stored.read_whole(key)) for key in described))

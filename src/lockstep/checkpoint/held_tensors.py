@@ -117,7 +117,7 @@ class StoredTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        require("safetensors", "text")
+        require("safetensors", "train")
         self._reader = HuggingFaceStorageReader(str(path))
         self._reader.fs = _FileOrFolder()
         self._metadata = self._reader.read_metadata()
@@ -163,7 +163,7 @@ def write_held(held: Mapping[str, HeldTensor], folder: Path, *, number: int, of:
     Raises:
         OSError: it cannot be written.
     """
-    require("safetensors", "text")
+    require("safetensors", "train")
     # A file has a tensor's key once: what has several boxes goes to as many files.
     for turn, single in enumerate(_turns(held)):
         writer = HuggingFaceStorageWriter(

@@ -106,7 +106,7 @@ def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
     try:
         with whole_folder(path) as (partial, write_record):
             yield partial, lambda contents: write_record(_filled(partial, contents))
-    except (OSError, require("safetensors", "text").SafetensorError) as error:
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {error}; choose a folder that can be written to and has room"
         ) from error
@@ -160,7 +160,7 @@ def read_checkpoint(path: Path, *, apart: Collection[str] = ()) -> Contents:
         tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in apart))
         weights = {name: _read_module(path / file) for name, file in document["weights"].items() if name not in left}
         parts: dict[str, Any] = unflatten(document["state"], tensors)
-    except (OSError, require("safetensors", "text").SafetensorError, ValueError, CheckpointError) as error:
+    except (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError) as error:
         raise damaged(path, str(error)) from error
     except Exception as error:
         # The state is nested, and decoded as it says itself: with other values than were saved anything may be raised.
@@ -173,7 +173,7 @@ def _filled(folder: Path, contents: Contents) -> str:
     tree, tensors = flatten(dict(contents.parts))
     weights = {name: _weights_file(name, contents.weights) for name in contents.weights}
     for name, file in weights.items():
-        save = require("safetensors.torch", "text").save_file
+        save = require("safetensors.torch", "train").save_file
         save(own_storages(contents.weights[name]), str(folder / file), metadata={"format": "pt"})
     write_tensors(tensors, folder / STATE)
     return json.dumps(_document(contents.record, tree, {**weights, **contents.apart}, _sizes(folder)))

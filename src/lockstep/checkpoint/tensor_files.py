@@ -34,7 +34,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    require("safetensors", "text")
+    require("safetensors", "train")
     own = own_storages(tensors)
     if not own:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = _all_of_them) -> 
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    require("safetensors", "text")
+    require("safetensors", "train")
     reader = HuggingFaceStorageReader(str(folder))
     metadata = reader.read_metadata()
     tensors = {

@@ -32,13 +32,13 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     Raises:
         CheckpointError: an entry is no tensor, or the file cannot be written; then nothing is left behind.
     """
-    safetensors = require("safetensors.torch", "text")
+    safetensors = require("safetensors.torch", "train")
     target = Path(path)
     tensors = own_storages(state)
     try:
         with whole_file(target) as partial:
             safetensors.save_file(tensors, str(partial), metadata={"format": "pt"})
-    except (OSError, require("safetensors", "text").SafetensorError) as error:
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the weights to {target}: {error}; choose a folder that can be written to and has room"
         ) from error
@@ -54,8 +54,8 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not source.is_file():
         raise CheckpointError(f"there is no weights file {source}; give the path of a file written by save_weights")
     try:
-        tensors: dict[str, Tensor] = require("safetensors.torch", "text").load_file(str(source))
-    except (OSError, require("safetensors", "text").SafetensorError) as error:
+        tensors: dict[str, Tensor] = require("safetensors.torch", "train").load_file(str(source))
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(
             f"cannot read the weights in {source}: {error}; give a safetensors file written by save_weights"
         ) from error

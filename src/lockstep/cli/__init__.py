@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from lockstep.cli.failure import INTERRUPTED, print_warning, report_failure
 from lockstep.cli.in_workers import InWorkers
-from lockstep.extras import require
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_words(words: Sequence[str]) -> int | InWorkers:
     """Runs one command to its end, or says in how many workers it is to be run; what fails is raised."""
-    require("typer", "cli")
     from lockstep.cli.app import parse
 
     with warnings.catch_warnings():

@@ -7,12 +7,12 @@ A command's file is imported when the command is called; until then its name and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
+from lockstep import __version__
 from lockstep.cli.in_workers import InWorkers
 from lockstep.errors import ConfigError
 
@@ -122,7 +122,7 @@ COMMANDS: dict[str, tuple[str, Callable[[typer.Typer], None]]] = {
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"lockstep {version('lockstep')}")
+        print(f"lockstep {__version__}")
         raise typer.Exit
 
 

@@ -16,7 +16,7 @@ def decoding_bar(*, quiet: bool) -> Iterator[Progress | None]:
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    with require("tqdm", "images").tqdm(desc="decoding", unit=" pictures", leave=False, file=sys.stderr) as bar:
+    with require("tqdm", "train").tqdm(desc="decoding", unit=" pictures", leave=False, file=sys.stderr) as bar:
 
         def progress(done: int, of: int) -> None:
             bar.total = of

@@ -3,27 +3,184 @@
 from __future__ import annotations
 
 import json as text_of
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lockstep.cli.flags import config_command
-from lockstep.cli.plan_table import plan_dictionary, plan_text
 from lockstep.errors import ConfigError
-from lockstep.plan.devices import DEVICE_KINDS, device_kind
-from lockstep.plan.links import parse_link
-from lockstep.plan.plan import plan as make_plan
-from lockstep.plan.plan import usual_network, usual_software
-from lockstep.plan.read import shape_of
-from lockstep.plan.search import LOCKSTEP, Choices, Plan
-from lockstep.plan.settings import Software, precision_named
-from lockstep.plan.shape import ModelShape
+from lockstep.plan.cost import Prediction
+from lockstep.plan.hardware import DEVICE_KINDS, GIB, device_kind, parse_link
+from lockstep.plan.layout import Layout
+from lockstep.plan.search import LOCKSTEP, Choices, Plan, Setting, usual_network, usual_software
+from lockstep.plan.search import plan as make_plan
+from lockstep.plan.shapes import ModelShape, shape_of
+from lockstep.plan.software import Software, precision_named
 from lockstep.plan.validation import validation_markdown
+from lockstep.report.table import text_table
 
 if TYPE_CHECKING:
     from lockstep.plan.measure import Measured
+
+
+_HEADINGS = (
+    "",
+    "data",
+    "pipeline",
+    "tensor",
+    "microbatches",
+    "schedule",
+    "recomputed",
+    "options",
+    "GiB",
+    "step s",
+    "bubble",
+    "exchange",
+    "TFLOP/s",
+)
+
+_OPTIONS = (
+    ("shard_optimizer", "sharded"),
+    ("shard_parameters", "fully sharded"),
+    ("sequence_parallel", "sequence"),
+)
+
+
+def plan_text(plan: Plan, *, top: int, refused: bool) -> str:
+    """The head, the table of the best layouts, what was refused, and the call that asks for the best."""
+    parts = [setting_text(plan.setting), plan_table(plan.best_of_each[:top]), _refused_text(plan, refused)]
+    best = plan.best
+    use = [f"best: {best.layout.call()}", *(f"      {line}" for line in _besides(best.layout))]
+    return "\n\n".join([*parts, "\n".join(use)])
+
+
+def setting_text(setting: Setting) -> str:
+    """Two lines: the model, and what it is to be trained on."""
+    shape, device, network = setting.shape, setting.device, setting.network
+    precision = setting.software.precision
+    model = (
+        f"{shape.name}: {_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden:,},"
+        f" {shape.heads} heads, lines of {shape.sequence:,} tokens"
+    )
+    peak = device.peak_tflops[precision.format]
+    between = f", {network.between.name} between hosts" if setting.devices > network.per_host else ""
+    machines = (
+        f"{setting.devices:,} x {device.name} ({device.memory_gib:.0f} GiB, {peak:,.{0 if peak >= 10 else 2}f} TFLOP/s"
+        f" in {precision.format}), {network.per_host} in a host on {network.inside.name}{between};"
+        f" global batch {setting.batch:,}"
+    )
+    return f"{model}\n{machines}"
+
+
+def plan_table(predictions: Sequence[Prediction]) -> str:
+    """A row for each prediction."""
+    return text_table(_HEADINGS, [[str(place + 1), *_cells(p)] for place, p in enumerate(predictions)])
+
+
+def plan_dictionary(plan: Plan, *, top: int) -> dict[str, Any]:
+    """The same for machines; seconds, bytes and TFLOP/s as numbers."""
+    setting = plan.setting
+    return {
+        "model": {"name": setting.shape.name, "parameters": setting.shape.parameters},
+        "devices": setting.devices,
+        "kind": setting.device.name,
+        "batch": setting.batch,
+        "usable_bytes": setting.usable_memory,
+        "tried": plan.tried,
+        "fit": len(plan.ranked),
+        "layouts": [_dictionary(prediction) for prediction in plan.best_of_each[:top]],
+        "refused": [
+            {"data": r.data, "pipeline": r.pipeline, "tensor": r.tensor, "reason": r.reason} for r in plan.refused
+        ],
+    }
+
+
+def _cells(prediction: Prediction) -> list[str]:
+    layout = prediction.layout
+    exchange = (prediction.tensor_s + prediction.pipeline_s + prediction.data_s) / prediction.step_s
+    return [
+        str(layout.data),
+        str(layout.pipeline),
+        str(layout.tensor),
+        f"{layout.microbatches} x {layout.rows}",
+        _schedule(layout),
+        "" if layout.recompute == "none" else layout.recompute,
+        " ".join(word for name, word in _OPTIONS if getattr(layout, name)),
+        f"{prediction.memory.total / GIB:.1f}",
+        _seconds(prediction.step_s),
+        f"{prediction.bubble:.1%}" if layout.pipeline > 1 else "",
+        f"{exchange:.1%}",
+        f"{prediction.model_tflops:.{0 if prediction.model_tflops >= 10 else 3}f}",
+    ]
+
+
+def _schedule(layout: Layout) -> str:
+    if layout.pipeline == 1:
+        return ""
+    several = layout.chunks > 1 and layout.schedule != "zero_bubble_v"  # which always has two
+    return f"{layout.schedule} x {layout.chunks}" if several else layout.schedule
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}"
+
+
+def _count(number: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:,.1f} {word}"
+    return f"{number:,}"
+
+
+def _refused_text(plan: Plan, every: bool) -> str:
+    """How much was tried and refused; with ``every``, each refusal on a line of its own."""
+    line = f"{plan.tried:,} layouts tried, {len(plan.ranked):,} fit"
+    if not plan.refused:
+        return f"{line}."
+    if every:
+        rows = [[str(r.data), str(r.pipeline), str(r.tensor), r.reason] for r in plan.refused]
+        return f"{line}. Refused:\n\n{text_table(['data', 'pipeline', 'tensor', 'because'], rows)}"
+    kinds = Counter("fit" if r.reason.startswith("needs") else "divide" for r in plan.refused)
+    words = " and ".join(f"{number} that {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
+    return f"{line}. Of (data, pipeline, tensor), {words} refused: --refused lists them."
+
+
+def _besides(layout: Layout) -> list[str]:
+    """What the call does not say."""
+    lines = []
+    if layout.chunks > 1:
+        lines.append(f"each worker of a pipeline holds {layout.chunks} parts of the model")
+    if layout.pipeline == 1 and layout.microbatches > 1:
+        rows = layout.data * layout.rows
+        lines.append(f"accumulate={layout.microbatches} in compile, with global batches of {rows:,} lines")
+    if layout.recompute == "full":
+        lines.append("activations of every layer are computed again: gradient checkpointing")
+    if layout.recompute == "selective":
+        lines.append("attention's scores are computed again")
+    return lines
+
+
+def _dictionary(prediction: Prediction) -> dict[str, Any]:
+    layout, memory = prediction.layout, prediction.memory
+    return {
+        "call": layout.call(),
+        **{name: getattr(layout, name) for name in layout.__dataclass_fields__},
+        "step_s": prediction.step_s,
+        "seconds": {
+            name: getattr(prediction, f"{name}_s")
+            for name in ("compute", "bubble", "tensor", "pipeline", "data", "update")
+        },
+        "bubble": prediction.bubble,
+        "bytes": {
+            name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations", "total")
+        },
+        "model_tflops": prediction.model_tflops,
+        "hardware_tflops": prediction.hardware_tflops,
+    }
+
 
 EXAMPLE = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
 # Lines in the global batch for each device, where no batch is asked for.

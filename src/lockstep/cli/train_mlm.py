@@ -32,7 +32,7 @@ from lockstep.recipes.mlm.run import check_exactness, train_mlm
 from lockstep.recipes.text.wordpiece import MASK
 from lockstep.report.table import text_table
 from lockstep.strategies.base import Strategy
-from lockstep.train.fit_settings import Verbose
+from lockstep.train.fit import Verbose
 
 MLM_EXAMPLE = "Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm"
 

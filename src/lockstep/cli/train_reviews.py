@@ -28,7 +28,7 @@ from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.run import Places, ReviewsResult, build_reviews, check_exactness, train_reviews
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.progress import ProgressBar
-from lockstep.train.fit_settings import Verbose
+from lockstep.train.fit import Verbose
 
 REVIEWS_EXAMPLE = 'Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews'
 
@@ -115,7 +115,7 @@ def _check(output: Path, resume: Path | None) -> None:
     check_folder(output / "checkpoints")
     _ = Places(resume=resume)
     for package in ("transformers", "accelerate", "torchmetrics"):
-        require(package, "reviews")
+        require(package, "text")
 
 
 def _work(config: ReviewsConfig) -> str:

@@ -26,8 +26,8 @@ from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
-from lockstep.train.fit_settings import Verbose
-from lockstep.train.history import History
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
 
 OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Where the logs, the weights and the curves are put.")]
 CheckFlag = Annotated[
@@ -154,8 +154,8 @@ def run_training(job: TrainingJob, flags: TrainingFlags) -> int:
     check_output(folder)
     job.backup.check(folder)
     if speaks():  # two seconds of importing, which no other worker needs
-        for package in ("matplotlib", "tensorboard"):
-            require(package, "report")
+        require("matplotlib", "plots")
+        require("tensorboard", "train")
     say = print if speaks() else _say_nothing
     with closing(_begin(job, flags, say)) as strategy:
         workers = strategy.workers

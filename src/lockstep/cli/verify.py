@@ -13,8 +13,8 @@ from lockstep.checkpoint.whole_file import write_whole
 from lockstep.cli.devices import DEVICES_HELP
 from lockstep.errors import ConfigError
 from lockstep.verify.config import Program, VerifyConfig
-from lockstep.verify.text import render, to_json
-from lockstep.verify.verify import verify as run_verification
+from lockstep.verify.report import render, to_json
+from lockstep.verify.report import verify as run_verification
 
 EXAMPLE = "Example: lockstep verify --devices cpu:4 train.py --batch-size 32"
 RECIPES = ("mlm", "images")

@@ -41,7 +41,6 @@ def launch(
         ConfigError: ``workers`` is not positive, or there are fewer GPUs than asked for.
         ClusterError: a worker failed; it is named, and its own exception is the cause. Or they took too long; its note
             says where each of them stood.
-        MissingExtraError: cloudpickle is not installed.
         SystemExit: SIGTERM came, which this process does not handle itself, and the workers ended with an exit code of
             their own choice, such as the 75 of ``BackupAndRestore``: it is that code.
 

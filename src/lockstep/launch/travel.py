@@ -9,9 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lockstep.extras import require
-
-_EXTRA = "launch"
+import cloudpickle
 
 
 def pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
@@ -19,11 +17,7 @@ def pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mappi
 
     A function of a module that a fresh process would not find by its name, such as a test's, travels by value, as one
     of a notebook or of ``__main__`` always does. What can be found by name is imported there.
-
-    Raises:
-        MissingExtraError: cloudpickle is not installed.
     """
-    cloudpickle = require("cloudpickle", _EXTRA)
     module = inspect.getmodule(fn)
     if module is None or module.__name__ == "__main__" or _is_found_by_name(module):
         return pack((fn, args, kwargs))
@@ -36,13 +30,13 @@ def pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mappi
 
 def pack(value: object) -> bytes:
     """``value`` as bytes. Raises whatever its own classes raise when they are pickled."""
-    payload: bytes = require("cloudpickle", _EXTRA).dumps(value)
+    payload: bytes = cloudpickle.dumps(value)
     return payload
 
 
 def unpack(payload: bytes) -> Any:
     """What was packed, by this launch's own processes. Raises whatever its own classes raise when they are rebuilt."""
-    return require("cloudpickle", _EXTRA).loads(payload)
+    return cloudpickle.loads(payload)
 
 
 def _is_found_by_name(module: ModuleType) -> bool:

@@ -95,6 +95,6 @@ def find_disagreement(mine: Card, theirs: Card, names: tuple[str, str]) -> str:
 
 def _own_version() -> str:
     try:
-        return version("lockstep")
+        return version("torch-lockstep")
     except PackageNotFoundError:  # run from its source, without being installed
         return "not installed"

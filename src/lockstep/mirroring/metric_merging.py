@@ -52,7 +52,7 @@ def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
 
 def nested_metrics(metric: Any) -> list[Any]:
     """The metric and all metrics inside it, such as the two of a sum or the one of a wrapper."""
-    metric_class = require("torchmetrics", "text").Metric
+    metric_class = require("torchmetrics", "train").Metric
     return [module for module in metric.modules() if isinstance(module, metric_class)]
 
 

@@ -4,17 +4,13 @@ model -> ModelShape --.
 devices, links -------+-- search: layouts -- memory (do they fit?) -- predict (how long is a step?) -- Plan
 """
 
-from lockstep.plan.devices import DEVICE_KINDS, DeviceKind, device_kind
-from lockstep.plan.known import KNOWN_SHAPES
+from lockstep.plan.cost import Prediction, predict
+from lockstep.plan.hardware import DEVICE_KINDS, LINKS, DeviceKind, Link, Network, device_kind, parse_link
 from lockstep.plan.layout import Layout
-from lockstep.plan.links import LINKS, Link, Network, parse_link
 from lockstep.plan.memory import Memory, estimate_memory
-from lockstep.plan.plan import plan
-from lockstep.plan.predict import Prediction, predict
-from lockstep.plan.read import shape_of
-from lockstep.plan.search import LOCKSTEP, Choices, Plan, Refusal, Setting, search
-from lockstep.plan.settings import Constants, Precision, Software
-from lockstep.plan.shape import Kept, ModelShape
+from lockstep.plan.search import LOCKSTEP, Choices, Plan, Refusal, Setting, plan, search
+from lockstep.plan.shapes import KNOWN_SHAPES, Kept, ModelShape, shape_of
+from lockstep.plan.software import Constants, Precision, Software
 
 __all__ = [
     "DEVICE_KINDS",

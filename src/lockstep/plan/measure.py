@@ -15,9 +15,8 @@ import torch
 from torch.nn import functional
 
 from lockstep.errors import ConfigError
-from lockstep.plan.devices import GIB, DeviceKind, Format
-from lockstep.plan.links import LINKS, Link, Network
-from lockstep.plan.settings import Constants
+from lockstep.plan.hardware import GIB, LINKS, DeviceKind, Format, Link, Network
+from lockstep.plan.software import Constants
 
 _CPU_SIZES, _GPU_SIZES = (256, 512, 1024), (2048, 4096, 8192)
 _TYPES: dict[Format, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lockstep.plan.devices import device_kind
-from lockstep.plan.known import known_shape
-from lockstep.plan.plan import usual_network
-from lockstep.plan.predict import Prediction, predict
+from lockstep.plan.cost import Prediction, predict
+from lockstep.plan.hardware import device_kind
 from lockstep.plan.published import TABLES, WEAK_SCALING, Published
-from lockstep.plan.search import Choices, Plan, Setting, search
-from lockstep.plan.settings import Software, precision_named
+from lockstep.plan.search import Choices, Plan, Setting, search, usual_network
+from lockstep.plan.shapes import known_shape
+from lockstep.plan.software import Software, precision_named
 
 _DEVICE = device_kind("a100-80gb")
 # Weights and gradients in fp16 and in float32, and Adam's moments: 20 bytes a parameter (Smith et al. 2022, arXiv

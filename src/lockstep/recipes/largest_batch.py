@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.strategies.batch_size import default_budget_mb
-from lockstep.train.compile_config import CompileConfig
-from lockstep.train.job import Job
+from lockstep.train.compile import CompileConfig, Job, Precision
 from lockstep.train.model import Model
-from lockstep.train.precision import Precision
 from lockstep.train.step import ReplicaState, train_step
 
 

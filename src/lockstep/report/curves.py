@@ -47,7 +47,7 @@ def draw_curves(
     names = list(dict.fromkeys(name.removeprefix("val_") for name in history if name not in _NOT_CURVES))
     if not any(history.get(name) or history.get(f"val_{name}") for name in names):
         raise ConfigError(f"a history of {sorted(history)} holds no epoch to draw; expected 'loss'; train first")
-    require("matplotlib", "report")
+    require("matplotlib", "plots")
     figure = _figure(len(names), title)
     for axes, name in zip(figure.axes, names, strict=True):
         _panel(axes, name, history, (test or {}).get(name))
@@ -55,7 +55,7 @@ def draw_curves(
 
 
 def _figure(panels: int, title: str) -> Any:
-    figure = require("matplotlib.figure", "report").Figure(
+    figure = require("matplotlib.figure", "plots").Figure(
         figsize=(4.4 * panels + 0.4, 3.6), dpi=160, facecolor="white", layout="constrained"
     )
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.05)
@@ -83,7 +83,7 @@ def _curve(axes: Any, values: Sequence[float], color: str, label: str) -> None:
 
 def _quiet(axes: Any, name: str, epochs: int) -> None:
     """A light grid, no box, whole epochs on the axis."""
-    ticker = require("matplotlib.ticker", "report")
+    ticker = require("matplotlib.ticker", "plots")
     axes.set_title(name, loc="left", fontsize=10, color=_INK)
     axes.set_xlabel("epoch", fontsize=9, color=_INK)
     axes.set_xlim(0.8, max(epochs, 2) + 0.2)

@@ -33,7 +33,7 @@ def render_page(result: ScalingResult) -> str:
     Raises:
         MissingExtraError: jinja2, which torch brings, is not installed.
     """
-    jinja2 = require("jinja2", "report")
+    jinja2 = require("jinja2", "plots")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     rows = result.rows
     page: str = environment.from_string(TEMPLATE).render(

@@ -5,27 +5,135 @@ run_fit -> TrainLoop.run_epoch -> strategy.run -> train_step (in each replica): 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.workers import Wish
+from lockstep.collectives.workers import Wish, Workers
+from lockstep.errors import NonFiniteLossError
+from lockstep.mirroring.skipping import check_finite
 from lockstep.mirroring.update import StepResult
 from lockstep.replicas.arriving import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
-from lockstep.train.agreed_stop import AgreedStop
-from lockstep.train.callbacks.callback_list import CallbackList
-from lockstep.train.feed import Feed
-from lockstep.train.graphs.steps import TrainSteps
-from lockstep.train.job import Job
-from lockstep.train.late_logs import batch_logs
-from lockstep.train.loss_state import telling_of_state
+from lockstep.train.callbacks.base import CallbackList
+from lockstep.train.compile import Job
+from lockstep.train.cuda_graphs.steps import TrainSteps
+from lockstep.train.epoch_iterator import Feed
+from lockstep.train.logs import RunningLoss, StepClock, batch_logs
+from lockstep.train.loss import telling_of_state
 from lockstep.train.metrics import ReplicaMetrics
-from lockstep.train.running_loss import RunningLoss
 from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle
-from lockstep.train.timing import StepClock
-from lockstep.train.under_way import StepsUnderWay, located
+
+MOST_AHEAD = 2
+"""Steps after one whose numbers have not been read."""
+
+
+class _Step(NamedTuple):
+    numbers: Arriving
+    epoch: int
+    step: int
+
+
+class StepsUnderWay:
+    """The last steps of a pass, at most two of which have not been heard of."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque()
+
+    def add(self, numbers: Arriving, *, epoch: int, step: int) -> None:
+        """Notes a step, and reads those that have arrived, or that are too far behind.
+
+        Args:
+            numbers: the last is the total of its update, or 0.
+            epoch: from 0, for the error.
+            step: of the epoch, from 1, for the error.
+
+        Raises:
+            NonFiniteLossError: the total of an update of one of the last three steps is NaN or infinite; the weights
+                are those before that update.
+        """
+        self._steps.append(_Step(numbers, epoch, step))
+        while self._steps and (len(self._steps) > MOST_AHEAD or self._steps[0].numbers.arrived):
+            self._hear()
+
+    @property
+    def any(self) -> bool:
+        """Whether there are steps that have not been heard of."""
+        return bool(self._steps)
+
+    def settle(self) -> None:
+        """Hears of all steps. Waits for the device.
+
+        Raises:
+            NonFiniteLossError: as ``add``.
+        """
+        while self._steps:
+            self._hear()
+
+    def _hear(self) -> None:
+        told = self._steps.popleft()
+        with located(told.epoch, told.step):
+            check_finite(told.numbers.read()[-1])
+
+
+@contextmanager
+def located(epoch: int, step: int) -> Iterator[None]:
+    """Says in which epoch, from 0, and which step of it, from 1, the loss was not finite."""
+    try:
+        yield
+    except NonFiniteLossError as error:
+        raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error}") from error
+
+
+class Stoppable(Protocol):
+    """What callbacks set to end a fit: the Model."""
+
+    stop_training: bool
+
+
+class AgreedStop:
+    """Whether a fit ends early. Its answers are the same on every worker, and so is ``model.stop_training`` after them.
+
+    Args:
+        workers: of the fit. All of them have met since the fit before this one.
+        model: whose ``stop_training`` callbacks set, each on its own worker.
+    """
+
+    def __init__(self, workers: Workers, model: Stoppable) -> None:
+        self._workers = workers
+        self._model = model
+        workers.settle(Wish.STOP)  # of a fit that failed before it could end
+
+    def after_batch(self) -> bool:
+        """Whether all end here. Nothing is exchanged: one of several workers only wishes it, for the batch after."""
+        if self._workers.alone:
+            return self._model.stop_training
+        if self.heard():
+            return True
+        self._wish()
+        return False
+
+    def heard(self) -> bool:
+        """Whether an exchange has told of a worker that would stop. Every worker must call it at the same point."""
+        if Wish.STOP not in self._workers.granted:
+            return False
+        self._workers.settle(Wish.STOP)
+        self._model.stop_training = True
+        return True
+
+    def agreed(self, place: str) -> bool:
+        """Whether all end at ``place``; several workers exchange it. Every worker must call it."""
+        if not self._workers.alone:
+            self._wish()
+            self._workers.exchange(place)
+            self.heard()
+        return self._model.stop_training
+
+    def _wish(self) -> None:
+        if self._model.stop_training:
+            self._workers.wish(Wish.STOP)
 
 
 class TrainLoop:

@@ -21,22 +21,57 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
-from lockstep.train.callbacks.base import Callback
-from lockstep.train.callbacks.callback_list import CallbackList
-from lockstep.train.compile_config import CompileConfig, Loss
-from lockstep.train.evaluation import run_evaluation
-from lockstep.train.feed import Feed, distribute
-from lockstep.train.fit import run_fit
-from lockstep.train.fit_settings import Epochs, Verbose, agree_on_fit, with_progress
-from lockstep.train.history import History
-from lockstep.train.job import Job, make_job
-from lockstep.train.optimizing import OptimizerLike, SchedulerLike
-from lockstep.train.own_steps import refuse_own_steps
-from lockstep.train.precision import Precision, PrecisionName
-from lockstep.train.prediction import run_prediction
-from lockstep.train.saving import checkpoint_of, load_weights, save_weights
-from lockstep.train.timing import StepClock
-from lockstep.train.training_state import Position, TrainingState
+from lockstep.train.callbacks.base import Callback, CallbackList
+from lockstep.train.checkpointing import Position, TrainingState, checkpoint_of, load_weights, save_weights
+from lockstep.train.compile import (
+    CompileConfig,
+    Job,
+    Loss,
+    OptimizerLike,
+    Precision,
+    PrecisionName,
+    SchedulerLike,
+    make_job,
+)
+from lockstep.train.epoch_iterator import Feed, distribute
+from lockstep.train.fit import Epochs, Verbose, agree_on_fit, run_fit, with_progress
+from lockstep.train.inference import run_evaluation, run_prediction
+from lockstep.train.logs import History, StepClock
+
+_STEPS = frozenset(
+    {
+        *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"),
+        *("make_train_function", "make_test_function", "make_predict_function"),
+        *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
+    }
+)
+_OF_THE_MODULE = frozenset({"forward", "call"})
+
+
+def refuse_own_steps(names: Iterable[str], where: str) -> None:
+    """Refuses the names of steps among ``names``.
+
+    Args:
+        names: what is defined.
+        where: such as "class Distiller".
+
+    Raises:
+        UsageError: there are some.
+    """
+    given = set(names)
+    steps, calls = sorted(given & _STEPS), sorted(given & _OF_THE_MODULE)
+    if steps:
+        raise UsageError(
+            f"{where} defines {', '.join(steps)}, which fit, evaluate and predict do not call; write the step as a "
+            "function, and a loop that runs it on every replica with strategy.run(step, (batch,)), or hand what "
+            "differs to compile as loss and metrics"
+        )
+    if calls:
+        raise UsageError(
+            f"{where} defines {', '.join(calls)}, which fit, evaluate and predict do not call; define it in the "
+            "torch.nn.Module that is given to Model"
+        )
+
 
 Data = Iterable[Any] | Distributed
 

@@ -24,14 +24,10 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult, Totals
 from lockstep.parallel.scores import holds_divided, scores_stay_divided
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpack_labelled
-from lockstep.train.job import Job
-from lockstep.train.loss import no_examples
-from lockstep.train.loss_parts import ReplicaLoss
-from lockstep.train.metric_parts import LEAST_ROWS, check_metrics_in_parts
-from lockstep.train.metrics import gather_states
-from lockstep.train.precision import Precision
-from lockstep.train.rows import Rows
+from lockstep.train.batch import LabelledBatch, Rows, call_module, unpack_inputs, unpack_labelled
+from lockstep.train.compile import Job, Precision
+from lockstep.train.loss import ReplicaLoss, no_examples
+from lockstep.train.metrics import LEAST_ROWS, check_metrics_in_parts, gather_states
 
 Count = Tensor | float
 

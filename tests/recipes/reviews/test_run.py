@@ -16,8 +16,9 @@ from lockstep.recipes.reviews.run import Places, ReviewsResult, build_reviews, c
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
     from tests.recipes.reviews.conftest import MakeConfig
+
+    from lockstep.strategies.mirrored import MirroredStrategy
 
 MakeStrategy = Callable[..., "MirroredStrategy"]
 

@@ -30,7 +30,7 @@ class Broken(Callback):
 
 class Incomplete(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        raise MissingExtraError("run: pip install 'lockstep[report]'")
+        raise MissingExtraError("run: pip install 'torch-lockstep[plots]'")
 
 
 class BrokenAtClose(Callback):
@@ -47,7 +47,7 @@ def test_hooks_are_called_in_order_and_everything_is_closed(model: Model):
 
 
 def test_a_missing_extra_is_not_called_a_fault_of_the_callback(model: Model):
-    with pytest.raises(MissingExtraError, match=r"^run: pip install 'lockstep\[report\]'$"):
+    with pytest.raises(MissingExtraError, match=r"^run: pip install 'torch-lockstep\[plots\]'$"):
         CallbackList([Incomplete()], model=model, params={}).call("on_epoch_end", 0)
 
 

@@ -7,7 +7,7 @@ from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.run import compile_images
 from lockstep.recipes.largest_batch import LargestBatch, largest_batch
 from lockstep.strategies.base import Strategy
-from lockstep.train.compile_config import CompileConfig
+from lockstep.train.compile import CompileConfig
 
 
 def largest_images_batch(config: ImagesConfig, strategy: Strategy) -> LargestBatch:

@@ -25,8 +25,8 @@ from lockstep.recipes.images.source import BrokenPicture
 from lockstep.recipes.same_run import SameRun
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
-from lockstep.train.fit_settings import Verbose
-from lockstep.train.history import History
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
 from lockstep.train.model import Model
 
 

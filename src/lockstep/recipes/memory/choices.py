@@ -68,7 +68,7 @@ def loading(choices: MemoryChoices, device: torch.device) -> dict[str, Any]:
             f"on {device}; take load_in='bf16', or leave it out"
         )
     for package in ("bitsandbytes", "accelerate"):
-        require(package, "bitsandbytes")
+        require(package, "quantized")
     # Embeddings, norms and the head stay in float32 (Dettmers et al. 2023, "QLoRA").
     return {"quantization_config": _form(choices.load_in), "device_map": {"": device}, "dtype": torch.float32}
 
@@ -122,7 +122,7 @@ def checkpoint_layers(model: Any) -> None:
 
 def _form(load_in: str) -> Any:
     """Bitsandbytes' settings, in transformers' words."""
-    settings = require("transformers", "bitsandbytes").BitsAndBytesConfig
+    settings = require("transformers", "quantized").BitsAndBytesConfig
     if load_in == "8bit":
         return settings(load_in_8bit=True, llm_int8_skip_modules=list(HEADS))
     return settings(

@@ -108,7 +108,7 @@ def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
         ConfigError: the model has no such layers, or layers that take no adapters, or peft knows none to choose for it.
         MissingExtraError: peft is not installed.
     """
-    peft = require("peft", "reviews")
+    peft = require("peft", "text")
     _check_parts(model, lora)
     config = peft.LoraConfig(
         task_type=task,
@@ -138,7 +138,7 @@ def trained_parameters(model: nn.Module) -> int:
 
 def _train_in_float32(adapted: nn.Module) -> None:
     """Of parts that are trained in full; peft leaves them in the model's dtype, and only its own layers not."""
-    wrapper = require("peft.utils", "reviews").ModulesToSaveWrapper
+    wrapper = require("peft.utils", "text").ModulesToSaveWrapper
     for name, wrapped in adapted.named_modules():
         if isinstance(wrapped, wrapper):
             for part in wrapped.modules_to_save.values():

@@ -8,7 +8,7 @@ from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.loss import masked_token_loss
 from lockstep.recipes.mlm.run import compile_mlm
 from lockstep.strategies.base import Strategy
-from lockstep.train.compile_config import CompileConfig
+from lockstep.train.compile import CompileConfig
 
 
 def largest_mlm_batch(config: MlmConfig, strategy: Strategy) -> LargestBatch:

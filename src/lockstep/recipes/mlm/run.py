@@ -32,8 +32,8 @@ from lockstep.recipes.text.splits import TextSplits
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
-from lockstep.train.fit_settings import Verbose
-from lockstep.train.history import History
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
 from lockstep.train.model import Model
 
 __all__ = ["ExactnessReport", "MlmResult", "check_exactness", "train_mlm"]

@@ -42,7 +42,7 @@ def ask(model: Any, tokenizer: Any, texts: Sequence[str], *, max_tokens: int) ->
     """
     if not texts:
         return ()
-    pipeline = require("transformers", "reviews").pipeline(
+    pipeline = require("transformers", "text").pipeline(
         "text-classification", model=model.eval(), tokenizer=tokenizer, device=model.device
     )
     # One at a time: for a list it sets an environment variable for good.

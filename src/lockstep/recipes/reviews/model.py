@@ -41,7 +41,7 @@ def longest_row(config: ReviewsConfig, model: Any) -> int:
 
 
 def _new(config: ReviewsConfig, tokenizer: Any, names: Sequence[str]) -> Any:
-    bert = require("transformers.models.bert.modeling_bert", "reviews")
+    bert = require("transformers.models.bert.modeling_bert", "text")
     return bert.BertForSequenceClassification(
         bert.BertConfig(
             vocab_size=len(tokenizer),
@@ -60,9 +60,9 @@ def _new(config: ReviewsConfig, tokenizer: Any, names: Sequence[str]) -> Any:
 
 def _loaded(name: str, tokenizer: Any, **settings: Any) -> Any:
     """The pretrained model; its head is kept where it has as many classes, and else drawn anew."""
-    transformers = require("transformers", "reviews")
+    transformers = require("transformers", "text")
     kind = transformers.AutoModelForSequenceClassification
-    model = load_named(name, kind, extra="reviews", ignore_mismatched_sizes=True, **settings)
+    model = load_named(name, kind, extra="text", ignore_mismatched_sizes=True, **settings)
     if len(tokenizer) > model.config.vocab_size:
         raise ConfigError(
             f"pretrained={name!r} has {model.config.vocab_size} embeddings for a tokenizer of {len(tokenizer)} tokens;"

@@ -14,8 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lockstep.errors import NonFiniteLossError
 from lockstep.train.callbacks import Callback
-from lockstep.train.history import EpochTiming, History
-from lockstep.train.timing import StepClock
+from lockstep.train.logs import EpochTiming, History, StepClock
 
 _VALIDATION = "eval_"
 _MEASURES = ("loss", "accuracy", "f1")

@@ -26,7 +26,7 @@ from lockstep.recipes.reviews.model import longest_row
 from lockstep.recipes.reviews.places import Places
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
-from lockstep.train.history import History
+from lockstep.train.logs import History
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -80,7 +80,7 @@ def train_reviews(
     """
     places = places or Places()
     with (
-        quiet_transformers(extra="reviews"),
+        quiet_transformers(extra="text"),
         places.for_checkpoints() as checkpoints,
         _trainer_of(
             config, task, strategy, checkpoints=checkpoints, logs=places.logs, callbacks=callbacks, bar=bar
@@ -132,8 +132,8 @@ def _trainer_of(
 
 def _tensorboard(stack: ExitStack, logs: Path) -> TrainerCallback:
     """Transformers' own: the names of its users, every ten steps."""
-    writer = stack.enter_context(closing(require("torch.utils.tensorboard", "report").SummaryWriter(str(logs))))
-    callback: TrainerCallback = require("transformers.integrations", "reviews").TensorBoardCallback(writer)
+    writer = stack.enter_context(closing(require("torch.utils.tensorboard", "train").SummaryWriter(str(logs))))
+    callback: TrainerCallback = require("transformers.integrations", "text").TensorBoardCallback(writer)
     return callback
 
 

@@ -31,7 +31,7 @@ def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_toke
         max_tokens: longest row.
         cache_dir: folder of trained tokenizers.
     """
-    transformers = require("transformers", "reviews")
+    transformers = require("transformers", "text")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=cached_wordpiece(texts, settings, cache_dir=cache_dir.expanduser()),
         model_max_length=max_tokens,
@@ -50,8 +50,8 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ConfigError: not found, or it cannot pad.
     """
-    transformers = require("transformers", "reviews")
-    tokenizer = load_named(name, transformers.AutoTokenizer, extra="reviews")
+    transformers = require("transformers", "text")
+    tokenizer = load_named(name, transformers.AutoTokenizer, extra="text")
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             f"pretrained={name!r} has a tokenizer without a padding token; expected BERT's [PAD]; give a folder whose"

@@ -42,7 +42,7 @@ def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int)
     Raises:
         ClusterError: a worker failed, or they took longer than ``TRIAL_LIMIT_S``.
     """
-    require("transformers", "text")
+    require("transformers", "transformers")
     steps = ls.launch(
         measure_in_worker, workers=settings.workers, args=(settings, schedule), gpus_per_worker=0,
         timeout_s=TRIAL_LIMIT_S,
@@ -84,7 +84,7 @@ def _loss(outputs: Any, words: Tensor) -> Tensor:
 
 
 def _model(settings: PipelineSettings) -> nn.Module:
-    transformers = require("transformers", "text")
+    transformers = require("transformers", "transformers")
     transformers.logging.set_verbosity_error()
     config = transformers.BertConfig(
         vocab_size=settings.vocabulary,

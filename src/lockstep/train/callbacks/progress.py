@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lockstep.errors import MissingExtraError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.late_logs import LateLogs
+from lockstep.train.logs import LateLogs
 
 _REDRAW_S = 0.1
 _BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
@@ -159,7 +159,7 @@ def _bar_maker() -> Callable[..., Any] | None:
     if not sys.stdout.isatty():
         return None
     try:
-        tqdm = require("tqdm", "text").tqdm
+        tqdm = require("tqdm", "train").tqdm
     except MissingExtraError:
         return None
     # Without its monitor thread: it would outlive the run, and we redraw at our own pace.
