@@ -50,8 +50,8 @@ WRITES_FILES = (
     "collectives/values.py",  # torch.save into memory: bytes for other workers
     "report/",
     "train/callbacks/loggers.py",
-    "recipes/images/pixel_file.py",  # decoded pictures, too many for memory, grow in a file mapped into it
-    "recipes/images/digits_folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
+    "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
+    "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
     "launch/",  # a log file of each worker; how it failed, for the launcher to read
     "integrations/transformers/sync.py",  # the replicas' numbers beside transformers' own in its checkpoints
     "verify/runner.py",  # a folder for what the runs say, gone with them
@@ -242,7 +242,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
         ("data/shards.py", "from lockstep.train.model import Model\n"),
         "1: data imports train",
     ),
-    "beside": (breaks_order, (), ("recipes/mlm/build.py", "import lockstep.report\n"), "1: recipes imports report"),
+    "beside": (breaks_order, (), ("recipes/mlm/train.py", "import lockstep.report\n"), "1: recipes imports report"),
     "deferred": (breaks_order, (), ("data/a.py", "def f():\n  from lockstep import cli\n"), "2: data imports cli"),
     "facade": (breaks_order, (), ("train/model.py", "import lockstep as ls\n"), "1: train imports the facade"),
     "unknown": (breaks_order, (), ("misc/a.py", ""), "1: no room is called 'misc'"),

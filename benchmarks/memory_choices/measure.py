@@ -22,9 +22,8 @@ from lockstep import config
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
 from lockstep.lifeline import Lifeline, hang_on
-from lockstep.recipes.memory.choices import with_choices
-from lockstep.recipes.memory.lora import trained_parameters
-from lockstep.recipes.settings import at_least
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.memory import trained_parameters, with_choices
 from lockstep.replicas.host_memory import give_back_freed_memory
 from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
 from lockstep.strategies.losses import compute_average_loss

@@ -20,8 +20,7 @@ from lockstep.cli.training import (
     counted,
 )
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.exactness import check_exactness
-from lockstep.recipes.images.run import ImagesResult, train_images
+from lockstep.recipes.images.train import ImagesResult, check_exactness, train_images
 from lockstep.strategies.base import Strategy
 from lockstep.train.fit import Verbose
 

@@ -27,9 +27,9 @@ from lockstep.parallel.grid import Grid, check_divides
 from lockstep.parallel.microbatches import Pipelining, check_layers
 from lockstep.parallel.split import split_layers
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.filling import Filled, check_examples
-from lockstep.recipes.mlm.run import check_exactness, train_mlm
-from lockstep.recipes.text.wordpiece import MASK
+from lockstep.recipes.mlm.fill_mask import Filled, check_examples
+from lockstep.recipes.mlm.train import check_exactness, train_mlm
+from lockstep.recipes.text.tokenizer import MASK
 from lockstep.report.table import text_table
 from lockstep.strategies.base import Strategy
 from lockstep.train.fit import Verbose

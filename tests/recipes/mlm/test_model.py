@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.masking import NO_POSITION
+from lockstep.recipes.mlm.batches import NO_POSITION
 from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
 from lockstep.replicas.host_reads import HostReads
 

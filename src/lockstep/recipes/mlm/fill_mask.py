@@ -14,7 +14,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.recipes.mlm.batches import Inputs
 from lockstep.recipes.shuffling import seeded_generator
-from lockstep.recipes.text.vocabulary import Vocabulary
+from lockstep.recipes.text.tokenizer import Vocabulary
 from lockstep.train.model import Model
 
 _SHORTEST = 3

@@ -1,22 +1,20 @@
-"""Finds the pictures of a tree of class folders, as a person has unpacked it; decodes none of them.
-
-    DIR/CLASS/*.jpg                                 one tree, which ``parts`` divides
-    DIR/train/CLASS/*.jpg, DIR/test/CLASS/*.jpg     divided already; valid/ may stand beside
-
-The folder may be named one level too high, other files may lie about (LICENSE.txt, Thumbs.db), and whatever begins
-with a dot is not there.
-"""
+"""The digits as a tree of PNG files: train/0 ... train/9 and test/0 ... test/9, whole or not at all."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+import shutil
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.decode import FORMATS
+from lockstep.extras import require
+from lockstep.recipes.images.pixels import FORMATS
 
 Part = Literal["train", "valid", "test"]
 
@@ -218,3 +216,143 @@ def _first(names: list[str], most: int = 3) -> str:
 
 def _count(number: int, noun: str, nouns: str = "") -> str:
     return f"1 {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureParts:
+    """Pictures to train on, to validate with after every epoch, and to test with once."""
+
+    train: tuple[Picture, ...]
+    valid: tuple[Picture, ...]
+    test: tuple[Picture, ...]
+
+    def named(self) -> Mapping[Part, tuple[Picture, ...]]:
+        """The parts by name."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}
+
+
+def divide(parts: Mapping[Part, tuple[Picture, ...]], *, valid_share: float, test_share: float) -> PictureParts:
+    """The three parts: those that are there as they are, those that are missing held out of the training part.
+
+    Args:
+        parts: the pictures of each part there is; "train" always is.
+        valid_share: part of each class's training pictures for a missing "valid"; 0 leaves it empty.
+        test_share: part of each class's pictures for a missing "test".
+    """
+    train, test, valid = parts["train"], parts.get("test"), parts.get("valid")
+    if test is None:
+        train, test = hold_out(train, test_share)
+    if valid is None:
+        train, valid = hold_out(train, valid_share)
+    return PictureParts(train=train, valid=valid, test=test)
+
+
+def hold_out(pictures: Sequence[Picture], share: float) -> tuple[tuple[Picture, ...], tuple[Picture, ...]]:
+    """The pictures kept and the pictures held out, each in the order given.
+
+    A class keeps at least one picture, and gives at least one where it has two and the share is not 0.
+
+    >>> kept, held = hold_out([Picture(name=f"a/{n}.png", label=0) for n in range(10)], 0.2)
+    >>> len(kept), [picture.name for picture in held]
+    (8, ['a/2.png', 'a/7.png'])
+    """
+    by_class: dict[int, list[Picture]] = defaultdict(list)
+    for picture in pictures:
+        by_class[picture.label].append(picture)
+    held = {picture.name for members in by_class.values() for picture in _first_by_hash(members, share)}
+    return (
+        tuple(picture for picture in pictures if picture.name not in held),
+        tuple(picture for picture in pictures if picture.name in held),
+    )
+
+
+def _first_by_hash(members: Sequence[Picture], share: float) -> list[Picture]:
+    number = min(len(members) - 1, max(1, round(share * len(members)))) if share else 0
+    return sorted(members, key=lambda picture: hashlib.sha256(picture.name.encode()).digest())[:number]
+
+
+_WHITE = 16  # the digits' greys go from 0 to 16
+_TEST_SHARE = 0.2
+
+DIGIT_CLASSES = tuple("0123456789")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits:
+    """The pictures, divided and named as they are as a tree of files.
+
+    Args:
+        parts: "train" and "test", by class and name; the paths are those in the tree: train/0/0000.png.
+        images: path -> its Pillow image, 8x8 in greys.
+    """
+
+    parts: Mapping[Part, tuple[Picture, ...]]
+    images: Mapping[Path, Any]
+
+
+def read_digits() -> Digits:
+    """Reads them from the installed scikit-learn.
+
+    Raises:
+        MissingExtraError: scikit-learn or Pillow is not installed.
+    """
+    data = require("sklearn.datasets", "images").load_digits()
+    numpy, pillow = require("numpy", "images"), require("PIL.Image", "images")
+    greys = (data.images * (255 / _WHITE)).round().astype(numpy.uint8)
+    train: list[Picture] = []
+    test: list[Picture] = []
+    images: dict[Path, Any] = {}
+    for digit, of_class in enumerate(DIGIT_CLASSES):
+        places = [int(place) for place in (data.target == digit).nonzero()[0]]
+        first_of_test = len(places) - round(_TEST_SHARE * len(places))
+        for number, place in enumerate(places):
+            part, pictures = ("train", train) if number < first_of_test else ("test", test)
+            name = f"{of_class}/{place:04}.png"
+            pictures.append(Picture(name=name, label=digit, path=Path(part, name)))
+            images[pictures[-1].path] = pillow.fromarray(greys[place])
+    return Digits(parts={"train": tuple(train), "test": tuple(test)}, images=images)
+
+
+def write_digits(folder: Path) -> dict[str, int]:
+    """Writes the digits, each at its own 8x8; returns how many went into each part.
+
+    They are written beside ``folder`` and renamed, so that it never holds a part of them. A run with ``data=folder``
+    sees the very pixels that a run without data sees.
+
+    Args:
+        folder: is made; an empty one is taken.
+
+    Raises:
+        DataError: there is something there already, or it cannot be written.
+    """
+    digits = read_digits()
+    _check_free(folder)
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
+    try:
+        for path, image in digits.images.items():
+            (partial / path).parent.mkdir(parents=True, exist_ok=True)
+            image.save(partial / path)
+        partial.rename(folder)
+    except OSError as error:
+        raise DataError(
+            f"the digits cannot be written to {str(folder)!r} ({(error.strerror or str(error)).lower()}), expected a"
+            " place to write to; give another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {part: len(pictures) for part, pictures in digits.parts.items()}
+
+
+def _check_free(folder: Path) -> None:
+    try:
+        taken = any(folder.iterdir())
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as error:
+        raise DataError(f"{str(folder)!r} is a file, expected a new or an empty folder; give another one") from error
+    except OSError as error:
+        raise DataError(
+            f"{str(folder)!r} cannot be read ({error.strerror}), expected a new or an empty folder"
+        ) from error
+    if taken:
+        raise DataError(f"the folder {str(folder)!r} is not empty, expected a new or an empty one; give another one")

@@ -1,7 +1,6 @@
-"""A WordPiece tokenizer trained once on the training text, and kept in a cache folder.
+"""A tokenizer with what masking must know of it, and lines turned to tokens once.
 
-The file's name is a hash of the text and the settings, so another text or setting never meets an old tokenizer; its
-content carries its own hash, so a torn or foreign file is seen and built again.
+``wordpiece`` trains one; ``mlm.pretrained`` takes the one that came with the weights.
 """
 
 from __future__ import annotations
@@ -9,15 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from lockstep.checkpoint.whole_file import write_whole
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.settings import one_of
+from lockstep.recipes.config_checks import one_of
 
 Chinese = Literal["characters", "words"]
 
@@ -194,3 +196,91 @@ def _sealed(key: str, tokenizer: str) -> dict[str, str]:
         "sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
         "tokenizer": tokenizer,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Token ids and their meaning.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer`` that adds the special tokens around a line.
+        named_ids: ids of special tokens by transformers' names for them ("pad", "mask" and others): they are never
+            predicted and never stand in for a token.
+    """
+
+    tokenizer: Any
+    named_ids: Mapping[str, int]
+
+    @property
+    def pad_id(self) -> int:
+        """Id of the token that fills up a row."""
+        return self.named_ids["pad"]
+
+    @property
+    def mask_id(self) -> int:
+        """Id of the token that hides another."""
+        return self.named_ids["mask"]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, special ones included."""
+        return int(self.tokenizer.get_vocab_size())
+
+    def special(self) -> Tensor:
+        """[size] bool: True for special ids."""
+        return torch.zeros(self.size, dtype=torch.bool).index_fill_(
+            0, torch.tensor(sorted(set(self.named_ids.values()))), True
+        )
+
+    def encode(self, lines: Sequence[str], *, max_tokens: int) -> TokenRows:
+        """Tokens of each line, special ones included, cut off at ``max_tokens``."""
+        self.tokenizer.enable_truncation(max_tokens)
+        self.tokenizer.no_padding()
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(lines)]
+        lengths = torch.tensor([len(row) for row in rows])
+        return TokenRows(
+            tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int32), lengths=lengths
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """All rows of a part of the text in memory, end to end.
+
+    Args:
+        tokens: [all tokens] int32.
+        lengths: [rows] int64: tokens of each row.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_starts", self.lengths.cumsum(0) - self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def padded(self, rows: Tensor, *, width: int, pad_id: int) -> tuple[Tensor, Tensor]:
+        """Some rows side by side.
+
+        Args:
+            rows: [chosen] int64: which rows.
+            width: tokens a row; at least the longest of them.
+            pad_id: fills up the others.
+
+        Returns:
+            The tokens and whether each is real, [chosen, width] int64 and bool.
+        """
+        starts: Tensor = self._starts  # type: ignore[attr-defined]
+        real = torch.arange(width) < self.lengths[rows, None]
+        places = (starts[rows, None] + torch.arange(width)).clamp(max=len(self.tokens) - 1)
+        return self.tokens[places].long().masked_fill(~real, pad_id), real
+
+
+def wordpiece_vocabulary(tokenizer: Any) -> Vocabulary:
+    """The vocabulary of a tokenizer that ``wordpiece`` trained."""
+    names = {"pad": PAD, "unk": UNKNOWN, "cls": START, "sep": END, "mask": MASK}
+    return Vocabulary(
+        tokenizer=tokenizer, named_ids={name: tokenizer.token_to_id(token) for name, token in names.items()}
+    )

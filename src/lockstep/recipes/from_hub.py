@@ -1,13 +1,12 @@
-"""A model or tokenizer by folder or Hugging Face name, through transformers.
-
-A folder is never looked up elsewhere. A name is looked for in the local Hugging Face cache first, so that a machine
-without a network answers at once for what it has.
-"""
+"""transformers without its own words: bars and warnings that are for nobody here. What fails still fails."""
 
 from __future__ import annotations
 
 import urllib.error
 import urllib.request
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +80,26 @@ def _unusable(name: str, error: Exception) -> ConfigError:
         f"pretrained={name!r} could not be loaded ({type(error).__name__}: {reason}); expected a folder written by"
         " save_pretrained, or a Hugging Face name; check the path, or the name and the network"
     )
+
+
+@contextmanager
+def quiet_transformers(*, extra: str) -> Iterator[None]:
+    """Inside, transformers logs errors alone and draws no bars; afterwards as before.
+
+    Among what is meant to happen: a table of weights that are left over or new, and advice about padding.
+
+    Args:
+        extra: which of ours to install where transformers is missing.
+    """
+    logging = require("transformers.utils.logging", extra)
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of its own names that will change, which peft calls
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
