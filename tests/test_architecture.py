@@ -47,7 +47,7 @@ READS_ENVIRONMENT = (
 )
 WRITES_FILES = (
     "checkpoint/",
-    "collectives/values.py",  # torch.save into memory: bytes for other workers
+    "collectives/communicator.py",  # torch.save into memory: bytes for other workers
     "report/",
     "train/callbacks/loggers.py",
     "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
@@ -63,8 +63,7 @@ PRINTS = (
     "launch/function_worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
-    "replicas/cuda_driver.py",
-    "replicas/device_graph.py",
+    "replicas/device/cuda.py",
     "scaling/",
     "plan/measure.py",  # measures a GPU's rates
 )

@@ -10,7 +10,7 @@ from benchmarks.contenders.plain import train_alone
 from benchmarks.laps import Laps
 from benchmarks.spawned import Seat
 from benchmarks.trial import Trial
-from lockstep.replicas.host_memory import keep_freed_memory
+from lockstep.replicas.cpu.memory import keep_freed_memory
 
 
 def train_alone_keeping(trial: Trial, seat: Seat, laps: Laps) -> None:

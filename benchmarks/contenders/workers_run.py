@@ -12,7 +12,7 @@ from benchmarks.contenders.lockstep_run import split_cpu, train_with
 from benchmarks.laps import Laps
 from benchmarks.spawned import Seat
 from benchmarks.trial import Trial
-from lockstep.collectives.communication import Compression
+from lockstep.collectives.options import Compression
 
 _LOOPBACK = "127.0.0.1"
 

@@ -24,8 +24,7 @@ from lockstep.extras import require
 from lockstep.lifeline import Lifeline, hang_on
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import trained_parameters, with_choices
-from lockstep.replicas.host_memory import give_back_freed_memory
-from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
+from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision

@@ -17,7 +17,7 @@ from benchmarks.hosts import Link
 from benchmarks.roster import layouts_of
 from benchmarks.spawned import Body, SpawnedBody
 from benchmarks.trial import Contender, Layout
-from lockstep.collectives.communication import Compression
+from lockstep.collectives.options import Compression
 
 _WORKERS = 2
 _REPLICAS_ON_A_HOST = 2

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.mirroring.update import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import NonFiniteLossError
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import progress
 from lockstep.train.callbacks.base import Callback, LambdaCallback, Logs

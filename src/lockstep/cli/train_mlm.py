@@ -23,9 +23,8 @@ from lockstep.cli.training import (
     TrainingJob,
     counted,
 )
-from lockstep.parallel.grid import Grid, check_divides
-from lockstep.parallel.microbatches import Pipelining, check_layers
-from lockstep.parallel.split import split_layers
+from lockstep.parallel.mesh_layout import Grid, check_divides
+from lockstep.parallel.pipeline_config import Pipelining, check_layers, split_layers
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.fill_mask import Filled, check_examples
 from lockstep.recipes.mlm.train import check_exactness, train_mlm

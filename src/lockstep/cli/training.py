@@ -20,8 +20,8 @@ from lockstep.cli.strategy import declared_workers, make_strategy, speaks, take_
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.grid import Grid
-from lockstep.parallel.microbatches import Pipelining
+from lockstep.parallel.mesh_layout import Grid
+from lockstep.parallel.pipeline_config import Pipelining
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy

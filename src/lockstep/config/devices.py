@@ -13,7 +13,7 @@ import torch
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.replicas.device_driver import DeviceDriver
+    from lockstep.replicas.device.driver import DeviceDriver
 
 DeviceKind = Literal["CPU", "GPU"]
 

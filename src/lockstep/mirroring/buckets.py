@@ -25,8 +25,8 @@ from weakref import WeakMethod, finalize
 
 import torch
 
-from lockstep.collectives.link import Group
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.process_group import Group
 from lockstep.errors import UsageError
 from lockstep.mirroring.bucket_plan import plan_buckets
 from lockstep.mirroring.exchange import Copies, GradientExchange, joined_norm

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.mirroring.exchange import GradientExchange
 from lockstep.mirroring.sharing import Sharing
 from lockstep.replicas.context import ReplicaContext

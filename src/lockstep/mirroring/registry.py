@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 import torch
 from torch import nn
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.copies import storage_groups
@@ -31,7 +30,7 @@ from lockstep.mirroring.parameter_hooks import HeldHook, hold, release
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.issue import code_of
+from lockstep.replicas.runner import code_of
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy

@@ -24,16 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.collectives.caller import caller
-from lockstep.collectives.reads_as_tensor import as_read
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, caller
+from lockstep.collectives.tensor_like import as_read
 from lockstep.errors import UsageError
 from lockstep.mirroring.averages import tensor_digest
 from lockstep.mirroring.metric import metric_being_updated
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.parameter_hooks import EngineHook, has_waiting
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.random import PROCEED, is_random
+from lockstep.replicas.rng.mode import PROCEED, is_random
 
 _METADATA = frozenset(
     [

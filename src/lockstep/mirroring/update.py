@@ -30,7 +30,7 @@ from lockstep.mirroring.slices import balance
 from lockstep.mirroring.update_times import UpdateClock, UpdateTimes
 from lockstep.mirroring.updaters import Updaters
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.observer import current_observer
+from lockstep.replicas.hooks import current_observer
 
 _LOG = logging.getLogger("lockstep")
 

@@ -19,8 +19,7 @@ from lockstep.checkpoint.kinds import check_kind, check_like
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.checkpoint.streamed_weights import write_streamed
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
-from lockstep.collectives.values import on_chief
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList

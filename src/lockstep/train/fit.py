@@ -10,8 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
 from lockstep.errors import ConfigError
 from lockstep.mirroring.module import MirroredModule
-from lockstep.replicas.arriving import NO_NUMBERS, Arriving
+from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList, Logs
 from lockstep.train.compile import Job, Precision

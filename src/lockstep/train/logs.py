@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lockstep.errors import DataError
-from lockstep.replicas.arriving import Arriving
+from lockstep.replicas.device.async_scalars import Arriving
 
 Sums = tuple[Arriving, int]
 """Numbers that begin with so many pairs of a total and its count."""

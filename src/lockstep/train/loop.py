@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
+from lockstep.collectives.communicator import Wish, Workers
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.workers import Wish, Workers
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.skipping import check_finite
 from lockstep.mirroring.update import StepResult
-from lockstep.replicas.arriving import NO_NUMBERS, Arriving
+from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import Job

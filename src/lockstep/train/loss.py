@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.mirroring.module import MirroredModule
-from lockstep.parallel.scores import holds_divided
+from lockstep.parallel.vocab_parallel import holds_divided
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.strategies.first_run import captured_by, state_of
 from lockstep.train.batch import LabelledBatch, Rows, random_numbers_apart

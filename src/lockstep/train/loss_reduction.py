@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lockstep.replicas.random import with_lost_weight
+from lockstep.replicas.rng.mode import with_lost_weight
 
 Pair = tuple[Tensor, Any]
 """A total, and its count."""

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
 from lockstep.mirroring.metric import check_kind
 from lockstep.mirroring.metric_merging import merge_metrics, merge_states, nested_metrics, states_of
-from lockstep.parallel.scores import gathered, holds_divided
-from lockstep.replicas.arriving import Arriving
+from lockstep.parallel.vocab_parallel import gathered, holds_divided
 from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.device.async_scalars import Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import Rows, random_numbers_apart
 

@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult, Totals
-from lockstep.parallel.scores import holds_divided, scores_stay_divided
+from lockstep.parallel.vocab_parallel import holds_divided, scores_stay_divided
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, Rows, call_module, unpack_inputs, unpack_labelled
 from lockstep.train.compile import Job, Precision

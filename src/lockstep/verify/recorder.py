@@ -22,7 +22,7 @@ from lockstep.config import LogicalDevice
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import Totals
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.observer import Observer, observing
+from lockstep.replicas.hooks import Observer, observing
 from lockstep.strategies.base import Strategy
 from lockstep.verify.config import Side
 from lockstep.verify.interventions import ModuleSwitches

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lockstep.mirroring.update import Totals
-from lockstep.replicas.default_generator import own_generator
+from lockstep.replicas.rng.state import own_generator
 
 Rows = tuple[int, ...]
 """A fingerprint of each row."""

@@ -10,7 +10,7 @@ import pytest
 from lockstep.recipes import batch_size as batch_size_module
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.train import build_images, largest_images_batch
-from lockstep.replicas.resident_memory import resident_mb
+from lockstep.replicas.cpu.memory import resident_mb
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ import torch
 from lockstep.recipes import batch_size as batch_size_module
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.train import build_mlm, largest_mlm_batch
-from lockstep.replicas.resident_memory import resident_mb
+from lockstep.replicas.cpu.memory import resident_mb
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 from lockstep.train.cuda_graphs.trace import StepTrace
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")

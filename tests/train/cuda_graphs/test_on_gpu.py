@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.config import DeviceRegistry
-from lockstep.replicas.device_graph import CudaDeviceGraph
+from lockstep.replicas.device.cuda import CudaDeviceGraph
 
 pytestmark = [
     pytest.mark.gpu,

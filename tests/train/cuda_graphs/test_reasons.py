@@ -14,9 +14,9 @@ from tests.stand_in import StandInDriver
 from tests.train.cuda_graphs.conftest import Net, Train, alike, batches
 from torch import Tensor, nn
 
-from lockstep.collectives.workers import OneWorker
+from lockstep.collectives.communicator import OneWorker
 from lockstep.config import LogicalDevice, PhysicalDevice
-from lockstep.replicas.observer import Observer, observing
+from lockstep.replicas.hooks import Observer, observing
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.cuda_graphs import capture, steps
 from lockstep.train.cuda_graphs.guards import UnfitError, driver_for

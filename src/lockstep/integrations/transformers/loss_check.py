@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.collectives.workers import OneWorker
+from lockstep.collectives.communicator import OneWorker
 from lockstep.data.layout import BatchLayout
 from lockstep.integrations.transformers.sharding import Shard, Share, divided
 

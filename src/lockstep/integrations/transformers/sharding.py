@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
 from lockstep.data.layout import BatchLayout
 from lockstep.data.shards import batch_rows, local_cut, local_shards
 

@@ -18,9 +18,7 @@ from torch import Tensor
 from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree, exchange_values
 from lockstep.strategies.base import Strategy
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import TrainingArguments
 
+from lockstep.collectives.communicator import exchange_values
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.values import exchange_values
 from lockstep.data.digest import batch_digest
 from lockstep.data.layout import BatchLayout
 from lockstep.errors import UsageError

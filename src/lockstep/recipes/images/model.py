@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.weights import read_weights
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import check_kind, load_named, quiet_transformers

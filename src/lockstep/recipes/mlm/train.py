@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.extras import require
 from lockstep.recipes.batch_size import LargestBatch, largest_batch
 from lockstep.recipes.config_checks import SameRun, settings_but

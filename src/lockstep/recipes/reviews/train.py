@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.exactness import (

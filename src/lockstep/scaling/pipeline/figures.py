@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from lockstep.parallel.microbatches import ScheduleName
-from lockstep.parallel.timetable import ActionKind, Orders, Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline_config import ScheduleName
+from lockstep.parallel.pipeline_trace import ActionKind, Orders, Timetable, textbook_bubble, timetable
 from lockstep.scaling.pipeline.settings import PipelineSettings
 from lockstep.scaling.pipeline.trial import Sample
 

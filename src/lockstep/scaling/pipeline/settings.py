@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import SCHEDULES, Pipelining, ScheduleName, check_layers, choose_pipelining
+from lockstep.parallel.pipeline_config import SCHEDULES, Pipelining, ScheduleName, check_layers, choose_pipelining
 from lockstep.recipes.config_checks import at_least, one_of
 
 

@@ -19,8 +19,7 @@ from lockstep.checkpoint.kinds import check_kind
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.record import run_of
 from lockstep.checkpoint.whole_folder import RECORD
-from lockstep.collectives.values import on_chief
-from lockstep.collectives.workers import Wish
+from lockstep.collectives.communicator import Wish, on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, given_path
 from lockstep.train.callbacks.progress import write_line

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.leaves import is_plain
 from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.replicas.device_driver import DeviceDriver
-from lockstep.replicas.device_graph import DeviceGraph
+from lockstep.replicas.device.cuda import DeviceGraph
+from lockstep.replicas.device.driver import DeviceDriver
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import Job
 from lockstep.train.cuda_graphs.guards import Standing, UnfitError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.replicas.device_driver import DeviceDriver, driver_of
+from lockstep.replicas.device.driver import DeviceDriver, driver_of
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import Job
 

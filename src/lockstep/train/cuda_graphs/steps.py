@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.observer import current_observer
+from lockstep.replicas.hooks import current_observer
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import Job
 from lockstep.train.cuda_graphs.capture import (

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.collectives.caller import caller
+from lockstep.collectives.communicator import caller
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.host_reads import BesideCompiledCode, HostReads
+from lockstep.replicas.device.host_syncs import BesideCompiledCode, HostReads
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import Job
 from lockstep.train.cuda_graphs.capture import Carried, StepResults, metrics_apart, tensors
