@@ -30,7 +30,7 @@ from benchmarks.laps import LapRecord
 from benchmarks.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
 from benchmarks.trial import Trial
 from lockstep.errors import ReplicaError
-from lockstep.lifeline import Lifeline
+from lockstep.parent_death import Lifeline
 
 _PACKAGES = (Path(lockstep.__file__).parent, Path(__file__).parent)
 _CREDENTIALS = struct.Struct("3i")  # what Linux tells of a Unix socket's other end: process, user, group

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"extras", "lifeline"}),
+    frozenset({"extras", "parent_death"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),
@@ -59,8 +59,8 @@ WRITES_FILES = (
 PRINTS = (
     "cli/",
     "train/callbacks/progress",
-    "launch/console.py",  # passes on what the workers say
-    "launch/function_worker.py",  # its own streams become pipes to the launcher
+    "launch/output.py",  # passes on what the workers say
+    "launch/worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
     "replicas/device/cuda.py",

@@ -21,7 +21,7 @@ from benchmarks.memory_choices.roster import Choice, ReviewsWork
 from lockstep import config
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
-from lockstep.lifeline import Lifeline, hang_on
+from lockstep.parent_death import Lifeline, hang_on
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import trained_parameters, with_choices
 from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb

@@ -22,7 +22,7 @@ import torch
 
 from lockstep import config, errors
 from lockstep.errors import LockstepError, ReplicaError
-from lockstep.lifeline import end_with_pipe
+from lockstep.parent_death import end_with_pipe
 from lockstep.scaling.plan import Configuration
 from lockstep.scaling.settings import ScalingSettings
 from lockstep.scaling.training import Record, measure

@@ -15,6 +15,7 @@ import lockstep as ls
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.parallel.pipeline_trace import Timetable
+from lockstep.scaling.pipeline.settings import PipelineSettings
 
 TRIAL_LIMIT_S = 1200.0
 _RATE = 0.01

@@ -8,24 +8,161 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
-from lockstep.membership.board import REFUSED_KEY, Place, read, run_key
-from lockstep.membership.card import Card, find_disagreement, read_card
-from lockstep.membership.deadline import Deadline
-from lockstep.membership.ending import Ending, describe_failure, read_ending
-from lockstep.membership.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.membership.opening import SILENT_S, there_already
-from lockstep.membership.peers import Peers
-from lockstep.membership.status import Status, read_status
+from lockstep.membership.failure_report import Ending, describe_failure, read_ending
+from lockstep.membership.heartbeat import Peers, Status, read_status
+from lockstep.membership.store import REFUSED_KEY, Line, Place, StoreBrokenError, StoreSilentError, read, run_key
+
+_FIRST_REPORT_S = 2.0
+_REPORT_EVERY_S = 5.0
+_LEAST_LEFT_S = 0.2
+
+_log = logging.getLogger("lockstep")
+
+
+class Deadline:
+    """The end of a wait, of which every few seconds somebody is told through the logger "lockstep".
+
+    Args:
+        who: who waits: "worker 1 (hostb:20001)".
+        timeout_s: how long.
+    """
+
+    def __init__(self, who: str, timeout_s: float) -> None:
+        self._who = who
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._next_report = time.monotonic() + _FIRST_REPORT_S
+
+    @property
+    def left_s(self) -> float:
+        """How long a single call may still take: a little, even when the time is over."""
+        return max(_LEAST_LEFT_S, self._end - time.monotonic())
+
+    def wait_for(self, what: str, advice: str) -> None:
+        """Notes that ``what`` is still missing; says so when it is time to.
+
+        Raises:
+            ClusterError: the time is over; it ends with ``advice``.
+        """
+        now = time.monotonic()
+        if now >= self._end:
+            raise ClusterError(f"{self._who} waited {self._timeout_s:g} s for {what}; {advice}")
+        if now >= self._next_report:
+            self._next_report = now + _REPORT_EVERY_S
+            _log.warning("%s waits for %s; %.0f s left", self._who, what, self._end - now)
+
+
+SILENT_S = 3.0
+"""After how long without a sign of life a process counts as gone, as far as its place is concerned."""
+
+PROTOCOL = 1
+"""Of what the workers exchange; raised when workers of two versions of lockstep could not understand each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A worker at the roll call.
+
+    Args:
+        index: its number.
+        host: the name of its machine.
+        pid: its process, there.
+        address: the IP address that it listens at for the others.
+        token: tells this process from any other that claims the same number.
+        info: what it has to tell the others at the start.
+        terms: what must be equal on all workers, by name.
+    """
+
+    index: int
+    host: str
+    pid: int
+    address: str
+    token: str
+    info: Mapping[str, int]
+    terms: Mapping[str, str]
+
+    def to_text(self) -> str:
+        """As it is kept in the store."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def process(self) -> str:
+        """Which process this is: "process 4242 on hostb"."""
+        return f"process {self.pid} on {self.host}"
+
+
+def this_process() -> str:
+    """How messages call the process that runs this: "process 4242 on hostb"."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def read_card(text: str) -> Card:
+    """A card as it was kept in the store.
+
+    Raises:
+        ClusterError: it is none.
+    """
+    try:
+        return Card(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ClusterError(
+            f"what lies in the job's store is no worker's entry ({error}); start all workers with the same lockstep"
+        ) from None
+
+
+def terms_of(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
+    """What this worker expects to find equal on the others, the most telling first."""
+    return {
+        "protocol": str(PROTOCOL),
+        "lockstep": _own_version(),
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "number of workers": str(spec.num_workers),
+        "workers": ", ".join(spec.workers),
+        "lost_after_s": f"{lost_after_s:g}",
+    }
+
+
+def there_already(spec: ClusterSpec, card: str) -> ClusterError:
+    """The error for a process whose place another one has, which left ``card`` there."""
+    return ClusterError(
+        f"{spec.name(spec.index)} is there already: {read_card(card).process}; this is {this_process()}. "
+        "Give every process an index of its own, or end that one first"
+    )
+
+
+def find_disagreement(mine: Card, theirs: Card, names: tuple[str, str]) -> str:
+    """What two workers disagree about, in one line; empty if nothing. ``names`` are how messages call them."""
+    for term in [*mine.terms, *(term for term in theirs.terms if term not in mine.terms)]:
+        here, there = mine.terms.get(term, "unknown"), theirs.terms.get(term, "unknown")
+        if here != there:
+            return (
+                f"{names[1]} and {names[0]} disagree: {term} is {there} on {names[1]} and {here} on {names[0]}; "
+                "start all workers with the same cluster, settings and versions"
+            )
+    return ""
+
+
+def _own_version() -> str:
+    try:
+        return version("torch-lockstep")
+    except PackageNotFoundError:  # run from its source, without being installed
+        return "not installed"
+
 
 T = TypeVar("T")
 

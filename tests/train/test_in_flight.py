@@ -1,4 +1,4 @@
-"""StepsUnderWay and RunningLoss: what has arrived is taken at once, what has not two steps later, in order."""
+"""StepsInFlight and RunningLoss: what has arrived is taken at once, what has not two steps later, in order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.stand_in import stand_in_gpus
 from lockstep.errors import NonFiniteLossError
 from lockstep.replicas.device.async_scalars import Arriving
 from lockstep.train.logs import RunningLoss
-from lockstep.train.loop import MOST_AHEAD, StepsUnderWay, located
+from lockstep.train.loop import MOST_AHEAD, StepsInFlight, naming_step
 
 
 def test_steps_are_heard_of_in_order_and_two_late_at_the_most():
     with stand_in_gpus() as (devices, driver):
         driver.lags = True
-        steps = StepsUnderWay()
+        steps = StepsInFlight()
         for step, total in enumerate([1.0, math.nan, math.inf], start=1):
             steps.add(Arriving([torch.tensor(total)], devices[0]), epoch=2, step=step)
         assert driver.waits == 1  # for the first, with two behind it
@@ -31,7 +31,7 @@ def test_steps_are_heard_of_in_order_and_two_late_at_the_most():
 
 
 def test_what_has_arrived_is_heard_of_at_once():
-    steps = StepsUnderWay()
+    steps = StepsInFlight()
     steps.add(Arriving([1.0], None), epoch=0, step=1)
     assert not steps.any
     with pytest.raises(NonFiniteLossError, match=r"^epoch 1, step 2: "):
@@ -39,7 +39,7 @@ def test_what_has_arrived_is_heard_of_at_once():
 
 
 def test_only_a_loss_that_is_not_finite_is_located():
-    with pytest.raises(ValueError, match=r"^plain$"), located(0, 1):
+    with pytest.raises(ValueError, match=r"^plain$"), naming_step(0, 1):
         raise ValueError("plain")
 
 

@@ -49,7 +49,7 @@ def launch(
         '0'
     """
     from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
-    from lockstep.launch.function_job import FunctionJob
+    from lockstep.launch.jobs import FunctionJob
 
     job = FunctionJob(
         workers=workers,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.lifeline import Lifeline
+from lockstep.parent_death import Lifeline
 
-FILE = Path(__file__).parents[1] / "src" / "lockstep" / "lifeline.py"
+FILE = Path(__file__).parents[1] / "src" / "lockstep" / "parent_death.py"
 LIMIT_S = 30.0
 # The file alone, as programs in environments without torch load it. A child of its own stays in its group.
 HANG = f"""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.verify.compare import Difference
-from lockstep.verify.report import MOST_ROWS, VerifyReport, render, to_json
+from lockstep.verify.report import MAX_TABLE_ROWS, VerifyReport, render, to_json
 
 Verified = Callable[..., VerifyReport]
 
@@ -17,7 +17,7 @@ def test_an_early_end_is_noted(verified: Verified):
 
 
 def test_further_strategies_are_noted(verified: Verified):
-    note = "note: the program made 2 strategies of several devices; compared is the first, on cpu:0, cpu:1"
+    note = "note: the program made 2 strategies of several devices; the first one, on cpu:0, cpu:1, was compared"
 
     assert note in render(verified("two_strategies"))
 
@@ -26,7 +26,7 @@ def test_only_the_first_that_differ_are_shown(verified: Verified):
     report = verified("dropout")
     table = render(report).split("\n\n")[1].splitlines()
 
-    assert len(table) == 2 + MOST_ROWS
+    assert len(table) == 2 + MAX_TABLE_ROWS
     assert table[2].split()[:3] == ["1", "output", "Sequential"]
 
 

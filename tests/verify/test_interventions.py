@@ -7,8 +7,14 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.verify.config import Switches
-from lockstep.verify.interventions import ModuleSwitches, one_shard
+from lockstep.verify.config import Interventions
+from lockstep.verify.interventions import (
+    active_dropouts,
+    intervene_before_first_step,
+    intervene_before_run,
+    local_batch_norms,
+    one_shard,
+)
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -23,25 +29,24 @@ def network() -> nn.Sequential:
 
 def test_what_can_be_switched_is_named(make_strategy: Make):
     module = make_strategy(2).mirror(network())
-    switches = ModuleSwitches(Switches())
 
-    assert list(switches.batch_norms([module])) == ["1"]
-    assert list(switches.dropouts([module])) == ["2"]
+    assert local_batch_norms([module]) == ["1"]
+    assert active_dropouts([module]) == ["2"]
     module.eval()
-    assert [*switches.batch_norms([module]), *switches.dropouts([module])] == []
+    assert [*local_batch_norms([module]), *active_dropouts([module])] == []
 
 
 def test_synchronised_batch_norms_are_in_every_copy(make_strategy: Make):
     module = make_strategy(2).mirror(network())
-    ModuleSwitches(Switches(batch_norm="synced")).before_first_step([module])
+    intervene_before_first_step([module], Interventions(batch_norm="synced"))
 
     assert module.has_sync_batchnorm
-    assert list(ModuleSwitches(Switches()).batch_norms([module])) == []
+    assert local_batch_norms([module]) == []
 
 
 def test_frozen_batch_norms_are_so_in_every_copy(make_strategy: Make):
     module = make_strategy(2).mirror(network())
-    ModuleSwitches(Switches(batch_norm="frozen")).before_run([module])
+    intervene_before_run([module], Interventions(batch_norm="frozen"))
 
     assert [copy[1].training for copy in module.copies] == [False, False]
 
@@ -49,7 +54,7 @@ def test_frozen_batch_norms_are_so_in_every_copy(make_strategy: Make):
 def test_a_nudge_moves_every_weight_once_by_a_rounding_error(make_strategy: Make):
     module = make_strategy(2).mirror(nn.Linear(3, 3))  # the copies share their storage
     before = module.module.weight.detach().clone()
-    ModuleSwitches(Switches(nudge=0.25)).before_first_step([module])
+    intervene_before_first_step([module], Interventions(nudge=0.25))
 
     factors = (module.module.weight.detach() / before).flatten().tolist()
     assert {round(factor, 4) for factor in factors} == {0.75, 1.25}
@@ -64,7 +69,7 @@ def test_in_shards_a_module_sees_one_shard_after_another(make_strategy: Make):
             return {"rows": rows * scale, "one": torch.tensor(1.0)}
 
     module = make_strategy(1).mirror(Counting())
-    ModuleSwitches(Switches(shards=3)).before_first_step([module])
+    intervene_before_first_step([module], Interventions(shards=3))
     outputs = module(torch.arange(7.0), scale=2.0)
 
     assert seen == [3, 2, 2]

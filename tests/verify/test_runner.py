@@ -42,5 +42,5 @@ def test_a_program_that_fails_on_several_replicas_only_says_so():
 
 
 def test_a_program_that_hangs_is_ended_and_its_last_words_are_kept():
-    with pytest.raises(ReplicaError, match=r"was not done after 3 s.* it said last: waiting for a licence"):
+    with pytest.raises(ReplicaError, match=r"did not finish within 3 s.* its last output: waiting for a licence"):
         verify(config_of("hangs.py", timeout_s=3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.cluster.local_place import OWN_GPUS
+from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ConfigError
 
 

@@ -5,26 +5,117 @@ Until the roll call is complete a store that goes away is looked for again: its 
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.membership.board import Place, place_of, read, run_key
-from lockstep.membership.card import Card, terms_of
-from lockstep.membership.deadline import Deadline
-from lockstep.membership.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.membership.opening import NOT_OPENED, SILENT_S, claim_store, open_run
-from lockstep.membership.roll_call import RollCall
-from lockstep.membership.store import PortTakenError, Route, bind_to, find_route, serve
+from lockstep.errors import ClusterError
+from lockstep.membership.heartbeat import Peers, Status, read_status
+from lockstep.membership.rendezvous import SILENT_S, Card, Deadline, RollCall, terms_of, there_already, this_process
+from lockstep.membership.store import (
+    OWNER_KEY,
+    REFUSED_KEY,
+    Line,
+    Place,
+    PortTakenError,
+    Route,
+    StoreBrokenError,
+    StoreSilentError,
+    bind_to,
+    find_route,
+    place_of,
+    read,
+    run_key,
+    serve,
+)
 
-_FIRST_TURN_S, _TURN_S = 0.02, 0.25
+NOT_OPENED = "its store is there, but worker 0 has not opened the job yet"
+_TURN_S = 0.2
+_LONGEST_NOTE = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The newest run: its name, worker 0's status and card, and why it ended; all empty before the first one."""
+
+    name: str
+    status: Status
+    card: str
+    ending: str
+
+
+def claim_store(store: Store, spec: ClusterSpec) -> None:
+    """Makes sure that the store is this job's. A process of another job leaves no more than a note that it was here.
+
+    Raises:
+        ClusterError: it is another job's.
+        StoreBrokenError: it is nobody's yet.
+    """
+    mine = json.dumps({"job_id": spec.job_id, "workers": spec.workers})
+    found = store.compare_set(OWNER_KEY, "", mine if spec.index == 0 else "").decode()
+    if not found:
+        raise StoreBrokenError(NOT_OPENED)
+    owner = json.loads(found)
+    if owner["job_id"] != spec.job_id:
+        own = _describe(spec.job_id, spec.workers)
+        store.set(REFUSED_KEY, f"{this_process()}, of {own}")
+        raise ClusterError(
+            f"{spec.name(spec.index)} is of {own}, but the store at {spec.workers[0]} is that of {_describe(**owner)}. "
+            "Give all workers of a job the same cluster and job id, and every job a port of its own"
+        )
+
+
+def open_run(line: Line, spec: ClusterSpec, deadline: Deadline, silent_s: float) -> str:
+    """Opens a run, for worker 0: the first, or the next one where a launcher's store has seen one come to its end.
+
+    A worker 0 of an earlier run that was killed has not said that it ended; ``silent_s`` seconds without a sign of
+    life are enough.
+
+    Raises:
+        ClusterError: another process is worker 0 of a run that goes on.
+    """
+    peers, pause = Peers(1, -1, time.monotonic()), threading.Event()
+    while True:
+        run = line.call(lambda store: _newest_run(store, spec), deadline.left_s)
+        peers.hear([run.status], time.monotonic())
+        is_over = not run.name or run.ending or run.status.ended
+        if is_over or peers.silence(0, time.monotonic())[0] > silent_s:
+            return line.call(_following(run.name, spec), deadline.left_s)
+        if peers.signs_of_life(0) > 1:
+            raise there_already(spec, run.card)
+        deadline.wait_for("an earlier run of this job to end", "end its processes")
+        pause.wait(_TURN_S)
+
+
+def _newest_run(store: Store, spec: ClusterSpec) -> _Run:
+    name = read(store, run_key(spec))
+    place = place_of(spec, name or "0")
+    return _Run(
+        name=name,
+        status=read_status(read(store, place.beat(0))),
+        card=read(store, place.seat(0)),
+        ending=read(store, place.ending),
+    )
+
+
+def _following(run: str, spec: ClusterSpec) -> Callable[[Store], str]:
+    following = str(int(run or "0") + 1)
+    return lambda store: store.compare_set(run_key(spec), run, following).decode()
+
+
+def _describe(job_id: str, workers: Sequence[str]) -> str:
+    return f"job {job_id!r} with the workers {', '.join(workers)}"[:_LONGEST_NOTE]
+
+
+_FIRST_TURN_S, _LONGEST_TURN_S = 0.02, 0.25
 _PORT_IS_FREED_S = 5.0
 
 
@@ -80,7 +171,7 @@ class _Entry:
                         "start it, or correct its address, its port or a firewall",
                     )
                 self._pause.wait(turn_s)
-                turn_s = min(1.2 * turn_s, _TURN_S)
+                turn_s = min(1.2 * turn_s, _LONGEST_TURN_S)
         finally:
             self._server = None  # else the store is served for as long as somebody keeps the error with its frames
 
@@ -96,7 +187,7 @@ class _Entry:
             except PortTakenError:  # perhaps by an earlier run, which lets the others read how it ended
                 if time.monotonic() > self._port_is_freed_by:
                     raise
-                self._pause.wait(_TURN_S)
+                self._pause.wait(_LONGEST_TURN_S)
             else:
                 bound_host, bound_port = listener.getsockname()[:2]
                 self._server = serve(listener)
