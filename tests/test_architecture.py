@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"extras", "lifeline", "atomic_files"}),
+    frozenset({"extras", "parent_death"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),
@@ -34,7 +34,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"train"}),
     frozenset({"integrations"}),
     frozenset({"recipes", "report"}),  # one recipe trains with the Trainer of integrations
-    frozenset({"launch", "bench", "verify"}),
+    frozenset({"launch", "scaling", "verify"}),
     frozenset({"cli"}),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROWS) for room in rooms}
@@ -44,16 +44,11 @@ SEES_THE_FACADE = RANK["integrations"]
 READS_ENVIRONMENT = (
     "cluster/",
     "launch/",
-    "bench/hosts.py",  # tells DDP's gloo its network interface, as its users do; there is no other way
 )
 WRITES_FILES = (
-    "atomic_files.py",
     "checkpoint/",
     "collectives/communicator.py",  # torch.save into memory: bytes for other workers
     "report/",
-    "bench/report",
-    "bench/inputs.py",
-    "bench/harness.py",  # a folder for each trial, gone with it
     "train/callbacks/loggers.py",
     "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
     "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
@@ -64,12 +59,12 @@ WRITES_FILES = (
 PRINTS = (
     "cli/",
     "train/callbacks/progress",
-    "launch/console.py",  # passes on what the workers say
-    "launch/function_worker.py",  # its own streams become pipes to the launcher
+    "launch/output.py",  # passes on what the workers say
+    "launch/worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
     "replicas/device/cuda.py",
-    "bench/",
+    "scaling/",
     "plan/measure.py",  # measures a GPU's rates
 )
 MAX_FUNCTION_LINES = 60
@@ -243,7 +238,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
     "order": (
         breaks_order,
         (),
-        ("data/sharding.py", "from lockstep.train.model import Model\n"),
+        ("data/shards.py", "from lockstep.train.model import Model\n"),
         "1: data imports train",
     ),
     "beside": (breaks_order, (), ("recipes/mlm/train.py", "import lockstep.report\n"), "1: recipes imports report"),
@@ -287,7 +282,7 @@ def test_the_source_keeps_the_rule(name: str):
 
 def test_reading_a_file_and_importing_for_types_only_are_no_complaint():
     text = "if TYPE_CHECKING:\n    from lockstep.train.model import Model\nopen(path, 'rb')\npath.open()\n"
-    source = parse("data/sharding.py", text)
+    source = parse("data/shards.py", text)
 
     assert [*breaks_order(source), *writes_files(source)] == []
 

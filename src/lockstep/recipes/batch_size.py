@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.strategies.batch_size import default_budget_mb
-from lockstep.train.compile import CompileConfig, Job, Precision
+from lockstep.train.compile import CompileConfig, Precision, TrainSetup
 from lockstep.train.model import Model
 from lockstep.train.step import ReplicaState, train_step
 
@@ -48,7 +48,7 @@ def largest_batch(
     strategy = model.strategy
     module = strategy.mirror(model.module).train()
     precision = Precision(config.precision, strategy.devices[0].torch_device.type)
-    job = Job(module=module, config=config, precision=precision, optimizer=model.optimizer)
+    job = TrainSetup(module=module, config=config, precision=precision, optimizer=model.optimizer)
 
     def step(shard: Any) -> None:
         train_step(job, ReplicaState({}), shard, True)

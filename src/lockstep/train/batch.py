@@ -80,7 +80,7 @@ def _describe(item: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ShardRows:
     """What a loss or a metric looks at.
 
     Args:
@@ -99,28 +99,28 @@ class Rows:
         device = next((leaf.device for leaf in leaves if self._is_divided(leaf)), None)
         return None if device is None else torch.arange(self.rows, device=device)
 
-    def take(self, index: Tensor) -> Rows:
+    def take(self, index: Tensor) -> ShardRows:
         """The rows of these numbers. What has no rows stays whole."""
         leaves, structure = self._leaves()
         taken = [self._taken(leaf, index) for leaf in leaves]
         outputs, y, weight = tree_unflatten(taken, structure)
-        return Rows(outputs, LabelledBatch(None, y, weight), index.numel())
+        return ShardRows(outputs, LabelledBatch(None, y, weight), index.numel())
 
-    def tracked(self) -> Rows:
+    def tracked(self) -> ShardRows:
         """The same with outputs that gradients can be computed of."""
 
         def leaf_of(leaf: Any) -> Any:
             floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
             return leaf.detach().requires_grad_() if floating else leaf
 
-        return Rows(tree_map(leaf_of, self.outputs), self.batch, self.rows)
+        return ShardRows(tree_map(leaf_of, self.outputs), self.batch, self.rows)
 
     def hides(self) -> bool:
         """Whether the outputs hold what has no rows: a number that the module computed, a cache."""
         plain = (int, float, str, type(None))
         return any(not self._is_divided(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
 
-    def without_hidden(self) -> Rows:
+    def without_hidden(self) -> ShardRows:
         """The same with something else in place of what has no rows."""
 
         def other(leaf: Any) -> Any:
@@ -128,7 +128,7 @@ class Rows:
                 return leaf
             return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
 
-        return Rows(tree_map(other, self.outputs), self.batch, self.rows)
+        return ShardRows(tree_map(other, self.outputs), self.batch, self.rows)
 
     def _leaves(self) -> tuple[list[Any], Any]:
         """Lists of one item a row are leaves."""
@@ -145,7 +145,7 @@ class Rows:
 
 
 @contextmanager
-def random_numbers_apart(context: ReplicaContext) -> Iterator[None]:
+def preserving_rng(context: ReplicaContext) -> Iterator[None]:
     """Afterwards the replica draws what it would have drawn without the block."""
     device = context.device.torch_device
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []):

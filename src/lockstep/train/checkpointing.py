@@ -23,8 +23,8 @@ from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
-from lockstep.train.compile import Job
-from lockstep.train.epoch_iterator import Feed
+from lockstep.train.compile import TrainSetup
+from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.logs import EpochTiming, History, RunningLoss
 from lockstep.train.loop import TrainLoop
 from lockstep.train.metrics import load_states, replica_states
@@ -75,7 +75,7 @@ class TrainingState(Part):
 
     def __init__(self, model: Model) -> None:
         self._weak_model = weakref.ref(model)  # which owns this: a cycle would keep its weights after their last use
-        self._fit: tuple[TrainLoop, Feed, CallbackList] | None = None
+        self._fit: tuple[TrainLoop, EpochIterator, CallbackList] | None = None
         self._position = Position()
         self.run = uuid.uuid4().hex
 
@@ -100,7 +100,7 @@ class TrainingState(Part):
         return self._fit is None or not self._fit[0].pending
 
     @contextmanager
-    def of_fit(self, loop: TrainLoop, feed: Feed, callbacks: CallbackList, *, epoch: int) -> Iterator[None]:
+    def of_fit(self, loop: TrainLoop, feed: EpochIterator, callbacks: CallbackList, *, epoch: int) -> Iterator[None]:
         """Inside the block these belong to the state; the loop goes on counting steps where the last one stopped.
 
         Args:
@@ -137,7 +137,7 @@ class TrainingState(Part):
                 f"a checkpoint was asked for {loop.pending} batches into an accumulation cycle, whose gradients it "
                 "cannot hold; save after the update"
             )
-        loop.under_way.settle()  # a place behind a loss that was no number is none to go on from
+        loop.in_flight.settle()  # a place behind a loss that was no number is none to go on from
         shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
         return PartState(shared=shared, replicas=replicas, worker=feed.state_dict())
@@ -314,14 +314,14 @@ def load_weights(module: MirroredModule, workers: Workers, path: str | os.PathLi
     module.load_state_dict(on_chief(workers, "load the weights", read) or state)
 
 
-def checkpoint_of(job: Job | None, training: TrainingState) -> Checkpoint:
+def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoint:
     """All state of a training.
 
     Raises:
         UsageError: not compiled with an optimizer.
     """
-    if job is None or job.optimizer is None:
+    if setup is None or setup.optimizer is None:
         raise UsageError("a checkpoint needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-    things = {"model": job.module, "optimizer": job.optimizer, "scheduler": job.scheduler}
-    things["precision"] = job.precision if job.precision.name == "fp16" else None
+    things = {"model": setup.module, "optimizer": setup.optimizer, "scheduler": setup.scheduler}
+    things["precision"] = setup.precision if setup.precision.name == "fp16" else None
     return Checkpoint(**{name: thing for name, thing in things.items() if thing is not None}, training=training)

@@ -263,7 +263,7 @@ def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainSetup:
     """What all replicas share in a pass.
 
     Args:
@@ -281,14 +281,14 @@ class Job:
     scheduler: LRScheduler | None = None
 
 
-def make_job(
+def make_setup(
     strategy: Strategy,
     module: MirroredModule,
     config: CompileConfig,
     optimizer: OptimizerLike | None,
     scheduler: SchedulerLike | None,
-) -> Job:
-    """The job of a module on its strategy. Every worker must call it.
+) -> TrainSetup:
+    """The setup of a module on its strategy. Every worker must call it.
 
     Raises:
         ConfigError: no optimizer, or no scheduler, and no function that makes one.
@@ -302,11 +302,11 @@ def make_job(
         )
     precision = Precision(config.precision, strategy.devices[0].torch_device.type)
     if optimizer is None:
-        return Job(module=module, config=config, precision=precision)
+        return TrainSetup(module=module, config=config, precision=precision)
     made = make_optimizer(optimizer, module.module)
     stepped = make_scheduler(scheduler, made)
     check_loss(made, module, config.loss)
     mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
     mirrored.sums_after_runs = False
     check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
-    return Job(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)
+    return TrainSetup(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)

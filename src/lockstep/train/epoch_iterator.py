@@ -39,7 +39,7 @@ class _Iteration:
     passed: int
 
 
-class Feed:
+class EpochIterator:
     """The batches of each epoch.
 
     Without ``steps_per_epoch`` an epoch is one iteration of the data. With it an epoch is that many global batches, and

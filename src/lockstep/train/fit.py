@@ -14,8 +14,8 @@ from lockstep.collectives.communicator import Workers, agree
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar
-from lockstep.train.compile import CompileConfig, Job
-from lockstep.train.epoch_iterator import Feed
+from lockstep.train.compile import CompileConfig, TrainSetup
+from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.inference import module_mode, run_evaluation
 from lockstep.train.logs import StepClock
 from lockstep.train.loop import AgreedStop, TrainLoop
@@ -71,7 +71,9 @@ def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Ca
     return callbacks
 
 
-def agree_on_fit(workers: Workers, config: CompileConfig, feed: Feed, validation: Feed | None, epochs: Epochs) -> None:
+def agree_on_fit(
+    workers: Workers, config: CompileConfig, feed: EpochIterator, validation: EpochIterator | None, epochs: Epochs
+) -> None:
     """Finds workers that were told to train in another way. Every worker must call it.
 
     Raises:
@@ -85,22 +87,28 @@ def agree_on_fit(workers: Workers, config: CompileConfig, feed: Feed, validation
 
 
 def run_fit(
-    model: Model, job: Job, feed: Feed, *, validation: Feed | None, callbacks: CallbackList, epochs: Epochs
+    model: Model,
+    setup: TrainSetup,
+    feed: EpochIterator,
+    *,
+    validation: EpochIterator | None,
+    callbacks: CallbackList,
+    epochs: Epochs,
 ) -> None:
     """Trains, and keeps the model's history, clock and ``stop_training``. Every worker must call it.
 
     Args:
         model: whose fit it is.
-        job: with an optimizer.
+        setup: with an optimizer.
         feed: the training data; it is closed at the end.
         validation: evaluated at the end of epochs, if there is any.
         callbacks: hear of everything.
         epochs: which are trained, and which validated.
     """
     stop = AgreedStop(model.strategy.workers, model)
-    loop = TrainLoop(model.strategy, job, callbacks=callbacks, stop=stop)
+    loop = TrainLoop(model.strategy, setup, callbacks=callbacks, stop=stop)
     state = model.training_state.of_fit(loop, feed, callbacks, epoch=epochs.initial_epoch)
-    with module_mode(job.module, training=True), closing(feed), state:
+    with module_mode(setup.module, training=True), closing(feed), state:
         callbacks.call("on_train_begin")
         logs: dict[str, float] = {}
         # A callback may have restored a later epoch, or a training that was stopped.
@@ -110,7 +118,7 @@ def run_fit(
             model.clock = StepClock()
             logs = loop.run_epoch(feed, model.clock)
             if validation is not None and epochs.validates(epoch):
-                validated = run_evaluation(model.strategy, job, validation, callbacks=callbacks, clock=StepClock())
+                validated = run_evaluation(model.strategy, setup, validation, callbacks=callbacks, clock=StepClock())
                 logs |= {f"val_{name}": value for name, value in validated.items()}
             model.history.timing.append(model.clock.summary(epoch))
             model.history.add(epoch, logs)

@@ -17,17 +17,17 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList, Logs
-from lockstep.train.compile import Job, Precision
-from lockstep.train.epoch_iterator import Feed
+from lockstep.train.compile import Precision, TrainSetup
+from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs
-from lockstep.train.loop import StepsUnderWay
+from lockstep.train.loop import StepsInFlight
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, evaluate_step, predict_step
 
 
 def run_batches(
     kind: Literal["test", "predict"],
-    feed: Feed,
+    feed: EpochIterator,
     run: Callable[[Any], tuple[int, Logs]],
     *,
     callbacks: CallbackList,
@@ -72,25 +72,25 @@ def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
 
 
 def run_evaluation(
-    strategy: Strategy, job: Job, feed: Feed, *, callbacks: CallbackList, clock: StepClock
+    strategy: Strategy, setup: TrainSetup, feed: EpochIterator, *, callbacks: CallbackList, clock: StepClock
 ) -> dict[str, float]:
     """The loss and metrics over the data; nothing is trained. Every worker must call it."""
-    metrics = ReplicaMetrics.on(strategy, job.config.metrics)
+    metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
-    loss, under_way = RunningLoss(), StepsUnderWay()
+    loss, in_flight = RunningLoss(), StepsInFlight()
 
     def run(batch: Any) -> tuple[int, Logs]:
-        outputs = strategy.local_results(strategy.run(evaluate_step, (job, states, batch)))
-        metrics.trust_inputs()
+        outputs = strategy.local_results(strategy.run(evaluate_step, (setup, states, batch)))
+        metrics.skip_input_checks()
         sums = [number for output in outputs for number in (output.total, output.count)]
         numbers = Arriving([*sums, 0.0], strategy.devices[0])
         loss.add(numbers, pairs=len(outputs))
-        under_way.add(numbers, epoch=0, step=clock.steps + 1)
+        in_flight.add(numbers, epoch=0, step=clock.steps + 1)
         now = loss.now()
         logs = {} if now.arrived and not now.counted else batch_logs(now, (), NO_NUMBERS)
         return sum(output.rows for output in outputs), logs
 
-    with module_mode(job.module, training=False):
+    with module_mode(setup.module, training=False):
         callbacks.call("on_test_begin")
         run_batches("test", feed, run, callbacks=callbacks, clock=clock)
         totals = strategy.workers.exchange("end of an evaluation", [loss.total, loss.count, clock.examples])
@@ -201,7 +201,7 @@ def run_prediction(
     strategy: Strategy,
     module: MirroredModule,
     precision: Precision,
-    feed: Feed,
+    feed: EpochIterator,
     *,
     callbacks: CallbackList,
     clock: StepClock,

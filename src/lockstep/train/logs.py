@@ -127,7 +127,7 @@ def _mean(total: float, count: float) -> float:
 Read = Callable[[], Mapping[str, float]]
 
 
-class LateLogs(dict[str, float]):
+class LazyLogs(dict[str, float]):
     """A dict whose values are read together, at the first that is asked for.
 
     Args:
@@ -148,9 +148,9 @@ class LateLogs(dict[str, float]):
         """Whether looking at a value does not wait."""
         return self._read is None or self._arrived()
 
-    def own_copy(self) -> LateLogs:
+    def own_copy(self) -> LazyLogs:
         """Another dict of the same numbers, which is not read by this."""
-        return LateLogs(self._names, self._unread, self._arrived)
+        return LazyLogs(self._names, self._unread, self._arrived)
 
     def __iter__(self) -> Iterator[str]:
         # Also has dict(logs) and {**logs} ask for the values one by one, instead of copying what stands here for them.
@@ -168,7 +168,7 @@ class LateLogs(dict[str, float]):
 def _filled(name: str) -> Callable[..., Any]:
     method = getattr(dict, name)
 
-    def call(logs: LateLogs, *args: Any, **kwargs: Any) -> Any:
+    def call(logs: LazyLogs, *args: Any, **kwargs: Any) -> Any:
         logs._fill()
         return method(logs, *args, **kwargs)
 
@@ -181,12 +181,12 @@ for _name in (
     *("__getitem__", "get", "items", "values", "pop", "popitem", "setdefault", "copy", "update", "clear"),
     *("__setitem__", "__delitem__", "__eq__", "__ne__", "__repr__", "__or__", "__ror__", "__ior__"),
 ):
-    setattr(LateLogs, _name, _filled(_name))
+    setattr(LazyLogs, _name, _filled(_name))
 
 
-def own_logs(logs: Mapping[str, float] | None) -> dict[str, float]:
+def copy_logs(logs: Mapping[str, float] | None) -> dict[str, float]:
     """A callback's own copy of the logs."""
-    return logs.own_copy() if isinstance(logs, LateLogs) else dict(logs or {})
+    return logs.own_copy() if isinstance(logs, LazyLogs) else dict(logs or {})
 
 
 def batch_logs(loss: LossNow, names: Sequence[str], metrics: Arriving) -> dict[str, float]:
@@ -204,7 +204,7 @@ def batch_logs(loss: LossNow, names: Sequence[str], metrics: Arriving) -> dict[s
     def arrived() -> bool:
         return loss.arrived and metrics.arrived
 
-    return read() if arrived() else LateLogs(["loss", *names], read, arrived)
+    return read() if arrived() else LazyLogs(["loss", *names], read, arrived)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from lockstep.mirroring.update import StepResult
 from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList
-from lockstep.train.compile import Job
-from lockstep.train.cuda_graphs.steps import TrainSteps
-from lockstep.train.epoch_iterator import Feed
+from lockstep.train.compile import TrainSetup
+from lockstep.train.cuda_graphs.steps import GraphedSteps
+from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs
-from lockstep.train.loss import telling_of_state
+from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle
 
@@ -36,7 +36,7 @@ class _Step(NamedTuple):
     step: int
 
 
-class StepsUnderWay:
+class StepsInFlight:
     """The last steps of a pass, at most two of which have not been heard of."""
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class StepsUnderWay:
 
     def _hear(self) -> None:
         told = self._steps.popleft()
-        with located(told.epoch, told.step):
+        with naming_step(told.epoch, told.step):
             check_finite(told.numbers.read()[-1])
 
 
 @contextmanager
-def located(epoch: int, step: int) -> Iterator[None]:
+def naming_step(epoch: int, step: int) -> Iterator[None]:
     """Says in which epoch, from 0, and which step of it, from 1, the loss was not finite."""
     try:
         yield
@@ -141,7 +141,7 @@ class TrainLoop:
 
     Args:
         strategy: runs the steps.
-        job: what the replicas share.
+        setup: what the replicas share.
         callbacks: hear of every batch.
         stop: asked after each batch.
 
@@ -152,27 +152,27 @@ class TrainLoop:
         pending: how many of the last ones wait for their update.
         loss: of the epoch so far.
         metrics: of the epoch so far.
-        under_way: the steps that a GPU may still be computing.
+        in_flight: the steps that a GPU may still be computing.
     """
 
-    def __init__(self, strategy: Strategy, job: Job, *, callbacks: CallbackList, stop: AgreedStop) -> None:
+    def __init__(self, strategy: Strategy, setup: TrainSetup, *, callbacks: CallbackList, stop: AgreedStop) -> None:
         self._strategy = strategy
-        self._job = job
+        self._setup = setup
         self._callbacks = callbacks
         self._stop = stop
         self._workers = strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
         self.loss = RunningLoss()
-        self.under_way = StepsUnderWay()
-        self.metrics = ReplicaMetrics.on(strategy, job.config.metrics)
+        self.in_flight = StepsInFlight()
+        self.metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
-        strategy.run(clear_gradients, (job, self._states))
-        self._steps = TrainSteps(strategy, job, self._states)
+        strategy.run(clear_gradients, (setup, self._states))
+        self._steps = GraphedSteps(strategy, setup, self._states)
         self._looked = False
-        if job.optimizer is not None:
-            job.optimizer.forgive()
+        if setup.optimizer is not None:
+            setup.optimizer.reset_nonfinite()
 
-    def run_epoch(self, feed: Feed, clock: StepClock) -> dict[str, float]:
+    def run_epoch(self, feed: EpochIterator, clock: StepClock) -> dict[str, float]:
         """One epoch: a step per global batch, an update per ``accumulate`` of them and for what is left at the end.
 
         It goes on after the batches of the epoch that are done already, if the state of another loop was loaded.
@@ -193,7 +193,7 @@ class TrainLoop:
                 self._callbacks.call("on_train_batch_begin", self.batch)
                 clock.start()
                 rows = self._train(batch)
-                self.metrics.trust_inputs()
+                self.metrics.skip_input_checks()
                 clock.stop(rows=rows)
                 self._tell()
                 if self._stop.after_batch():
@@ -210,8 +210,8 @@ class TrainLoop:
         """A step of every replica, and the update if it is due; the rows of the local ones."""
         if self._callbacks.wants_batch_logs():
             self._workers.wish(Wish.LOGS)
-        due = (self.batch + 1) % self._job.config.accumulate == 0
-        with located(self.epoch, self.batch + 1), self._looking():
+        due = (self.batch + 1) % self._setup.config.accumulate == 0
+        with naming_step(self.epoch, self.batch + 1), self._looking():
             outputs = self._steps.run(batch, due, epoch=self.epoch)
         self._after_update(outputs[0].update)
         self._count(outputs, outputs[0].update)
@@ -224,7 +224,7 @@ class TrainLoop:
         if self._looked:
             return nullcontext()
         self._looked = True
-        return telling_of_state(self._job.config.loss, self._strategy.num_replicas_in_sync)
+        return warning_of_loss_state(self._setup.config.loss, self._strategy.num_replicas_in_sync)
 
     def _tell(self) -> None:
         """Tells the callbacks of a batch that is done, of its metrics too where those of some worker show them."""
@@ -237,8 +237,8 @@ class TrainLoop:
 
     def _finish_cycle(self) -> None:
         """The update of the batches that the end of the epoch has cut off from the rest of their cycle."""
-        with located(self.epoch, self.batch):
-            results = self._strategy.run(finish_cycle, (self._job, self._states))
+        with naming_step(self.epoch, self.batch):
+            results = self._strategy.run(finish_cycle, (self._setup, self._states))
         update = self._strategy.local_results(results)[0]
         self._after_update(update)
         self._count((), update)
@@ -253,21 +253,21 @@ class TrainLoop:
         # On their way to the host from here on, with the total that says whether the update was one.
         numbers = Arriving([*sums, 0.0 if update is None else update.total], self._strategy.devices[0])
         self.loss.add(numbers, pairs=len(sums) // 2)
-        self.under_way.add(numbers, epoch=self.epoch, step=self.batch + bool(outputs))
+        self.in_flight.add(numbers, epoch=self.epoch, step=self.batch + bool(outputs))
 
     def _settle(self, clock: StepClock) -> None:
         """Waits for the device, if steps are under way there still: what that takes is the last step's."""
-        if self.under_way.any:
+        if self.in_flight.any:
             clock.start()
-            self.under_way.settle()
+            self.in_flight.settle()
             clock.extend()
 
     def _end_of_epoch(self, rows: int) -> int:
         """The rows of all workers; a check that all have the same weights still; a stop wished after the last batch."""
         if self._workers.alone:
             return rows
-        self._job.module.compare_weights()
-        self._job.module.exchange_buffers()
+        self._setup.module.compare_weights()
+        self._setup.module.exchange_buffers()
         everyones = self._workers.exchange("end of an epoch", [rows])
         self._stop.heard()
         return int(sum(each for (each,) in everyones))
@@ -278,5 +278,5 @@ class TrainLoop:
         Where a GPU decides it alone (an fp16 overflow, a batch that counts nothing) the schedule goes on: it follows
         the batches then, and does not hang on when the host came to hear of it.
         """
-        if self._job.scheduler is not None and update is not None and update.skipped is not True:
-            self._job.scheduler.step()
+        if self._setup.scheduler is not None and update is not None and update.skipped is not True:
+            self._setup.scheduler.step()

@@ -23,8 +23,8 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.parallel.vocab_parallel import holds_divided
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.strategies.first_run import captured_by, state_of
-from lockstep.train.batch import LabelledBatch, Rows, random_numbers_apart
-from lockstep.train.loss_reduction import Labels, LossCalls
+from lockstep.train.batch import LabelledBatch, ShardRows, preserving_rng
+from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 
 
 def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
@@ -134,7 +134,7 @@ _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, Attribut
 
 
 @dataclass(frozen=True, slots=True)
-class LossSums:
+class LossTotals:
     """What a loss has added up for some rows.
 
     Args:
@@ -149,7 +149,7 @@ class LossSums:
     total: Tensor
     count: Tensor | float
     assumed: bool = False
-    beside: Sequence[Labels] = ()
+    beside: Sequence[LabelMean] = ()
     rounding: float = torch.finfo(torch.float32).eps
     scalar: Tensor | None = None
 
@@ -163,7 +163,7 @@ class ReplicaLoss:
 
     def sums(
         self, loss: Loss, outputs: Any, batch: LabelledBatch, rows: int, context: ReplicaContext, *, divided: bool
-    ) -> LossSums:
+    ) -> LossTotals:
         """The total and the count of rows.
 
         Args:
@@ -177,7 +177,7 @@ class ReplicaLoss:
         Raises:
             ConfigError: the loss returned what is no loss, or one that is not the sum of its parts.
         """
-        shard = Rows(outputs, batch, rows)
+        shard = ShardRows(outputs, batch, rows)
         sums = _sums_of(loss, divided, self._is_mean, shard)
         self._steps += 1
         if divided and not holds_divided(outputs):
@@ -188,7 +188,7 @@ class ReplicaLoss:
                 return self._looked_at(loss, shard, sums, context)
         return sums
 
-    def _looked_at(self, loss: Loss, shard: Rows, sums: LossSums, context: ReplicaContext) -> LossSums:
+    def _looked_at(self, loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> LossTotals:
         found = _look(partial(_sums_of, loss, True, self._is_mean), shard, sums, context)
         if isinstance(found, _Refused) and sums.scalar is not None:  # as of x.mean(0).sum() / torch.tensor(3)
             mean = _as_mean(sums.scalar, shard.rows)
@@ -211,21 +211,21 @@ class ReplicaLoss:
         return self._steps <= FIRST_LOOKS or (self._steps <= LAST_LOOK and self._steps.bit_count() == 1)
 
 
-def _as_mean(scalar: Tensor, rows: int, beside: Sequence[Labels] = ()) -> LossSums:
+def _as_mean(scalar: Tensor, rows: int, beside: Sequence[LabelMean] = ()) -> LossTotals:
     total, count = loss_sums(scalar, rows)
-    return LossSums(total, count, assumed=True, beside=beside, rounding=_rounding(scalar))
+    return LossTotals(total, count, assumed=True, beside=beside, rounding=_rounding(scalar))
 
 
-def _sums_of(loss: Loss, divided: bool, is_mean: bool, shard: Rows) -> LossSums:
+def _sums_of(loss: Loss, divided: bool, is_mean: bool, shard: ShardRows) -> LossTotals:
     weight = shard.batch.sample_weight
-    with LossCalls() as calls:
+    with ReductionTracer() as calls:
         returned = loss(shard.outputs, shard.batch.y)
     rounding = _rounding(returned)
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
-        return LossSums(*loss_sums(returned, shard.rows, weight), rounding=rounding)
+        return LossTotals(*loss_sums(returned, shard.rows, weight), rounding=rounding)
     pair, summed = calls.pair_of(returned), calls.sum_of(returned)
     if pair is not None and not is_mean:
-        return LossSums(*loss_sums(pair, shard.rows), rounding=rounding, scalar=returned)
+        return LossTotals(*loss_sums(pair, shard.rows), rounding=rounding, scalar=returned)
     if summed is not None and divided:
         raise ConfigError(
             f"the loss {name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
@@ -235,7 +235,7 @@ def _sums_of(loss: Loss, divided: bool, is_mean: bool, shard: Rows) -> LossSums:
     return _as_mean(returned, shard.rows, calls.labels)
 
 
-def _check_labels(loss: Loss, beside: Sequence[Labels], on_cpu: bool) -> None:
+def _check_labels(loss: Loss, beside: Sequence[LabelMean], on_cpu: bool) -> None:
     if not all(labels.count_alike() for labels in beside):
         raise ConfigError(
             f"the loss {name_of(loss)} computes with a mean over labels that do not count alike, for some are ignored "
@@ -265,16 +265,18 @@ class _Refused:
     parts: Sequence[_Numbers]
 
 
-Measure = Callable[[Rows], LossSums]
+Measure = Callable[[ShardRows], LossTotals]
 
 
-def _look(measure: Measure, shard: Rows, sums: LossSums, context: ReplicaContext) -> _Unchecked | _Refused | None:
+def _look(
+    measure: Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext
+) -> _Unchecked | _Refused | None:
     """Compares a shard with its parts; None where it is their sum."""
     for with_gradients in (False, True):  # a penalty on gradients needs some, and most losses are faster without
         try:
             with (
                 torch.set_grad_enabled(with_gradients),
-                random_numbers_apart(context),
+                preserving_rng(context),
                 in_context(context.alone()),
             ):
                 return _compared(measure, shard.tracked() if with_gradients else shard, sums)
@@ -286,7 +288,7 @@ def _look(measure: Measure, shard: Rows, sums: LossSums, context: ReplicaContext
     return _Unchecked(why)
 
 
-def _compared(measure: Measure, shard: Rows, sums: LossSums) -> _Unchecked | _Refused | None:
+def _compared(measure: Measure, shard: ShardRows, sums: LossTotals) -> _Unchecked | _Refused | None:
     whole = _Numbers.of(sums)
     if not whole.finite:
         return None
@@ -311,7 +313,7 @@ def _compared(measure: Measure, shard: Rows, sums: LossSums) -> _Unchecked | _Re
     return _Refused(whole, parts)
 
 
-def _depends_on_hidden(measure: Measure, shard: Rows, whole: _Numbers, suspect: float) -> bool:
+def _depends_on_hidden(measure: Measure, shard: ShardRows, whole: _Numbers, suspect: float) -> bool:
     try:
         other = _Numbers.of(measure(shard.without_hidden()))
     except _FAILURES:
@@ -327,7 +329,7 @@ class _Numbers:
     count: float
 
     @staticmethod
-    def of(sums: LossSums) -> _Numbers:
+    def of(sums: LossTotals) -> _Numbers:
         total, count = (each.detach() if isinstance(each, Tensor) else each for each in (sums.total, sums.count))
         return _Numbers(float(total), float(count))
 
@@ -349,7 +351,7 @@ def _apart(whole: float, parts: Sequence[float]) -> float:
     return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
 
 
-def _refusal(loss: Loss, shard: Rows, sums: LossSums, found: _Refused) -> str:
+def _refusal(loss: Loss, shard: ShardRows, sums: LossTotals, found: _Refused) -> str:
     means = [part.total / part.count for part in found.parts if part.count]
     whole = found.whole.total / found.whole.count if found.whole.count else math.nan
     is_sum = sums.assumed and math.isclose(sum(means), whole, rel_tol=_certain(sums.rounding))
@@ -392,7 +394,7 @@ def _warn(message: str) -> None:
 
 
 @contextmanager
-def telling_of_state(loss: Any, replicas: int) -> Iterator[None]:
+def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
     """Around a step, outside replicas: warns of numbers and containers of the loss that the step has changed.
 
     Args:

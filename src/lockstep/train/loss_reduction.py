@@ -49,7 +49,7 @@ class _Notes(Generic[What]):
         return None if found is None or _version(tensor) != found[1] else found[2]
 
 
-class LossCalls(TorchFunctionMode):
+class ReductionTracer(TorchFunctionMode):
     """A block that calls a loss function once; ``pair_of`` and ``sum_of`` then tell what its result is.
 
     Torch's losses with a mean are computed in it as their sum over their count, and their results are else the same.
@@ -62,7 +62,7 @@ class LossCalls(TorchFunctionMode):
         self._of_nothing: _Notes[bool] = _Notes()
         self._unclamped: _Notes[Tensor] = _Notes()
         self._reads: set[float] = set()
-        self._labels: list[Labels] = []
+        self._labels: list[LabelMean] = []
         self._masked = False
         self._hooks = _hooks_of_saved_tensors()
 
@@ -86,7 +86,7 @@ class LossCalls(TorchFunctionMode):
         return self._sums.get(returned) or None
 
     @property
-    def labels(self) -> list[Labels]:
+    def labels(self) -> list[LabelMean]:
         """Those that means over labels were taken of."""
         return self._labels
 
@@ -107,7 +107,7 @@ class LossCalls(TorchFunctionMode):
 
     def _note_labels(self, func: Callable[..., Any], given: Mapping[str, Any]) -> None:
         if func in _OF_LABELS and not _are_probabilities(given):
-            self._labels.append(Labels(given["target"], given.get("weight"), _ignored(given)))
+            self._labels.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
 
     def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_LABELS:
@@ -217,7 +217,7 @@ class LossCalls(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
+class LabelMean:
     """The labels that a mean was taken over.
 
     Args:
@@ -283,7 +283,7 @@ def _labels_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
     if _are_probabilities(given):
         classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
         return total, given["input"].numel() / classes
-    return total, Labels(given["target"], given.get("weight"), _ignored(given)).count()
+    return total, LabelMean(given["target"], given.get("weight"), _ignored(given)).count()
 
 
 def _are_probabilities(given: Mapping[str, Any]) -> bool:
@@ -334,21 +334,21 @@ _SUMMED: dict[Any, Callable[[Callable[..., Any], Mapping[str, Any]], Pair]] = {
 }
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {Tensor.__itruediv__: Tensor.__truediv__}
 _WATCHED: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_PARAMETERS, LossCalls._loss),
-    **dict.fromkeys([torch.sum, Tensor.sum], LossCalls._sum),
-    **dict.fromkeys([torch.mean, Tensor.mean], LossCalls._mean),
-    **dict.fromkeys([torch.div, torch.true_divide, Tensor.div, Tensor.true_divide], LossCalls._quotient),
-    **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], LossCalls._quotient),
-    **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], LossCalls._scaled),
-    **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], LossCalls._scaled),
-    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], LossCalls._same),
-    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], LossCalls._same),
-    **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], LossCalls._added),
-    **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], LossCalls._clamp),
-    **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], LossCalls._clamp),
-    **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], LossCalls._read),
-    **dict.fromkeys([torch.masked_select, Tensor.masked_select, Tensor.__getitem__], LossCalls._choice),
-    **dict.fromkeys([torch.index_select, Tensor.index_select], LossCalls._choice),
-    **dict.fromkeys([torch.dot, Tensor.dot, torch.einsum, torch.matmul, Tensor.matmul], LossCalls._product),
-    Tensor.__matmul__: LossCalls._product,
+    **dict.fromkeys(_PARAMETERS, ReductionTracer._loss),
+    **dict.fromkeys([torch.sum, Tensor.sum], ReductionTracer._sum),
+    **dict.fromkeys([torch.mean, Tensor.mean], ReductionTracer._mean),
+    **dict.fromkeys([torch.div, torch.true_divide, Tensor.div, Tensor.true_divide], ReductionTracer._quotient),
+    **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], ReductionTracer._quotient),
+    **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], ReductionTracer._scaled),
+    **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], ReductionTracer._scaled),
+    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], ReductionTracer._same),
+    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], ReductionTracer._same),
+    **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], ReductionTracer._added),
+    **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], ReductionTracer._clamp),
+    **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], ReductionTracer._clamp),
+    **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], ReductionTracer._read),
+    **dict.fromkeys([torch.masked_select, Tensor.masked_select, Tensor.__getitem__], ReductionTracer._choice),
+    **dict.fromkeys([torch.index_select, Tensor.index_select], ReductionTracer._choice),
+    **dict.fromkeys([torch.dot, Tensor.dot, torch.einsum, torch.matmul, Tensor.matmul], ReductionTracer._product),
+    Tensor.__matmul__: ReductionTracer._product,
 }

@@ -26,7 +26,7 @@ from lockstep.parallel.vocab_parallel import gathered, holds_divided
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.device.async_scalars import Arriving
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import Rows, random_numbers_apart
+from lockstep.train.batch import ShardRows, preserving_rng
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class ReplicaMetrics:
         """Each replica's own metrics, by name."""
         return self._copies
 
-    def trust_inputs(self) -> None:
+    def skip_input_checks(self) -> None:
         """After a batch: on a GPU, where the host waits for each of them, no metric checks its inputs any more."""
         if self._checked:
             return
@@ -225,7 +225,7 @@ LEAST_ROWS = 3
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
-def check_metrics_in_parts(metrics: Mapping[str, Any], shard: Rows, context: ReplicaContext) -> None:
+def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
     """Looks at the metrics that are not torchmetrics' own.
 
     Args:
@@ -239,7 +239,7 @@ def check_metrics_in_parts(metrics: Mapping[str, Any], shard: Rows, context: Rep
     for name, metric in metrics.items():
         if any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
             try:
-                with torch.no_grad(), random_numbers_apart(context), in_context(context.alone()):
+                with torch.no_grad(), preserving_rng(context), in_context(context.alone()):
                     values = _compared(metric, shard)
             except (CollectiveError, *_FAILURES):  # it cannot be computed from some of the rows
                 continue
@@ -252,7 +252,7 @@ def check_metrics_in_parts(metrics: Mapping[str, Any], shard: Rows, context: Rep
                 )
 
 
-def _compared(metric: Any, shard: Rows) -> tuple[float, float] | None:
+def _compared(metric: Any, shard: ShardRows) -> tuple[float, float] | None:
     """The value of all rows and that of their parts, where these differ."""
     index = shard.index()
     if index is None:
@@ -269,7 +269,7 @@ def _compared(metric: Any, shard: Rows) -> tuple[float, float] | None:
     return None
 
 
-def _updated(metric: Any, shard: Rows) -> Any:
+def _updated(metric: Any, shard: ShardRows) -> Any:
     fresh = fresh_copy(metric, metric.device)
     fresh.update(shard.outputs, shard.batch.y)
     return fresh

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import RowList
 from lockstep.train.cuda_graphs.capture import StaticInputs, signature, tensors
-from lockstep.train.cuda_graphs.guards import UnfitError
+from lockstep.train.cuda_graphs.guards import NotCapturableError
 
 
 class Stacked(nn.Module):
@@ -53,5 +53,5 @@ def test_the_rows_of_a_list_have_fixed_addresses() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_tensors_without_a_fixed_address_are_not_recorded() -> None:
     for odd in (torch.eye(2).to_sparse(), nn.utils.rnn.pack_sequence([torch.ones(2, 1)])):
-        with pytest.raises(UnfitError, match="sparse"):
+        with pytest.raises(NotCapturableError, match="sparse"):
             signature((PerReplica([odd]),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.mirroring.update import StepResult
-from lockstep.train.cuda_graphs.capture import own_copies
+from lockstep.train.cuda_graphs.capture import cloned_outputs
 from lockstep.train.step import StepOutput
 
 
@@ -13,7 +13,7 @@ def test_every_tensor_is_copied_once_and_all_else_stays() -> None:
     total = torch.ones(())
     output = StepOutput(rows=3, total=total, count=2.0, update=StepResult(total, 2.0, None, torch.zeros(())))
 
-    (first, second), metrics = own_copies(((output, output), [None, {"logits": total}]))
+    (first, second), metrics = cloned_outputs(((output, output), [None, {"logits": total}]))
     total.zero_()
 
     assert first.update is not None

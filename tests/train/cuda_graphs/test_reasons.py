@@ -19,7 +19,7 @@ from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.replicas.hooks import Observer, observing
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.cuda_graphs import capture, steps
-from lockstep.train.cuda_graphs.guards import UnfitError, driver_for
+from lockstep.train.cuda_graphs.guards import NotCapturableError, driver_for
 
 
 def each(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -201,5 +201,5 @@ def test_replicas_on_several_gpus() -> None:
         for gpu in gpus
     )
     strategy: Any = SimpleNamespace(devices=devices, workers=OneWorker(2))
-    with pytest.raises(UnfitError, match="several GPUs"):
+    with pytest.raises(NotCapturableError, match="several GPUs"):
         driver_for(strategy)

@@ -61,7 +61,7 @@ from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import random_numbers_apart
+from lockstep.train.batch import preserving_rng
 
 
 class Trainer(transformers.Trainer):
@@ -236,7 +236,7 @@ class Trainer(transformers.Trainer):
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(dict(inputs)), num_items_in_batch=watched)
             return torch.as_tensor(loss)
 
-        with random_numbers_apart(self._context):
+        with preserving_rng(self._context):
             return loss_check.difference(loss_of, shard, copy, shifted=shifts_labels(self.model))
 
     def _train_shard(self, shard: Shard, items: Any) -> Tensor:

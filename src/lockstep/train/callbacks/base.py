@@ -20,7 +20,7 @@ from lockstep.errors import (
     MissingExtraError,
     NonFiniteLossError,
 )
-from lockstep.train.logs import own_logs
+from lockstep.train.logs import copy_logs
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -391,7 +391,7 @@ class CallbackList:
             CallbackError: a callback raised; the error names it and its hook, and its exception is the cause.
         """
         for callback in self._callbacks:
-            _guarded(callback, hook, *args, own_logs(logs))
+            _guarded(callback, hook, *args, copy_logs(logs))
 
 
 def _guarded(callback: Callback, hook: str, *args: Any) -> Any:

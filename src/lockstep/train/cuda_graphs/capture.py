@@ -21,8 +21,8 @@ from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.replicas.device.cuda import DeviceGraph
 from lockstep.replicas.device.driver import DeviceDriver
 from lockstep.strategies.base import Strategy
-from lockstep.train.compile import Job
-from lockstep.train.cuda_graphs.guards import Standing, UnfitError
+from lockstep.train.compile import TrainSetup
+from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards
 from lockstep.train.step import ReplicaState, StepOutput, train_step
 
 Value = torch.Tensor | float | None
@@ -61,7 +61,7 @@ class Snapshot:
                     into.copy_(value)
 
 
-class Carried:
+class CarriedState:
     """Reads and sets what is carried.
 
     Args:
@@ -105,10 +105,10 @@ def signature(batch: Any) -> Hashable:
         batch: nested tuples, lists and mappings of ``PerReplica`` and plain values.
 
     Raises:
-        UnfitError: it holds something that cannot be compared.
+        NotCapturableError: it holds something that cannot be compared.
     """
     if isinstance(batch, PackedSequence) or (isinstance(batch, torch.Tensor) and not is_plain(batch)):
-        raise UnfitError("the batches hold sparse, nested or packed tensors, which have no fixed address")
+        raise NotCapturableError("the batches hold sparse, nested or packed tensors, which have no fixed address")
     if isinstance(batch, torch.Tensor):
         return (batch.shape, batch.stride(), batch.dtype, batch.device)
     if isinstance(batch, Mapping):
@@ -118,7 +118,7 @@ def signature(batch: Any) -> Hashable:
     try:
         hash(batch)
     except TypeError:
-        raise UnfitError(
+        raise NotCapturableError(
             f"the batches hold a {type(batch).__name__}, which cannot be compared with the next one; give tensors, "
             "numbers or text"
         ) from None
@@ -161,7 +161,7 @@ def _fixed(leaf: Any) -> Any:
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def own_copies(outputs: Any) -> Any:
+def cloned_outputs(outputs: Any) -> Any:
     """The same structure with a copy of each tensor, made on the current stream; what was one tensor stays one.
 
     Args:
@@ -190,7 +190,7 @@ FREE = ("lr",)
 """The hyperparameters that may change between replays."""
 
 
-class DeviceRates:
+class DeviceLearningRates:
     """The learning rates of an optimizer's groups as tensors of one element, in float32, which fused kernels read.
 
     Args:
@@ -198,14 +198,14 @@ class DeviceRates:
         device: where its parameters are.
 
     Raises:
-        UnfitError: an optimizer whose kernels take the rate as a number, or count steps on the host.
+        NotCapturableError: an optimizer whose kernels take the rate as a number, or count steps on the host.
     """
 
     def __init__(self, optimizer: MirroredOptimizer, device: torch.device) -> None:
         if optimizer.not_fused is not None:
-            raise UnfitError(f"the update is not made by fused kernels: {optimizer.not_fused}")
+            raise NotCapturableError(f"the update is not made by fused kernels: {optimizer.not_fused}")
         if type(optimizer.plain) not in (SGD, Adam, AdamW):
-            raise UnfitError(
+            raise NotCapturableError(
                 f"{type(optimizer.plain).__name__} takes its learning rate as a number; Adam, AdamW and SGD do not"
             )
         self._optimizer = optimizer
@@ -216,11 +216,11 @@ class DeviceRates:
         """Writes the present rates to the device, on the current stream, where they are others than before.
 
         Raises:
-            UnfitError: the optimizer has got another group, or a rate that is a tensor.
+            NotCapturableError: the optimizer has got another group, or a rate that is a tensor.
         """
         groups = self._optimizer.param_groups
         if len(groups) != len(self._tensors) or any(isinstance(group["lr"], torch.Tensor) for group in groups):
-            raise UnfitError(
+            raise NotCapturableError(
                 "the optimizer's groups hold learning rates that are tensors, or there are more than before"
             )
         for index, (group, tensor) in enumerate(zip(groups, self._tensors, strict=True)):
@@ -245,7 +245,7 @@ class DeviceRates:
                 group.update(own)
 
 
-class Kept:
+class DeferredMetric:
     """Stands where a replica's metrics do, and keeps what they would have been updated with."""
 
     def __init__(self) -> None:
@@ -257,13 +257,13 @@ class Kept:
 
 
 @contextmanager
-def metrics_apart(states: Sequence[ReplicaState]) -> Iterator[list[Kept]]:
+def deferring_metrics(states: Sequence[ReplicaState]) -> Iterator[list[DeferredMetric]]:
     """Inside the block steps update no metric; what they would have been given is in what the block gets.
 
     Args:
         states: one per replica.
     """
-    kept = [Kept() for _ in states]
+    kept = [DeferredMetric() for _ in states]
     metrics = [state.metrics for state in states]
     try:
         for state, keeps in zip(states, kept, strict=True):
@@ -319,7 +319,7 @@ class StepResults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedStep:
+class CapturedStep:
     """A step under one signature.
 
     Args:
@@ -335,12 +335,12 @@ class RecordedStep:
 
     graph: DeviceGraph
     inputs: StaticInputs
-    rates: DeviceRates
-    carried: Carried
+    rates: DeviceLearningRates
+    carried: CarriedState
     entered: Snapshot
     left: Snapshot
     results: StepResults
-    standing: Standing
+    standing: StepGuards
 
     def replay(self, batch: Any, entering: Snapshot) -> StepResults:
         """Runs the step on another batch. The tensors in the results are the caller's own.
@@ -354,46 +354,46 @@ class RecordedStep:
         self.rates.refresh()
         self.graph.replay()
         self.carried.put(self.left, where_not=entering)
-        own: StepResults = own_copies(self.results)
+        own: StepResults = cloned_outputs(self.results)
         return own
 
 
-class Recorder:
-    """Records the steps of one job.
+class GraphCapture:
+    """Records the steps of one setup.
 
     Args:
         strategy: whose replicas, all of one device.
-        job: with an optimizer.
+        setup: with an optimizer.
         states: one per replica.
         carried: what steps hand to each other.
         driver: of the device.
 
     Raises:
-        UnfitError: the optimizer's step cannot be recorded.
+        NotCapturableError: the optimizer's step cannot be recorded.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        job: Job,
+        setup: TrainSetup,
         states: PerReplica[ReplicaState],
-        carried: Carried,
+        carried: CarriedState,
         driver: DeviceDriver,
     ) -> None:
-        if job.optimizer is None:
-            raise UnfitError("there is no optimizer")
-        self._strategy, self._job, self._states, self._carried = strategy, job, states, carried
+        if setup.optimizer is None:
+            raise NotCapturableError("there is no optimizer")
+        self._strategy, self._setup, self._states, self._carried = strategy, setup, states, carried
         self._driver = driver
         self._device = strategy.devices[0].torch_device
-        self._rates = DeviceRates(job.optimizer, self._device)
+        self._rates = DeviceLearningRates(setup.optimizer, self._device)
         self._graphs: WeakSet[DeviceGraph] = WeakSet()
         self._pool: Any = None
 
-    def record(self, batch: Any, due: bool) -> RecordedStep:
+    def record(self, batch: Any, due: bool) -> CapturedStep:
         """A recording of the step on such a batch. The step has not been run; replay it.
 
         Raises:
-            UnfitError: the device refused. All is as it was before.
+            NotCapturableError: the device refused. All is as it was before.
         """
         before = self._carried.now()
         if not self._graphs:  # the last of a pool's graphs takes it along: torch records no other one there
@@ -405,14 +405,16 @@ class Recorder:
             results = self._run(graph, inputs.batch, due)
         except Exception as error:  # an error of the program's own comes again, in the step that is run as it is
             self._carried.put(before)
-            raise UnfitError(f"the step could not be recorded: {type(error).__name__}: {_first_line(error)}") from error
+            raise NotCapturableError(
+                f"the step could not be recorded: {type(error).__name__}: {_first_line(error)}"
+            ) from error
         except BaseException:
             self._carried.put(before)
             raise
         self._graphs.add(graph)
         after = self._carried.now()
         self._carried.put(before)
-        return RecordedStep(
+        return CapturedStep(
             graph=graph,
             inputs=inputs,
             rates=self._rates,
@@ -420,20 +422,20 @@ class Recorder:
             entered=before,
             left=after,
             results=results,
-            standing=Standing(self._job, FREE),
+            standing=StepGuards(self._setup, FREE),
         )
 
     def _run(self, graph: DeviceGraph, batch: Any, due: bool) -> StepResults:
         strategy = self._strategy
-        with metrics_apart(self._states.values) as kept, self._rates.instead(), graph.recording():
-            found = strategy.run(_recorded_step, (graph, self._job, self._states, batch, due))
+        with deferring_metrics(self._states.values) as kept, self._rates.instead(), graph.recording():
+            found = strategy.run(_recorded_step, (graph, self._setup, self._states, batch, due))
         return StepResults(strategy.local_results(found), [each.arguments for each in kept])
 
 
 @wraps(train_step)  # what the first run of a step is looked at for has been looked at
-def _recorded_step(graph: DeviceGraph, job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
+def _recorded_step(graph: DeviceGraph, setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     with graph.in_replica():
-        return train_step(job, state, item, update)
+        return train_step(setup, state, item, update)
 
 
 def _first_line(error: Exception) -> str:

@@ -16,12 +16,12 @@ from torch import nn
 
 from lockstep.replicas.device.driver import DeviceDriver, driver_of
 from lockstep.strategies.base import Strategy
-from lockstep.train.compile import Job
+from lockstep.train.compile import TrainSetup
 
 _LOG = logging.getLogger("lockstep")
 
 
-class UnfitError(Exception):
+class NotCapturableError(Exception):
     """Steps cannot be recorded; the message says why, and what to do where there is something. Never leaves fit."""
 
 
@@ -47,32 +47,34 @@ def driver_for(strategy: Strategy) -> DeviceDriver | None:
     """The driver of the one device that all replicas are on; None where there is no device that records.
 
     Raises:
-        UnfitError: there is one, but not one for all.
+        NotCapturableError: there is one, but not one for all.
     """
     devices = strategy.devices
     driver = driver_of(devices[0])
     if driver is None:
         return None
     if not strategy.workers.alone:
-        raise UnfitError("several workers exchange gradients, and a recorded step cannot wait for another process")
+        raise NotCapturableError(
+            "several workers exchange gradients, and a recorded step cannot wait for another process"
+        )
     if len({device.physical.name for device in devices}) > 1:
-        raise UnfitError("the replicas are on several GPUs, and only those of one GPU are recorded together")
+        raise NotCapturableError("the replicas are on several GPUs, and only those of one GPU are recorded together")
     return driver
 
 
-def refuse(job: Job) -> None:
-    """Finds what cannot be recorded in a job.
+def refuse(setup: TrainSetup) -> None:
+    """Finds what cannot be recorded in a setup.
 
     Raises:
-        UnfitError: there is something.
+        NotCapturableError: there is something.
     """
-    if job.config.precision == "fp16":
-        raise UnfitError('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
-    if job.module.pipeline is not None or job.module.shares_weights:
-        raise UnfitError("the model is divided among workers")
-    for part in job.module.module.modules():
+    if setup.config.precision == "fp16":
+        raise NotCapturableError('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
+    if setup.module.pipeline is not None or setup.module.shares_weights:
+        raise NotCapturableError("the model is divided among workers")
+    for part in setup.module.module.modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            raise UnfitError(
+            raise NotCapturableError(
                 f"a {type(part).__name__} with sparse=True has gradients of changing size; use sparse=False"
             )
 
@@ -87,22 +89,22 @@ _PRECISIONS: tuple[Any, ...] = (
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
-class Standing:
-    """A snapshot of all that a recorded step of a job has in it as it is now.
+class StepGuards:
+    """A snapshot of all that a recorded step of a setup has in it as it is now.
 
     Of the modules it is the user's own that is looked at: what is set there reaches the other copies at the next run,
     and what is set on those is nobody's.
 
     Args:
-        job: whose step.
+        setup: whose step.
         free: the names of hyperparameters that may change, because the recorded step reads them from tensors.
     """
 
-    def __init__(self, job: Job, free: Iterable[str]) -> None:
-        self._job = job
+    def __init__(self, setup: TrainSetup, free: Iterable[str]) -> None:
+        self._setup = setup
         self._free = frozenset(["params", *free])
-        own = job.module.module
-        self._parts = [_Part(part) for part in own.modules()]
+        own = setup.module.module
+        self._parts = [_ModuleGuard(part) for part in own.modules()]
         self._tensors = [*own.parameters(), *own.buffers()]
         self._hooks = [*_global_hooks(), *(hooks for part in own.modules() for hooks in _hooks_of(part))]
         self._hooked = any(self._hooks)
@@ -126,7 +128,7 @@ class Standing:
 
     def _states_now(self) -> list[Any]:
         """Those of copies for other storages too: they are made anew, all together, when state is loaded."""
-        optimizer = self._job.optimizer
+        optimizer = self._setup.optimizer
         return [] if optimizer is None else [each.state for each in optimizer.of_storages]
 
     def _addresses_now(self) -> list[int]:
@@ -142,8 +144,8 @@ class Standing:
 
     def _settings_now(self) -> list[Any]:
         every: list[Any] = [tensor.requires_grad for tensor in self._tensors]
-        if self._job.optimizer is not None:
-            groups = self._job.optimizer.param_groups
+        if self._setup.optimizer is not None:
+            groups = self._setup.optimizer.param_groups
             every += [value for group in groups for name, value in group.items() if name not in self._free]
         every += [
             torch.is_grad_enabled(),
@@ -156,7 +158,7 @@ class Standing:
         return every
 
 
-class _Part:
+class _ModuleGuard:
     """One module of the user's: its plain attributes, and which tensors and children it has.
 
     Looked at before every replay, so in few steps of Python: some 2 microseconds.
@@ -193,19 +195,19 @@ def _global_hooks() -> list[Any]:
     return [vars(torch.nn.modules.module)[name] for name in _GLOBAL_HOOKS]
 
 
-def refuse_hooks(module: nn.Module) -> None:
+def check_hooks(module: nn.Module) -> None:
     """Finds Python code that would run once, when the step is recorded, and never again.
 
     Raises:
-        UnfitError: there is some.
+        NotCapturableError: there is some.
     """
     if any(_global_hooks()):
-        raise UnfitError("hooks on all modules would run once, while the step is recorded, and never again")
+        raise NotCapturableError("hooks on all modules would run once, while the step is recorded, and never again")
     for part in module.modules():
         if any(_hooks_of(part)):
-            raise UnfitError(
+            raise NotCapturableError(
                 f"the hooks of a {type(part).__name__} would run once, when the step is recorded; remove them"
             )
     for parameter in module.parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise UnfitError("the hooks of a parameter would run once, when the step is recorded; remove them")
+            raise NotCapturableError("the hooks of a parameter would run once, when the step is recorded; remove them")

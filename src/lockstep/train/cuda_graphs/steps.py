@@ -19,18 +19,18 @@ from typing import Any
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.hooks import current_observer
 from lockstep.strategies.base import Strategy
-from lockstep.train.compile import Job
+from lockstep.train.compile import TrainSetup
 from lockstep.train.cuda_graphs.capture import (
-    Carried,
-    RecordedStep,
-    Recorder,
+    CapturedStep,
+    CarriedState,
+    GraphCapture,
     Snapshot,
     StepResults,
     signature,
     update_metrics,
 )
-from lockstep.train.cuda_graphs.guards import Reasons, UnfitError, driver_for, refuse, refuse_hooks
-from lockstep.train.cuda_graphs.trace import StepTrace, Watch
+from lockstep.train.cuda_graphs.guards import NotCapturableError, Reasons, check_hooks, driver_for, refuse
+from lockstep.train.cuda_graphs.trace import ObservedStep, StepTrace
 from lockstep.train.step import ReplicaState, StepOutput, train_step
 
 MAX_KINDS = 32
@@ -48,19 +48,19 @@ class _Kind:
     seen: bool = False
     trace: StepTrace | None = None
     alike: bool = False
-    recorded: RecordedStep | None = None
+    recorded: CapturedStep | None = None
 
     def forget(self) -> None:
         """Drops what a change has made untrue."""
         self.trace, self.alike, self.recorded = None, False, None
 
 
-class TrainSteps:
+class GraphedSteps:
     """Runs training steps of all replicas.
 
     Args:
         strategy: whose replicas.
-        job: what they share.
+        setup: what they share.
         states: one per replica.
 
     Attributes:
@@ -69,17 +69,17 @@ class TrainSteps:
         recordings: how many were recorded.
     """
 
-    def __init__(self, strategy: Strategy, job: Job, states: PerReplica[ReplicaState]) -> None:
+    def __init__(self, strategy: Strategy, setup: TrainSetup, states: PerReplica[ReplicaState]) -> None:
         self._strategy = strategy
-        self._job = job
+        self._setup = setup
         self._states = states
-        self._carried = Carried(job.module.copies, states.values)
+        self._carried = CarriedState(setup.module.copies, states.values)
         self._kinds: dict[Hashable, _Kind] = {}
         self._differences = 0
         self._looked_at = -1  # the last epoch in which a step was like an earlier one of its kind
         self.reasons = Reasons()
         self.replays = self.recordings = 0
-        self._recorder = self._make_recorder()
+        self._capture = self._make_recorder()
 
     def run(self, batch: Any, due: bool, *, epoch: int) -> tuple[StepOutput, ...]:
         """One step of every replica.
@@ -92,14 +92,14 @@ class TrainSteps:
         Returns:
             What each replica's step gave, in replica order.
         """
-        if self._recorder is None or current_observer() is not None:
+        if self._capture is None or current_observer() is not None:
             return self._as_it_is(batch, due)
         entering = self._carried.now()
         try:
             kind = self._kind(batch, due, entering)
-            ready = self._looked_at == epoch and self._prepare(kind, self._recorder, batch, due)
+            ready = self._looked_at == epoch and self._prepare(kind, self._capture, batch, due)
             results = self._replay(kind, batch, entering) if ready else None
-        except UnfitError as unfit:
+        except NotCapturableError as unfit:
             self._give_up(unfit)
             return self._as_it_is(batch, due)
         if results is not None:
@@ -112,30 +112,30 @@ class TrainSteps:
     def close(self) -> None:
         """Drops all recordings and the memory that they hold."""
         self._kinds.clear()
-        self._recorder = None
+        self._capture = None
 
-    def _make_recorder(self) -> Recorder | None:
-        if not self._job.config.graphs:
+    def _make_recorder(self) -> GraphCapture | None:
+        if not self._setup.config.graphs:
             return None
         try:
             driver = driver_for(self._strategy)
             if driver is None:
                 return None
-            refuse(self._job)
-            return Recorder(self._strategy, self._job, self._states, self._carried, driver)
-        except UnfitError as unfit:
+            refuse(self._setup)
+            return GraphCapture(self._strategy, self._setup, self._states, self._carried, driver)
+        except NotCapturableError as unfit:
             self.reasons.tell(str(unfit))
             return None
 
     def _kind(self, batch: Any, due: bool, entering: Snapshot) -> _Kind:
         key = (signature(batch), due, entering.kind)
         if key not in self._kinds and len(self._kinds) == MAX_KINDS:
-            raise UnfitError(
+            raise NotCapturableError(
                 f"batches came in more than {MAX_KINDS} shapes; pad them to one length, or a few (buckets)"
             )
         return self._kinds.setdefault(key, _Kind())
 
-    def _prepare(self, kind: _Kind, recorder: Recorder, batch: Any, due: bool) -> bool:
+    def _prepare(self, kind: _Kind, recorder: GraphCapture, batch: Any, due: bool) -> bool:
         """Whether the step can be replayed; records it if its time has come, forgets a recording that is outdated."""
         if not kind.alike:
             return False
@@ -144,24 +144,24 @@ class TrainSteps:
                 kind.forget()
             return kind.alike
         if self.recordings == MAX_RECORDINGS:
-            raise UnfitError(f"what a recording takes for granted changed {MAX_RECORDINGS} times")
-        refuse_hooks(self._job.module.module)
+            raise NotCapturableError(f"what a recording takes for granted changed {MAX_RECORDINGS} times")
+        check_hooks(self._setup.module.module)
         self.recordings += 1
         kind.recorded = recorder.record(batch, due)
         return True
 
     def _replay(self, kind: _Kind, batch: Any, entering: Snapshot) -> StepResults | None:
         self.replays += 1
-        self._job.module.outside_changes.note_replay()
+        self._setup.module.outside_changes.note_replay()
         return None if kind.recorded is None else kind.recorded.replay(batch, entering)
 
     def _look(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
-        watch = Watch(self._strategy, self._job, self._states.values, self._carried)
+        watch = ObservedStep(self._strategy, self._setup, self._states.values, self._carried)
         watch.run(batch, due)
         try:
             watch.check()
             self._compare(kind, watch.trace, epoch)
-        except UnfitError as unfit:
+        except NotCapturableError as unfit:
             self._give_up(unfit)
         return self._completed(watch.results)
 
@@ -178,16 +178,16 @@ class TrainSteps:
         kind.trace = trace
         self._differences += 1
         if self._differences == MAX_DIFFERENCES:
-            raise UnfitError(f"steps differ from each other: {difference}")
+            raise NotCapturableError(f"steps differ from each other: {difference}")
 
     def _completed(self, results: StepResults) -> tuple[StepOutput, ...]:
         update_metrics(self._strategy, self._states.values, results.metrics)
         return results.outputs
 
     def _as_it_is(self, batch: Any, due: bool) -> tuple[StepOutput, ...]:
-        results = self._strategy.run(train_step, (self._job, self._states, batch, due))
+        results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
         return self._strategy.local_results(results)
 
-    def _give_up(self, unfit: UnfitError) -> None:
+    def _give_up(self, unfit: NotCapturableError) -> None:
         self.reasons.tell(str(unfit))
         self.close()

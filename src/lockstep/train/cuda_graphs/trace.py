@@ -18,9 +18,9 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.host_syncs import BesideCompiledCode, HostReads
 from lockstep.strategies.base import Strategy
-from lockstep.train.compile import Job
-from lockstep.train.cuda_graphs.capture import Carried, StepResults, metrics_apart, tensors
-from lockstep.train.cuda_graphs.guards import Standing, UnfitError
+from lockstep.train.compile import TrainSetup
+from lockstep.train.cuda_graphs.capture import CarriedState, StepResults, deferring_metrics, tensors
+from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards
 from lockstep.train.step import ReplicaState, StepOutput, train_step
 
 Mark = tuple[Any, ...] | str | int | float | bool | complex | None
@@ -146,7 +146,7 @@ def _told(mine: Call, other: Call) -> str:
     return f"{mine.name}{place} got other arguments in the next step"
 
 
-class Watch:
+class ObservedStep:
     """One look at a step.
 
     Attributes:
@@ -155,24 +155,26 @@ class Watch:
 
     Args:
         strategy: runs it.
-        job: whose step.
+        setup: whose step.
         states: the replicas'.
         carried: what earlier steps have left.
     """
 
-    def __init__(self, strategy: Strategy, job: Job, states: Sequence[ReplicaState], carried: Carried) -> None:
-        self._strategy, self._job, self._states, self._carried = strategy, job, states, carried
+    def __init__(
+        self, strategy: Strategy, setup: TrainSetup, states: Sequence[ReplicaState], carried: CarriedState
+    ) -> None:
+        self._strategy, self._setup, self._states, self._carried = strategy, setup, states, carried
 
     def run(self, batch: Any, due: bool) -> None:
         """Runs the step."""
         strategy = self._strategy
         self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *self._carried.now().tensors])
-        self._job.module.align()  # as the run would: what was set on the user's module is no change of the step's
-        standing, drawn = Standing(self._job, ()), self._host_random()
-        with metrics_apart(self._states) as kept, HostReads() as reads:
-            found = strategy.run(_watched_step, (self.trace, self._job, PerReplica(self._states), batch, due))
+        self._setup.module.align()  # as the run would: what was set on the user's module is no change of the step's
+        standing, drawn = StepGuards(self._setup, ()), self._host_random()
+        with deferring_metrics(self._states) as kept, HostReads() as reads:
+            found = strategy.run(_watched_step, (self.trace, self._setup, PerReplica(self._states), batch, due))
         self.results = StepResults(strategy.local_results(found), [each.arguments for each in kept])
-        if self._job.module.is_compiled:
+        if self._setup.module.is_compiled:
             outputs = [leaf for leaf in tree_leaves(self.results.metrics) if isinstance(leaf, torch.Tensor)]
             self.trace.end([*outputs, *self._carried.now().tensors])
         self._places = list(dict.fromkeys(reads.places))
@@ -183,16 +185,16 @@ class Watch:
         """Whether such a step can be recorded.
 
         Raises:
-            UnfitError: it cannot.
+            NotCapturableError: it cannot.
         """
         if self._places:
             operator, line = self._places[0]
             more = f", and in {len(self._places) - 1} other places" if len(self._places) > 1 else ""
-            raise UnfitError(f"the step reads from the device at {line} ({operator}){more}")
+            raise NotCapturableError(f"the step reads from the device at {line} ({operator}){more}")
         if self._drew:
-            raise UnfitError("the step draws random numbers on the host, which a recording would repeat")
+            raise NotCapturableError("the step draws random numbers on the host, which a recording would repeat")
         if self._change is not None:
-            raise UnfitError(f"the step changes what a recording takes for granted: {self._change}")
+            raise NotCapturableError(f"the step changes what a recording takes for granted: {self._change}")
 
     def _host_random(self) -> list[torch.Tensor]:
         """Where the replicas' generators of the host stand, for devices that draw from others."""
@@ -202,6 +204,6 @@ class Watch:
 
 
 @wraps(train_step)  # what the first run of a step is looked at for has been looked at
-def _watched_step(trace: StepTrace, job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
+def _watched_step(trace: StepTrace, setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     with trace.in_replica():
-        return train_step(job, state, item, update)
+        return train_step(setup, state, item, update)
