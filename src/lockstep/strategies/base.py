@@ -22,11 +22,10 @@ from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import Rendezvous, Turns
 from lockstep.collectives.tensor_like import by_replica, for_reduction
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
-from lockstep.data.input_context import InputContext
+from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.leaves import rows_of, view_leaves
-from lockstep.data.no_rows import told_of_no_rows
+from lockstep.data.sharding import told_of_no_rows
+from lockstep.data.structure import rows_of, view_leaves
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric

@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import batch_rows
+from lockstep.data.sharding import batch_rows
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer

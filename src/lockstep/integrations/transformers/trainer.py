@@ -24,8 +24,8 @@ from transformers import TrainingArguments
 
 from lockstep.collectives.communicator import exchange_values
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.digest import batch_digest
 from lockstep.data.layout import BatchLayout
+from lockstep.data.readers import batch_digest
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import loss_check
 from lockstep.integrations.transformers.arguments import (
