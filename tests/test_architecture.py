@@ -48,7 +48,7 @@ READS_ENVIRONMENT = (
 WRITES_FILES = (
     "checkpoint/",
     "collectives/communicator.py",  # torch.save into memory: bytes for other workers
-    "report/",
+    "report.py",
     "train/callbacks/loggers.py",
     "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
     "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
