@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.shards import batch_rows
+from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.mirroring.update_times import UpdateTimes
 from lockstep.replicas.context import get_replica_context
 from lockstep.scaling.recipes import Batches, Work
