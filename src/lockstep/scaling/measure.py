@@ -24,8 +24,7 @@ from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.optim.step import StepResult, Totals
-from lockstep.mirroring.update_times import UpdateTimes
+from lockstep.mirroring.optim.step import StepResult, Totals, UpdateTimes
 from lockstep.replicas.context import get_replica_context
 from lockstep.scaling.recipes import Batches, Work
 from lockstep.strategies.base import Strategy

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import SCHEDULES, Pipelining, ScheduleName, check_layers, choose_pipelining
@@ -371,7 +371,7 @@ def write_pipeline_report(folder: Path, result: PipelineResult) -> PipelineFiles
         files.markdown: render_markdown(result, files.picture.name),
     }
     for path, text in texts.items():
-        write_whole(path, text)
+        atomic_write(path, text)
     return files
 
 
