@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import InputContext
     from lockstep.data.sharding import has_rows
     from lockstep.replicas.context import ReplicaContext, get_replica_context
-    from lockstep.strategies.base import Strategy
-    from lockstep.strategies.default import get_strategy
+    from lockstep.strategies.base import Strategy, get_strategy
     from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -90,8 +89,7 @@ _WHERE = {
     "lockstep.data.dataset": ("InputContext",),
     "lockstep.data.sharding": ("has_rows",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
-    "lockstep.strategies.base": ("Strategy",),
-    "lockstep.strategies.default": ("get_strategy",),
+    "lockstep.strategies.base": ("Strategy", "get_strategy"),
     "lockstep.strategies.losses": ("compute_average_loss", "scale_regularization_loss"),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),

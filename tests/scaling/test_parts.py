@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from lockstep.mirroring.update_times import UpdateTimes
+from lockstep.mirroring.optim.step import UpdateTimes
 from lockstep.scaling.parts import PARTS, ReplicaMarks, mean_times, step_times
 
 

@@ -36,11 +36,10 @@ from lockstep.checkpoint.format import (
 from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
 from lockstep.collectives.communicator import Workers, exchange_values, on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.default import get_strategy
+from lockstep.strategies.base import Strategy, get_strategy
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.sharded_io import TensorShard

@@ -31,9 +31,9 @@ from lockstep.checkpoint.state_adapters import (
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.mirroring.updaters import HeldState
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.kernels import HeldState
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.parallel.regions import Region
 from lockstep.parallel.sharded_module import PartModule
 

@@ -17,8 +17,8 @@ from lockstep.collectives.communicator import Workers
 from lockstep.collectives.reduce import sum_tensors
 from lockstep.data.resume import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.rng.state import ReplicaGenerators
 

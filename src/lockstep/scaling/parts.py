@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from lockstep.mirroring.update_times import UpdateTimes
+from lockstep.mirroring.optim.step import UpdateTimes
 
 PARTS = ("input", "forward", "backward", "exchange", "update", "waiting", "other")
 """The parts of a step, in the order in which they are shown."""

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
 from lockstep.scaling.parts import ReplicaMarks, StepTimes, step_times
 from lockstep.scaling.works import Batches, Work

@@ -21,7 +21,7 @@ from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAd
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator

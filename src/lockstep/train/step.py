@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.data.sharding import batch_rows
 from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.mirroring.holding import Pipelined
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.step import StepResult, Totals
+from lockstep.mirroring.partition import Pipelined
 from lockstep.parallel.vocab_parallel import holds_divided, scores_stay_divided
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, ShardRows, call_module, unpack_inputs, unpack_labelled

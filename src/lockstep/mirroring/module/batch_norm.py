@@ -1,18 +1,16 @@
-"""Batch norm over the whole global batch: its statistics are summed over all replicas.
+"""A shard of one row, or of none, passes through a module's batch norms.
 
-Unsynchronised, each replica normalises by its own shard, and N replicas differ from one device by definition. With
-``strategy.mirror(module, sync_batchnorm=True)`` they do not: mean and variance come from sums and counts over all
-replicas (Ioffe and Szegedy 2015; the variance in a second pass over the centred values, which does not cancel).
-
-A batch norm keeps its own ``forward``, which may do more than torch's, such as an activation. Only the call of
-``torch.nn.functional.batch_norm`` in it is exchanged, by a function mode, for the statistics of all replicas.
+torch's batch norm refuses a training batch with a single value per channel, which has no variance. On one device the
+last rows of the data are together; divided among replicas one of them may be alone. It is normalised by the running
+statistics then and leaves them alone; so does, in torch itself, a shard without rows.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -249,3 +247,36 @@ def _made_again(kind: Any, *args: Any) -> Any:
 def _track(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -> None:
     if running is not None:
         running.lerp_(value.detach().to(running.dtype), momentum)
+
+
+def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
+    """What to run ``module`` in: nothing special, or the guard if its inputs have one row and it has batch norms."""
+    leaves = tree_leaves((tuple(args), kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+    single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)
+    if single and any(isinstance(part, _BatchNorm) for part in module.modules()):
+        return _NoStatisticsOfOneValue()
+    return nullcontext()
+
+
+class _NoStatisticsOfOneValue(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return _batch_norm_of_one_value(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm_of_one_value(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    training = training and (running_mean is None or input.numel() > input.shape[1])
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -30,13 +30,43 @@ from torch import nn
 
 from lockstep.collectives.communicator import Workers
 from lockstep.collectives.process_group import Group
+from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
-from lockstep.mirroring.bucket_plan import plan_buckets
-from lockstep.mirroring.exchange import Copies, GradientExchange, Settings, joined_norm
-from lockstep.mirroring.flat import views_of
-from lockstep.mirroring.gradient_marks import GradientMarks
-from lockstep.mirroring.parameter_hooks import EngineHook
+from lockstep.mirroring.gradients.bucket_plan import plan_buckets, views_of
+from lockstep.mirroring.gradients.local import Copies, GradientExchange, Settings, joined_norm
+from lockstep.mirroring.gradients.user import EngineHook
 from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.device.driver import Mark, driver_of
+
+
+class GradientMarks:
+    """The last mark of each local replica on a GPU.
+
+    Args:
+        devices: of the local replicas, in replica order.
+    """
+
+    def __init__(self, devices: Sequence[LogicalDevice]) -> None:
+        drivers = [driver_of(device) for device in devices] if len(devices) > 1 else []
+        self._sources = [
+            None if driver is None else (driver, device.torch_device)
+            for driver, device in zip(drivers, devices, strict=False)
+        ]
+        self._last: list[Mark | None] = [None] * len(self._sources)
+
+    def note(self, replica: int) -> None:
+        """Notes that a gradient of a replica is there; called by its hook, in the thread that has made it."""
+        source = self._sources[replica] if self._sources else None
+        if source is not None:
+            driver, device = source
+            self._last[replica] = Mark(driver, device, driver.record(driver.current_stream(device)))
+
+    def precede(self) -> None:
+        """What the calling thread queues from now on, on each device, runs behind the gradients noted there."""
+        for mark in self._last:
+            if mark is not None:
+                mark.precede()
+
 
 _LOG = logging.getLogger("lockstep")
 _SAMPLED_BYTES = 32

@@ -5,13 +5,42 @@ All local replicas see one optimizer. A scheduler that is stepped in each of the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import UsageError
 from lockstep.replicas.context import get_replica_context
+
+IN_LOCKSTEP = "_lockstep_part"
+"""The mark of an optimizer that a mirrored one steps itself, a slice of the user's."""
+
+
+def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
+    """The hook.
+
+    Raises:
+        UsageError: a replica, one of several, steps an optimizer over mirrored parameters that is not mirrored.
+    """
+    context = get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or IN_LOCKSTEP in optimizer.__dict__:
+        return
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stepped & context.strategy.mirrored_parameters():
+        raise UsageError(
+            f"{type(optimizer).__name__}.step was called in one replica on parameters that all replicas share; "
+            "mirror the optimizer, optimizer = strategy.mirror(optimizer), and step that one"
+        )
+
+
+@functools.cache
+def watch_plain_steps() -> None:
+    """Registers the hook, process-wide and once."""
+    register_optimizer_step_pre_hook(refuse_plain_step)
+
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
 

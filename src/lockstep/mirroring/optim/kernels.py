@@ -1,8 +1,4 @@
-"""The optimizers under a mirrored one: one per storage of the weights, each able to update a slice on its own.
-
-The first is the user's own; the others are copies of it for the other storages, given the user's hyperparameters
-before every update, so that a scheduler on the user's optimizer reaches them all.
-"""
+"""All storages of the weights as one optimizer, which is what torch.amp.GradScaler works on."""
 
 from __future__ import annotations
 
@@ -19,10 +15,80 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.errors import UsageError
-from lockstep.mirroring.fused import DenseGradients, count_on_device, fused_group, prepare_state, why_not_fused
-from lockstep.mirroring.plain_step import IN_LOCKSTEP, refuse_plain_step
-from lockstep.mirroring.shared_state import SharedState
-from lockstep.mirroring.sharing import Sharing
+from lockstep.mirroring.gradients.local import Copies
+from lockstep.mirroring.optim.misuse import IN_LOCKSTEP, refuse_plain_step
+from lockstep.mirroring.optim.nonfinite import on_device, skipped_too
+from lockstep.mirroring.zero1 import SharedState, Sharing
+
+# Adagrad's kernel for CUDA was looked up in torch 2.13; the others have had theirs for long.
+FUSED: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW,
+    *((torch.optim.Adagrad,) if torch.__version__ >= (2, 13) else ()),  # type: ignore[operator]
+)  # fmt: skip
+
+
+def why_not_fused(optimizer: Optimizer) -> str | None:
+    """Why its fused kernels cannot be taken without being asked for; None where they can."""
+    kind = type(optimizer)
+    if kind not in FUSED:
+        return f"torch has no fused {kind.__name__}"
+    for group in optimizer.param_groups:
+        if group.get("fused") is False or group.get("foreach") or group.get("differentiable"):
+            return f"the {kind.__name__} was made with fused=False, foreach=True or differentiable=True"
+        if group.get("momentum") and group.get("dampening"):
+            return "with dampening, SGD's first update differs from the others, and it may be one that is skipped"
+    return None
+
+
+def fused_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group for a fused step."""
+    return {**group, "fused": True}
+
+
+def prepare_state(optimizer: Optimizer) -> None:
+    """Makes the momentum of those that come to their first update.
+
+    torch makes it in that update, and where the device skips that one it would stay what the memory held before. From
+    zeros, without dampening, the first update has the same numbers.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def count_on_device(optimizer: Optimizer) -> None:
+    """Moves the numbers of steps, which other kernels count on the host, to where fused ones count them."""
+    for parameter, state in optimizer.state.items():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            state["step"] = step.to(parameter.device, torch.float32)
+
+
+class DenseGradients:
+    """Watches for sparse gradients, which fused kernels do not take.
+
+    Args:
+        parameters: per parameter its copies, one per replica.
+    """
+
+    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._unseen = list(parameters)
+        self._sparse = False
+
+    @property
+    def all_dense(self) -> bool:
+        """Whether no parameter has had a sparse gradient yet. Looks only at those that had none before."""
+        if self._unseen:
+            seen = [copies for copies in self._unseen if any(copy.grad is not None for copy in copies)]
+            self._sparse |= any(copy.grad is not None and copy.grad.is_sparse for each in seen for copy in each)
+            if seen:
+                known = {id(copies) for copies in seen}
+                self._unseen = [copies for copies in self._unseen if id(copies) not in known]
+        return not self._sparse
+
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
@@ -286,3 +352,44 @@ def _told_of_closures(optimizer: Optimizer) -> Iterator[None]:
 def _is_plain(parameter: torch.Tensor) -> bool:
     """Whether it is neither divided among workers (a DTensor), nor quantised, nor complex."""
     return issubclass(type(parameter), nn.Parameter) and torch.is_floating_point(parameter)
+
+
+class EveryStorage(Optimizer):
+    """The parameters of every storage, stepped together or not at all.
+
+    Args:
+        updaters: those of the storages.
+        parameters: per parameter its copies, one per replica.
+        leaders: the replicas that lead a storage.
+        skip: what was decided before the scaler looks: a tensor where the scaler's finding is not to be read either.
+
+    Attributes:
+        skipped: whether no weight was touched.
+    """
+
+    found_inf: torch.Tensor
+
+    def __init__(
+        self,
+        updaters: Updaters,
+        parameters: Sequence[Copies],
+        leaders: Sequence[int],
+        skip: bool | torch.Tensor,
+    ) -> None:
+        self._of_leader = {leader: [copies[leader] for copies in parameters] for leader in leaders}
+        super().__init__([each for own in self._of_leader.values() for each in own], {})
+        self._updaters = updaters
+        self._skip = on_device(skip)
+        # Torch's scaler then reads nothing: it leaves here, in "found_inf", what it has found, and steps.
+        self._step_supports_amp_scaling = self._skip is not None
+        self.skipped: bool | torch.Tensor = True  # unless the scaler steps
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.skipped = False
+        if self._skip is not None:
+            self.skipped = skip = skipped_too(self._skip, self.found_inf)
+        for leader, own in self._of_leader.items():
+            if self._skip is None:
+                self._updaters.step(leader)
+            else:
+                self._updaters.step_slice(leader, own, skip)

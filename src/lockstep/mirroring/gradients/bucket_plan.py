@@ -1,18 +1,11 @@
-"""Which gradients travel together between workers: pure, on sizes in bytes.
-
-Buckets as in DistributedDataParallel (Li et al. 2020, "PyTorch Distributed"): parameters in reverse order, about the
-order in which the backward pass is done with them, so that the first buckets travel while the rest is computed. The
-plan follows from the parameters alone and never from timing, so all workers have the same one.
-
-    backward pass   |=====|==============|==========|=======|====|==|     what is still to travel at its end is all
-    buckets            1 MB   half of what   half of    ...     256 kB    that a step waits for
-                              is left        the rest
-"""
+"""Several gradients as one flat tensor, which travels better than each by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+
+import torch
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that something is under way soon."""
@@ -93,3 +86,27 @@ def plan_runs(sizes: Sequence[int], kinds: Sequence[str], most_bytes: int) -> tu
             runs[-1].append(number)
             room -= sizes[number]
     return tuple(map(tuple, runs))
+
+
+def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each parameter's part of ``flat``, one behind the other, in the parameter's own shape and memory format.
+
+    Args:
+        flat: [numbers or more], contiguous.
+        parameters: of that many numbers in all.
+    """
+    numbers = [parameter.numel() for parameter in parameters]
+    parts = flat[: sum(numbers)].split(numbers)  # type: ignore[no-untyped-call]
+    return [
+        part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+        if _is_permuted(parameter)
+        else part.view(parameter.shape)
+        for part, parameter in zip(parts, parameters, strict=True)
+    ]
+
+
+def _is_permuted(parameter: torch.Tensor) -> bool:
+    """Whether it is in channels_last, so that its gradients are too."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = formats.get(parameter.ndim)
+    return layout is not None and parameter.is_contiguous(memory_format=layout)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lockstep.collectives.communicator import Workers
-from lockstep.mirroring.exchange import GradientExchange, Settings
-from lockstep.mirroring.sharing import Sharing
+from lockstep.mirroring.gradients.local import GradientExchange, Settings
+from lockstep.mirroring.zero1 import Sharing
 from lockstep.replicas.context import ReplicaContext
 
 

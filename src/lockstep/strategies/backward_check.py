@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.mirroring.averages import tensor_digest
+from lockstep.mirroring.module.buffers import tensor_digest
 
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 _SCALES = ("MulBackward", "DivBackward")

@@ -8,16 +8,176 @@ alone; whole, as an undivided optimizer has it, it exists while it is saved or l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import exchange_values
-from lockstep.mirroring.shares import Piece, divide_state
-from lockstep.mirroring.sharing import Sharing
+from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.process_group import Group
+
+CUT_AT = 64
+"""A parameter is cut at multiples of it: what torch computes as vectors in the whole, it then does in a piece too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some of a parameter's elements, in row-major order.
+
+    Args:
+        parameter: its number.
+        start: the first.
+        stop: the one behind the last.
+    """
+
+    parameter: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+
+Shares = tuple[tuple[Piece, ...], ...]
+"""The pieces of each owner, in the order of the parameters."""
+
+
+def divide_state(
+    sizes: Sequence[int], owners: int, *, kinds: Sequence[Hashable] | None = None, uncut: Collection[int] = ()
+) -> Shares:
+    """Divides parameters among owners, evenly for each kind.
+
+    Args:
+        sizes: the elements of each parameter.
+        owners: how many there are.
+        kinds: parameters of one kind are divided by themselves, so that workers who hold the same ones beside others
+            cut them at the same places; None is one kind.
+        uncut: the numbers of parameters that one owner has whole.
+
+    Example:
+        >>> [[(piece.parameter, piece.start, piece.stop) for piece in own] for own in divide_state([256, 128], 2)]
+        [[(0, 0, 192)], [(0, 192, 256), (1, 0, 128)]]
+    """
+    of_kind: dict[Hashable, list[int]] = {}
+    for number in range(len(sizes)):
+        of_kind.setdefault(None if kinds is None else kinds[number], []).append(number)
+    found: list[list[Piece]] = [[] for _ in range(owners)]
+    for members in of_kind.values():
+        for own, more in zip(found, _divided(members, sizes, owners, uncut), strict=True):
+            own += more
+    return tuple(tuple(sorted(own, key=lambda piece: piece.parameter)) for own in found)
+
+
+def window(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[Piece]:
+    """What stands from ``begin`` to ``end`` where an owner's pieces stand one behind the other."""
+    at = 0
+    for piece in pieces:
+        start, stop = max(begin - at, 0), min(end - at, piece.size)
+        if start < stop:
+            yield Piece(parameter=piece.parameter, start=piece.start + start, stop=piece.start + stop)
+        at += piece.size
+
+
+def _divided(members: Sequence[int], sizes: Sequence[int], owners: int, uncut: Collection[int]) -> list[list[Piece]]:
+    total = sum(sizes[number] for number in members)
+    found: list[list[Piece]] = [[] for _ in range(owners)]
+    before, owner = 0, 0
+    for number in members:
+        start, size = 0, sizes[number]
+        while start < size:
+            left = total * (owner + 1) // owners - before - start  # to the end of this owner's run
+            stop = size if owner == owners - 1 else start + _whole_steps(left, size - start, cut=number not in uncut)
+            if stop > start:
+                found[owner].append(Piece(parameter=number, start=start, stop=stop))
+            start = stop
+            if start < size:
+                owner += 1
+        before += size
+    return found
+
+
+def _whole_steps(left: int, size: int, *, cut: bool) -> int:
+    """How many of the next ``size`` elements an owner takes, whose run ends ``left`` elements from here."""
+    if left >= size:
+        return size
+    if not cut:
+        return size if 2 * left >= size else 0
+    return min(size, max(0, -(-left // CUT_AT) * CUT_AT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Who shares.
+
+    Args:
+        workers: those who hold the same weights; each keeps the state of a share of them.
+        stream: the connection among them, for this optimizer's shares alone.
+        window_bytes: how much travels at a time, of all together.
+        kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
+    """
+
+    workers: Workers
+    stream: Group
+    window_bytes: int
+    kinds: Sequence[Hashable]
+
+    def fill(self, shares: Shares, flats: Mapping[int, torch.Tensor], what: str) -> None:
+        """Writes into every worker's ``flats`` what the owners have of them. All workers must call it.
+
+        Args:
+            shares: the pieces of each worker.
+            flats: by the number of a parameter, flat tensors of one dtype and device, each with what is this worker's
+                own in place. Others than these are passed over; they are the same ones on all workers.
+            what: for the message, should a worker be lost.
+        """
+        present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
+        longest = max(sum(piece.size for piece in own) for own in present)
+        if not longest:
+            return
+        home = next(iter(flats.values()))
+        length = min(longest, max(1, self.window_bytes // home.element_size() // len(shares)))
+        room = home.new_empty(len(shares) + 1, length)
+        for begin in range(0, longest, length):
+            end = min(begin + length, longest)
+            self._fill_window(present, flats, begin, list(room[:, : end - begin].unbind()), what)
+
+    def _fill_window(
+        self,
+        present: Sequence[Sequence[Piece]],
+        flats: Mapping[int, torch.Tensor],
+        begin: int,
+        room: list[torch.Tensor],
+        what: str,
+    ) -> None:
+        sent, *received = room
+        parts = [list(window(own, begin, begin + len(sent))) for own in present]
+        mine = self.workers.index
+        _copy(_views(sent, parts[mine]), _of(flats, parts[mine]))
+        self.stream.wait(self.stream.start_gather(sent, received), what)
+        for owner, others in enumerate(parts):
+            if owner != mine:
+                _copy(_of(flats, others), _views(received[owner], others))
+
+
+def _of(flats: Mapping[int, torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    return [flats[piece.parameter][piece.start : piece.stop] for piece in pieces]
+
+
+def _views(room: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Where the pieces stand in a window, one behind the other."""
+    sizes = [piece.size for piece in pieces]
+    return list(room[: sum(sizes)].split(sizes))  # type: ignore[no-untyped-call]
+
+
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, values)
+
 
 State = MutableMapping[Any, dict[str, Any]]
 """An optimizer's state: by parameter, by name."""

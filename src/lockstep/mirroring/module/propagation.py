@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.mirroring.copies import Copying, home_of
-from lockstep.mirroring.watched import (
+from lockstep.mirroring.module.copies import Copying, home_of
+from lockstep.mirroring.module.snapshot import (
     HOOKS,
     NO_ATTRIBUTES,
     OF_HOOKS,

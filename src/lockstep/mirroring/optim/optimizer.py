@@ -19,13 +19,11 @@ from torch.optim import Optimizer
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.exchange import Copies, GradientExchange
-from lockstep.mirroring.given_sums import GivenSums
-from lockstep.mirroring.param_groups import guard_groups
-from lockstep.mirroring.parameter_hooks import forget
-from lockstep.mirroring.update import LockstepUpdate, StepResult, Totals
-from lockstep.mirroring.update_times import UpdateTimes
-from lockstep.mirroring.updaters import HeldState
+from lockstep.mirroring.gradients.local import Copies, GradientExchange
+from lockstep.mirroring.gradients.user import GivenSums, forget
+from lockstep.mirroring.optim.kernels import HeldState
+from lockstep.mirroring.optim.misuse import guard_groups
+from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]

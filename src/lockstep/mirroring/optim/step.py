@@ -23,16 +23,94 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from lockstep.mirroring.every_storage import EveryStorage
-from lockstep.mirroring.exchange import Copies, GradientExchange, divide, gradients_of
-from lockstep.mirroring.param_groups import plain_settings
-from lockstep.mirroring.parameter_hooks import hooked, run_hooks
-from lockstep.mirroring.skipping import Number, Skips, check_finite, divisor, on_device, summed
-from lockstep.mirroring.slices import balance
-from lockstep.mirroring.update_times import UpdateClock, UpdateTimes
-from lockstep.mirroring.updaters import Updaters
+from lockstep.mirroring.gradients.local import Copies, GradientExchange, divide, gradients_of
+from lockstep.mirroring.gradients.user import hooked, run_hooks
+from lockstep.mirroring.optim.kernels import EveryStorage, Updaters
+from lockstep.mirroring.optim.misuse import plain_settings
+from lockstep.mirroring.optim.nonfinite import Number, Skips, check_finite, divisor, on_device, summed
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.hooks import current_observer
+
+
+def balance(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Divides items into ``parts`` of about equal total size, largest first to the least loaded (Graham's LPT rule).
+
+    Args:
+        sizes: one size per item.
+        parts: how many parts, at least 1.
+
+    Returns:
+        The item numbers of each part in ascending order; parts may be empty. The same sizes give the same division.
+    """
+    loads = [0] * parts
+    members: list[list[int]] = [[] for _ in range(parts)]
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        part = min(range(parts), key=lambda part: (loads[part], part))
+        loads[part] += sizes[item]
+        members[part].append(item)
+    return tuple(tuple(sorted(part)) for part in members)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTimes:
+    """Moments of one replica's update, in seconds of ``time.perf_counter()``.
+
+    Args:
+        arrived_s: the replica reached the update.
+        opened_s: all replicas had.
+        exchanged_s: the gradients of this replica's slice of the parameters were summed.
+        updated_s: the slice was updated. Where an update cannot be divided among the replicas (an optimizer that is
+            not elementwise, fp16), one of them does it while the others wait, and this is the end of that wait.
+        closed_s: all replicas were done.
+    """
+
+    arrived_s: float
+    opened_s: float
+    exchanged_s: float
+    updated_s: float
+    closed_s: float
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds spent waiting for other replicas, before and after the work."""
+        return (self.opened_s - self.arrived_s) + (self.closed_s - self.updated_s)
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds spent summing gradients."""
+        return self.exchanged_s - self.opened_s
+
+    @property
+    def update_s(self) -> float:
+        """Seconds spent dividing, clipping and updating."""
+        return self.updated_s - self.exchanged_s
+
+
+class UpdateClock:
+    """One replica's stopwatch over its updates."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def start(self, now_s: float) -> None:
+        """The replica has arrived."""
+        self._marks = [now_s]
+
+    def mark(self, now_s: float) -> None:
+        """The next part is done."""
+        self._marks.append(now_s)
+
+    def finish(self, now_s: float) -> None:
+        """All are done. What was not marked until now was done while this replica waited."""
+        self._marks += [now_s] * (len(UpdateTimes.__dataclass_fields__) - len(self._marks))
+
+    @property
+    def times(self) -> UpdateTimes | None:
+        """The last update's; None before the first, and after one that was skipped or did not come to its end."""
+        if len(self._marks) != len(UpdateTimes.__dataclass_fields__):
+            return None
+        return UpdateTimes(**dict(zip(UpdateTimes.__dataclass_fields__, self._marks, strict=True)))
+
 
 _LOG = logging.getLogger("lockstep")
 
