@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.parallel.microbatches import SCHEDULES, choose_pipelining
-from lockstep.parallel.schedules import orders_of
-from lockstep.parallel.timetable import timetable
+from lockstep.parallel.pipeline import orders_of
+from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipelining
+from lockstep.parallel.pipeline_trace import timetable
 from lockstep.report.schedule_picture import Scale, draw_timetable
 
 WORKERS, MICROBATCHES = 4, 8

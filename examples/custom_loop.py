@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import lockstep as ls
-from lockstep.recipes.images.build import build_images
 from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.train import build_images
 
 
 def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]], nn.Module]:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lockstep.recipes.images.build import build_images
 from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.train import build_images
 
 
 def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]], nn.Module]:

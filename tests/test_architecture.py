@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"extras", "lifeline"}),
+    frozenset({"extras", "parent_death"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),
@@ -48,28 +48,26 @@ READS_ENVIRONMENT = (
 )
 WRITES_FILES = (
     "checkpoint/",
-    "collectives/values.py",  # torch.save into memory: bytes for other workers
+    "collectives/communicator.py",  # torch.save into memory: bytes for other workers
     "report/",
     "bench/report",
     "bench/inputs.py",
     "bench/harness.py",  # a folder for each trial, gone with it
-    "train/callbacks/tensorboard.py",
-    "train/callbacks/csv_logger.py",
-    "recipes/images/pixel_file.py",  # decoded pictures, too many for memory, grow in a file mapped into it
-    "recipes/images/digits_folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
+    "train/callbacks/loggers.py",
+    "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
+    "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
     "launch/",  # a log file of each worker; how it failed, for the launcher to read
-    "integrations/transformers/random_state.py",  # the replicas' numbers beside transformers' own in its checkpoints
+    "integrations/transformers/sync.py",  # the replicas' numbers beside transformers' own in its checkpoints
     "verify/runner.py",  # a folder for what the runs say, gone with them
 )
 PRINTS = (
     "cli/",
     "train/callbacks/progress",
-    "launch/console.py",  # passes on what the workers say
-    "launch/function_worker.py",  # its own streams become pipes to the launcher
+    "launch/output.py",  # passes on what the workers say
+    "launch/worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
-    "replicas/cuda_driver.py",
-    "replicas/device_graph.py",
+    "replicas/device/cuda.py",
     "bench/",
     "plan/measure.py",  # measures a GPU's rates
 )
@@ -247,7 +245,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
         ("data/shards.py", "from lockstep.train.model import Model\n"),
         "1: data imports train",
     ),
-    "beside": (breaks_order, (), ("recipes/mlm/build.py", "import lockstep.report\n"), "1: recipes imports report"),
+    "beside": (breaks_order, (), ("recipes/mlm/train.py", "import lockstep.report\n"), "1: recipes imports report"),
     "deferred": (breaks_order, (), ("data/a.py", "def f():\n  from lockstep import cli\n"), "2: data imports cli"),
     "facade": (breaks_order, (), ("train/model.py", "import lockstep as ls\n"), "1: train imports the facade"),
     "unknown": (breaks_order, (), ("misc/a.py", ""), "1: no room is called 'misc'"),

@@ -10,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 # Not when it is asked for: by then the room of that name may stand in its place.
-from lockstep.launch.launch import launch
+from lockstep.launch.api import launch
 
 if TYPE_CHECKING:
     from lockstep import config, errors
     from lockstep.checkpoint import Checkpoint, CheckpointManager, export_weights, latest_checkpoint
     from lockstep.cluster.spec import ClusterSpec
-    from lockstep.collectives.communication import CommunicationOptions
+    from lockstep.collectives.options import CommunicationOptions
     from lockstep.collectives.per_replica import PerReplica
-    from lockstep.collectives.reduction import ReduceOp
+    from lockstep.collectives.reduce import ReduceOp
     from lockstep.data.input_context import InputContext
     from lockstep.data.no_rows import has_rows
     from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -84,9 +84,9 @@ __all__ = [
 _WHERE = {
     "lockstep.checkpoint": ("Checkpoint", "CheckpointManager", "export_weights", "latest_checkpoint"),
     "lockstep.cluster.spec": ("ClusterSpec",),
-    "lockstep.collectives.communication": ("CommunicationOptions",),
+    "lockstep.collectives.options": ("CommunicationOptions",),
     "lockstep.collectives.per_replica": ("PerReplica",),
-    "lockstep.collectives.reduction": ("ReduceOp",),
+    "lockstep.collectives.reduce": ("ReduceOp",),
     "lockstep.data.input_context": ("InputContext",),
     "lockstep.data.no_rows": ("has_rows",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),

@@ -9,8 +9,7 @@ from PIL import Image
 
 from lockstep.cli import main
 from lockstep.cli.data_images import describe_pictures
-from lockstep.recipes.images.describe import PictureSummary
-from lockstep.recipes.images.source import BrokenPicture
+from lockstep.recipes.images.dataset import BrokenPicture, PictureSummary
 
 SUMMARY = PictureSummary(
     source="pets",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.cli.data_mlm import describe_text
-from lockstep.recipes.text.splits import TextSplits
+from lockstep.recipes.text.corpus import TextSplits
 
 SPLITS = TextSplits(train=("one two three", "four " * 40), valid=("five six",), test=("seven",), source="a folder")
 

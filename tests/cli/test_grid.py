@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli.grid import GridFlags, grid_table
 from lockstep.cli.training import TrainingFlags
 from lockstep.errors import ConfigError
-from lockstep.parallel.grid import Grid
+from lockstep.parallel.mesh_layout import Grid
 
 
 def test_without_a_degree_nothing_is_divided():

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives.connections import GroupConnections
+from lockstep.collectives.process_group import GroupConnections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are found by /proc")
 

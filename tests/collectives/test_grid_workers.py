@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.grid_workers import GridWorkers
-from lockstep.collectives.values import exchange_values, on_chief
-from lockstep.collectives.workers import Wish, Workers
-from lockstep.parallel.grid import Grid
+from lockstep.collectives.communicator import Wish, Workers, exchange_values, on_chief
+from lockstep.collectives.mesh_communicator import GridWorkers
+from lockstep.parallel.mesh_layout import Grid
 
 GRID = Grid(data=2, pipeline=2)
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lockstep.collectives import nccl
-from lockstep.collectives.link import Group
+from lockstep.collectives import process_group
+from lockstep.collectives.process_group import Group
 from lockstep.errors import ClusterError, CollectiveError
 from lockstep.membership.membership import Membership
 
@@ -88,7 +88,7 @@ class Member:
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Group, Backend, Member]]:
     def made(work: Work | None = None, timeout_s: float = LIMIT_S) -> tuple[Group, Backend, Member]:
         backend, member = Backend(work), Member()
-        monkeypatch.setattr(nccl, "connect", lambda *_, **__: backend)
+        monkeypatch.setattr(process_group, "connect_nccl", lambda *_, **__: backend)
         group = Group(cast(Membership, member), "gradients", gpu=GPU, timeout_s=timeout_s)
         return group, backend, member
 
@@ -98,9 +98,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Group, Backend,
 def test_a_wait_ends_when_the_gpu_is_done_and_what_follows_is_queued_behind_it():
     work = Work(5)
 
-    assert nccl.is_done(cast(Any, work), timedelta(seconds=LIMIT_S))
+    assert process_group.is_done(cast(Any, work), timedelta(seconds=LIMIT_S))
     assert work.waits == 1
-    assert not nccl.is_done(cast(Any, Work(float("inf"))), timedelta(milliseconds=5))
+    assert not process_group.is_done(cast(Any, Work(float("inf"))), timedelta(milliseconds=5))
 
 
 def test_a_group_that_was_waited_for_is_shut_down(make: Callable[..., tuple[Group, Backend, Member]]):
@@ -145,10 +145,10 @@ def test_a_worker_that_is_alive_and_does_not_come_is_named(make: Callable[..., t
 
 def test_ending_is_given_up_where_others_do_not_end(monkeypatch: pytest.MonkeyPatch):
     others = threading.Event()
-    assert nccl.ends_in_time(lambda: None)
-    monkeypatch.setattr(nccl, "_END_LIMIT_S", 0.01)
+    assert process_group.ends_in_time(lambda: None)
+    monkeypatch.setattr(process_group, "_END_LIMIT_S", 0.01)
 
-    assert not nccl.ends_in_time(lambda: others.wait(LIMIT_S) and None)
+    assert not process_group.ends_in_time(lambda: others.wait(LIMIT_S) and None)
     others.set()
 
 
@@ -159,6 +159,6 @@ def test_all_groups_are_aborted_whatever_becomes_of_one():
         raise RuntimeError("NCCL communicator was aborted")
 
     first.abort = ended_already  # type: ignore[method-assign]
-    nccl.abort([first, second])
+    process_group.abort([first, second])
 
     assert second.aborted.wait(LIMIT_S)

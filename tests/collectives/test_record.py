@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from lockstep.collectives.record import MOST_NUMBERS, RECORD_BYTES, TEXT_BYTES, Record, check_met
+from lockstep.collectives.distributed import MOST_NUMBERS, RECORD_BYTES, TEXT_BYTES, Record, check_met
 from lockstep.errors import CollectiveError, ConfigError
 
 NAMES = ("worker 0 (a:1)", "worker 1 (b:2)", "worker 2 (c:3)")

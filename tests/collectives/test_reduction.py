@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.collectives.reduction import ReduceOp, gather_values, reduce_values, sum_tensors
+from lockstep.collectives.reduce import ReduceOp, gather_values, reduce_values, sum_tensors
 from lockstep.errors import ConfigError
 
 EMPTY = torch.zeros(0)

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.remote import RemoteWorkers, as_bytes, chunks, from_bytes
-from lockstep.collectives.values import exchange_values, on_chief
-from lockstep.collectives.workers import Wish
+from lockstep.collectives.communicator import Wish, agree, exchange_values, on_chief
+from lockstep.collectives.distributed import RemoteWorkers, as_bytes, chunks, from_bytes
 from lockstep.errors import CheckpointError, ClusterError, CollectiveError
 
 DTYPES = [

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lockstep.collectives.rendezvous import Call, Rendezvous, ReplicaStopped
-from lockstep.collectives.turns import Turns
+from lockstep.collectives.replica_barrier import Call, Rendezvous, ReplicaStopped, Turns
 from lockstep.errors import CollectiveError
 
 NAMES = ["replica 0 (cpu:0)", "replica 1 (cpu:1)", "replica 2 (cpu:2)"]

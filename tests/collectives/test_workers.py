@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.collectives.workers import OneWorker, Wish
+from lockstep.collectives.communicator import OneWorker, Wish
 
 
 def test_wishes_are_granted_by_the_next_exchange_and_stay_until_they_are_settled():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.collectives.record import Record, check_met
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.distributed import Record, check_met
 
 LIMIT_S = 30.0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.data.file_shards import own_files
 from lockstep.errors import DataError
 

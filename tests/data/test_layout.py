@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
+from lockstep.collectives.communicator import OneWorker, Workers
 from lockstep.collectives.per_replica import select
-from lockstep.collectives.workers import OneWorker, Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset
 from lockstep.data.layout import BatchLayout

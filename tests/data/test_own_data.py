@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
 from lockstep.data.input_context import InputContext

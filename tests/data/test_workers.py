@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.distributed import DistributedDataset
 from lockstep.errors import ClusterError, CollectiveError, DataError

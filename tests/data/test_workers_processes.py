@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
-from lockstep.collectives.values import exchange_values
+from lockstep.collectives.communicator import exchange_values
 
 pytestmark = pytest.mark.workers
 

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli.app import parse
 from lockstep.cluster.slurm import step_port
-from lockstep.train.callbacks.backup_and_restore import SAVED_AND_STOPPED
+from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 LINES = SCRIPT.read_text().splitlines()

@@ -18,7 +18,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import lockstep as ls  # noqa: E402
-from lockstep.collectives.values import exchange_values  # noqa: E402
+from lockstep.collectives.communicator import exchange_values  # noqa: E402
 from lockstep.errors import ClusterError  # noqa: E402
 
 pytestmark = pytest.mark.workers

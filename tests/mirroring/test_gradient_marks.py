@@ -14,7 +14,7 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.collectives.workers import OneWorker
+from lockstep.collectives.communicator import OneWorker
 from lockstep.mirroring.buckets import BucketExchange, _Bucket
 from lockstep.mirroring.exchange import Copies
 from lockstep.mirroring.gradient_marks import GradientMarks

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.mirroring.update import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def test_from_a_loss_that_is_not_finite_on_nothing_is_touched_until_it_is_forgiv
         assert equal(trainer.state(), state)
         assert all(each.grad is None for copy in trainer.mirrored.copies for each in copy.parameters())
 
-        trainer.optimizer.forgive()
+        trainer.optimizer.reset_nonfinite()
         assert float(trainer.step().skipped) == 0.0
         assert not equal(trainer.weights(), weights)
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from lockstep.parallel.device_draws import DeviceDraws
+from lockstep.parallel.tp_rng import DeviceDraws
 
 
 class Philox:

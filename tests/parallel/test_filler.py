@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.filler import call_without_rows, has_no_rows
+from lockstep.parallel.forward_inputs import call_without_rows, has_no_rows
 
 
 def test_a_model_that_takes_no_empty_batch_gives_none_of_its_outputs_and_zero_gradients():

@@ -10,7 +10,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.errors import ConfigError
-from lockstep.parallel.first_weights import FirstWeights
+from lockstep.parallel.deferred_init import FirstWeights
 
 WORDS, WIDTH, LAYERS = 500, 32, 2
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.full_sharding import shard_fully, units_of
+from lockstep.parallel.fsdp import shard_fully, units_of
 
 
 class Net(nn.Module):

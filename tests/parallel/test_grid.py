@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.grid import Grid, Place, check_divides, choose_grid
+from lockstep.parallel.mesh_layout import Grid, Place, check_divides, choose_grid
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.parallel.microbatches import SCHEDULES, ScheduleName, choose_pipelining
-from lockstep.parallel.schedules import orders_of, without_its_log
-from lockstep.parallel.timetable import Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline import orders_of, without_its_log
+from lockstep.parallel.pipeline_config import SCHEDULES, ScheduleName, choose_pipelining
+from lockstep.parallel.pipeline_trace import Timetable, textbook_bubble, timetable
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXTBOOK: tuple[ScheduleName, ...] = ("gpipe", "1f1b")

@@ -13,7 +13,7 @@ def job() -> tuple[list[bool], list[float]]:
     import torch.nn.functional as F
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from lockstep.parallel.scores import Scores
+    from lockstep.parallel.vocab_parallel import Scores
 
     torch.set_num_threads(1)
     divided: list[bool] = []

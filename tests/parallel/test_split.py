@@ -8,8 +8,7 @@ from itertools import pairwise, product
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import ScheduleName, check_layers, choose_pipelining
-from lockstep.parallel.split import check_split, split_layers
+from lockstep.parallel.pipeline_config import ScheduleName, check_layers, check_split, choose_pipelining, split_layers
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import ScheduleName, choose_pipelining
-from lockstep.parallel.stage import PipelineSplit, Stage, cut
+from lockstep.parallel.pipeline_config import ScheduleName, choose_pipelining
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut
 
 WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import choose_pipelining
-from lockstep.parallel.stage import Stage
-from lockstep.parallel.stage_sharding import Borrowing, share_stages
-from lockstep.parallel.turns import Turn
+from lockstep.parallel.fsdp import Borrowing, share_stages
+from lockstep.parallel.pipeline_config import choose_pipelining
+from lockstep.parallel.pipeline_stage import Stage, Turn
 
 
 class Sees(nn.Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.timetable import Action, ActionKind, Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline_trace import Action, ActionKind, Timetable, textbook_bubble, timetable
 
 
 def action(text: str) -> Action:

@@ -8,10 +8,9 @@ from itertools import accumulate
 
 import pytest
 
-from lockstep.parallel.microbatches import SCHEDULES, Pipelining, ScheduleName, choose_pipelining
-from lockstep.parallel.schedules import orders_of
-from lockstep.parallel.split import split_layers
-from lockstep.parallel.timetable import Action, timetable
+from lockstep.parallel.pipeline import orders_of
+from lockstep.parallel.pipeline_config import SCHEDULES, Pipelining, ScheduleName, choose_pipelining, split_layers
+from lockstep.parallel.pipeline_trace import Action, timetable
 from lockstep.plan.cost import Passes, waiting
 from lockstep.plan.layout import Layout, parts_held, split_evenly, stages_of
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import SCHEDULES
+from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.plan import (
     DEVICE_KINDS,
     KNOWN_SHAPES,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.text.python_text import paragraphs_of
+from lockstep.recipes.text.corpus import paragraphs_of
 
 MakeConfig = Callable[..., MlmConfig]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.recipes.same_run import SameRun, settings_but
+from lockstep.recipes.config_checks import SameRun, settings_but
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ import torch
 from tests.stand_in import stand_in_gpus
 
 from lockstep.config import LogicalDevice
-from lockstep.replicas.arriving import Arriving
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.async_scalars import Arriving
+from lockstep.replicas.device.host_syncs import HostReads
 
 VALUES = [0.1, torch.tensor(0.1), 3, torch.tensor([2**24 + 1]), torch.tensor(True)]
 READ = (0.1, float(torch.tensor(0.1)), 3.0, float(2**24 + 1), 1.0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.replicas import caller_team
-from lockstep.replicas.caller_team import CallerTeam
+from lockstep.replicas.cpu import openmp_team
+from lockstep.replicas.cpu.openmp_team import CallerTeam
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -20,7 +20,7 @@ LARGE = 1 << 20
 """Elements that torch divides among all intra-op threads."""
 
 needs_libgomp = pytest.mark.skipif(
-    caller_team._pause() is None, reason="torch has no libgomp here whose teams could be ended"
+    openmp_team._pause() is None, reason="torch has no libgomp here whose teams could be ended"
 )
 
 
@@ -75,7 +75,7 @@ def test_a_run_ends_the_team_of_the_thread_that_asks_for_it(make_strategy: Calla
 def test_a_team_that_was_made_since_is_ended_by_a_later_run(
     make_strategy: Callable[..., MirroredStrategy], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(caller_team, "SHARE_OF_RUNS", 1e9)  # however short the run is
+    monkeypatch.setattr(openmp_team, "SHARE_OF_RUNS", 1e9)  # however short the run is
 
     def body() -> None:
         strategy = make_strategy(1)
@@ -96,7 +96,7 @@ def test_a_team_that_has_been_ended_is_made_again_where_it_is_needed():
 
     def body() -> None:
         before = numbers.sum()
-        caller_team.end_own_team()
+        openmp_team.end_own_team()
 
         assert len(own_team()) == 1
         assert torch.equal(numbers.sum(), before)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import DeviceMemoryError
-from lockstep.replicas.device_memory import MB, PoolUse, ShareAccount, out_of_memory
+from lockstep.replicas.device.memory import MB, PoolUse, ShareAccount, out_of_memory
 
 
 def account(limit_mb: int | None = 100, static_mb: int = 0) -> ShareAccount:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.replicas import drawing
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.replicas.random import ReplicaRandom, replica_generator
+from lockstep.replicas.rng import ops
+from lockstep.replicas.rng.mode import ReplicaRandom
+from lockstep.replicas.rng.state import replica_generator
 
 MANY = 200_000
 
@@ -132,7 +133,7 @@ def test_attention_is_torch_s(name: str, groups: int):
 def test_attention_weights_are_dropped_and_scaled():
     keys = 100_000
     # All scores are equal, so that the output is the mean of what dropout made of ones.
-    output = drawing.attention(
+    output = ops.attention(
         torch.zeros(1, 1, 4), torch.zeros(1, keys, 4), torch.ones(1, keys, 1), None, 0.4,
         is_causal=False, scale=None, enable_gqa=False, generator=replica_generator(0, 0),
     )  # fmt: skip

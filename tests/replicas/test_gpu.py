@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.stand_in import StandInDriver, stand_in_gpus
 
-from lockstep.collectives.turns import Turns
+from lockstep.collectives.replica_barrier import Turns
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
-from lockstep.replicas.device_memory import MB
-from lockstep.replicas.gpu import GpuReplica, GpuTurn, RunStreams, in_memory_of, memory_of
+from lockstep.replicas.device.memory import MB
+from lockstep.replicas.device.streams import GpuReplica, GpuTurn, RunStreams, in_memory_of, memory_of
 
 
 def turns_on(devices: Sequence[LogicalDevice], driver: StandInDriver, rows: int | None = None) -> list[GpuTurn]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

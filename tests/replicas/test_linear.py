@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.replicas import linear as onednn
+from lockstep.replicas.cpu import linear as onednn
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

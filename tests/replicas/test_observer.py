@@ -12,7 +12,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.mirroring.update import Totals
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.observer import Observer, current_observer, observing
+from lockstep.replicas.hooks import Observer, current_observer, observing
 
 if TYPE_CHECKING:
     from lockstep.config import LogicalDevice

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.replicas import resident_memory
-from lockstep.replicas.host_memory import give_back_freed_memory, keep_freed_memory
-from lockstep.replicas.resident_memory import ResidentPeak, available_mb, resident_mb
+from lockstep.replicas.cpu import memory
+from lockstep.replicas.cpu.memory import (
+    ResidentPeak,
+    available_mb,
+    give_back_freed_memory,
+    keep_freed_memory,
+    resident_mb,
+)
 
 MB = 2**20
 
@@ -21,7 +26,7 @@ def hold(mb: int) -> torch.Tensor:
 @pytest.mark.parametrize("high_water_mark", [True, False], ids=["kernel", "sampled"])
 def test_the_peak_is_what_was_held_inside_although_it_is_gone(high_water_mark: bool, monkeypatch: pytest.MonkeyPatch):
     if not high_water_mark:
-        monkeypatch.setattr(resident_memory, "_forget_high_water_mark", lambda: False)
+        monkeypatch.setattr(memory, "_forget_high_water_mark", lambda: False)
     give_back_freed_memory()  # what earlier tests left, which would be taken anew
     before = resident_mb()
     with ResidentPeak() as first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.report.table import epochs_table, history_columns, metrics_line, text_table
-from lockstep.train.history import EpochTiming, History
+from lockstep.train.logs import EpochTiming, History
 
 
 def test_numbers_stand_right_and_words_left():

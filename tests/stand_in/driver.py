@@ -15,7 +15,7 @@ from tests.stand_in.tracking import Following, Memory
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.config import LogicalDevice
-from lockstep.replicas.device_memory import MB, PoolUse
+from lockstep.replicas.device.memory import MB, PoolUse
 
 CALLER = "caller"
 

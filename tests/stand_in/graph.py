@@ -18,13 +18,13 @@ from weakref import WeakSet
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lockstep.replicas.host_reads import BesideCompiledCode, _waits
+from lockstep.replicas.device.host_syncs import BesideCompiledCode, _waits
 
 _WRITES_UNSAID = {"aten.native_batch_norm": ("running_mean", "running_var")}
 
 
 class StandInGraph:
-    """See ``lockstep.replicas.device_graph.DeviceGraph``.
+    """See ``lockstep.replicas.device.cuda.DeviceGraph``.
 
     Args:
         generators: of the replicas, registered.

@@ -18,7 +18,7 @@ import torch
 from tests.stand_in.streams import Clock, Stream
 from torch.utils._pytree import tree_leaves
 
-from lockstep.replicas.host_reads import BesideCompiledCode
+from lockstep.replicas.device.host_syncs import BesideCompiledCode
 
 _ASKS_FOR_SHAPE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty"}
 

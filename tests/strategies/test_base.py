@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.reduction import ReduceOp
+from lockstep.collectives.reduce import ReduceOp
 from lockstep.data.input_context import InputContext
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context

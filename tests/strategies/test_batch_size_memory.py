@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.replicas.host_memory import give_back_freed_memory
-from lockstep.replicas.resident_memory import resident_mb
+from lockstep.replicas.cpu.memory import give_back_freed_memory, resident_mb
 
 MB = 2**20
 Shard = tuple[Tensor, Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep import config
 from lockstep.errors import ConfigError
+from lockstep.parallel.deferred_init import place
 from lockstep.parallel.mesh import backends_for
-from lockstep.parallel.placing import place
 
 
 def network() -> nn.Sequential:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
+from lockstep.replicas.cpu.memory import ResidentPeak, resident_mb
 
 pytestmark = pytest.mark.workers
 

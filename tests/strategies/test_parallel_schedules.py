@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.parallel.microbatches import choose_pipelining
-from lockstep.parallel.schedules import orders_of
+from lockstep.parallel.pipeline import orders_of
+from lockstep.parallel.pipeline_config import choose_pipelining
 
 pytestmark = pytest.mark.workers
 

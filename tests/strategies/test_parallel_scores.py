@@ -116,8 +116,7 @@ REFUSED: dict[str, Use] = {
 
 
 def use(index: int, path: str) -> None:
-    from lockstep.parallel.scores import scores_of, scores_stay_divided
-    from lockstep.parallel.vocabulary import Vocabulary
+    from lockstep.parallel.vocab_parallel import Vocabulary, scores_of, scores_stay_divided
 
     torch.set_num_threads(1)
     strategy = ls.ParallelStrategy(tensor=4, seed=1)
@@ -161,7 +160,7 @@ def looked_at(of: Use, scores: Tensor, targets: Tensor) -> tuple[Tensor | None, 
 @contextmanager
 def gathers() -> Iterator[list[int]]:
     """How often scores are gathered in the block."""
-    from lockstep.parallel.vocabulary import Vocabulary
+    from lockstep.parallel.vocab_parallel import Vocabulary
 
     original, count = Vocabulary.gather, [0]
 

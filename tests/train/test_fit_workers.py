@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.collectives.values import exchange_values
+from lockstep.collectives.communicator import exchange_values
 from lockstep.errors import CheckpointError, ClusterError, NonFiniteLossError
 
 pytestmark = pytest.mark.workers

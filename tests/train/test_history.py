@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lockstep.train.history import EpochTiming, History
+from lockstep.train.logs import EpochTiming, History
 
 
 def test_history_is_a_dict_of_lists():

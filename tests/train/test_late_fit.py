@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import NonFiniteLossError
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import progress
-from lockstep.train.callbacks.backup_and_restore import BackupAndRestore
-from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.callbacks.lambda_callback import LambdaCallback
-from lockstep.train.late_logs import LateLogs
+from lockstep.train.callbacks.base import Callback, LambdaCallback, Logs
+from lockstep.train.callbacks.checkpoints import BackupAndRestore
+from lockstep.train.logs import LazyLogs
 from lockstep.train.model import Model
 
 Batch = tuple[Any, ...]
@@ -205,7 +204,7 @@ def test_who_looks_at_no_number_makes_nobody_wait_and_who_does_sees_plain_ones()
         model.fit(batches(4), verbose=0, callbacks=[Looks(), between])
 
     assert between.counts[:2] == [0, 2]  # the loss and the accuracy of the first
-    assert isinstance(looked[1], LateLogs)
+    assert isinstance(looked[1], LazyLogs)
     assert {**looked[1]} == dict(looked[1].items()) == looked[1]
     assert looked[1]["loss"] == pytest.approx(looked[0]["loss"], rel=0.5)
     assert all(type(value) is float for logs in looked for value in logs.values())

@@ -1,4 +1,4 @@
-"""LateLogs: a dict of floats to everyone, read at the first look at a value and not before."""
+"""LazyLogs: a dict of floats to everyone, read at the first look at a value and not before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.train.late_logs import LateLogs, own_logs
+from lockstep.train.logs import LazyLogs, copy_logs
 
 NUMBERS = {"loss": 0.5, "accuracy": 0.25}
 
@@ -25,8 +25,8 @@ class Device:
         self.asked += 1
         return NUMBERS
 
-    def logs(self) -> LateLogs:
-        return LateLogs(list(NUMBERS), self.read, lambda: False)
+    def logs(self) -> LazyLogs:
+        return LazyLogs(list(NUMBERS), self.read, lambda: False)
 
 
 def changed(logs: dict[str, float], act: Callable[[dict[str, float]], Any]) -> dict[str, float]:
@@ -85,10 +85,10 @@ def test_names_are_known_without_a_read_and_copies_are_read_by_themselves():
     )
     assert device.asked == 0
     assert not logs.arrived
-    first, second = own_logs(logs), own_logs(logs)
+    first, second = copy_logs(logs), copy_logs(logs)
     first["loss"] = 1.0
     assert (first["loss"], second["loss"]) == (1.0, 0.5)
-    assert isinstance(second, LateLogs)
+    assert isinstance(second, LazyLogs)
     assert second.arrived
     assert not logs.arrived
-    assert (own_logs(NUMBERS), own_logs(None)) == (NUMBERS, {})
+    assert (copy_logs(NUMBERS), copy_logs(None)) == (NUMBERS, {})

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.collectives.workers import OneWorker
+from lockstep.collectives.communicator import OneWorker
 from lockstep.errors import ConfigError
-from lockstep.train.outputs import CollectedOutputs
+from lockstep.train.inference import CollectedOutputs
 
 
 class Pair(NamedTuple):

@@ -71,7 +71,7 @@ class Updates(Sums):
         return torch.tensor(float(self._update_count))
 
 
-class Kept(Metric):
+class DeferredMetric(Metric):
     """All rows are kept, and the largest error of the two halves of them is compared."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def model_with(metric: Metric, replicas: int, make_strategy: MakeStrategy) -> Mo
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("kind", [Sums, Kept])
+@pytest.mark.parametrize("kind", [Sums, DeferredMetric])
 def test_sums_and_kept_rows_are_those_of_one_device(kind: type[Metric], replicas: int, make_strategy: MakeStrategy):
     model = model_with(kind(), replicas, make_strategy)
     plain = kind()

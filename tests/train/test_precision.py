@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context
+from lockstep.train.compile import Precision
 from lockstep.train.model import Model
-from lockstep.train.precision import Precision
 
 if TYPE_CHECKING:
     from tests.train.conftest import MakeStrategy

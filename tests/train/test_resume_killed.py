@@ -20,7 +20,7 @@ import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.weights import read_weights
-from lockstep.train.callbacks.backup_and_restore import SAVED_AND_STOPPED
+from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
 

@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
-from lockstep.train import timing
-from lockstep.train.timing import StepClock
+from lockstep.train import logs
+from lockstep.train.logs import StepClock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
     """A clock whose steps take 1, 2, 10 seconds, with 100 seconds between them that are not its business."""
     times = itertools.chain.from_iterable([(0.0, 1.0), (100.0, 102.0), (200.0, 210.0)])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: next(times))
     return StepClock()
 
 

@@ -29,7 +29,7 @@ from lockstep.bench.laps import LapRecord
 from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
 from lockstep.bench.trial import Trial
 from lockstep.errors import ReplicaError
-from lockstep.lifeline import Lifeline
+from lockstep.parent_death import Lifeline
 
 _PACKAGE = Path(__file__).parents[1]
 _CREDENTIALS = struct.Struct("3i")  # what Linux tells of a Unix socket's other end: process, user, group

@@ -21,7 +21,7 @@ from lockstep.bench.laps import LapRecord, Laps
 from lockstep.bench.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, limit_of, too_slow
 from lockstep.bench.trial import Trial
 from lockstep.errors import ReplicaError
-from lockstep.lifeline import Lifeline, hang_on
+from lockstep.parent_death import Lifeline, hang_on
 
 
 @dataclass(frozen=True, kw_only=True)

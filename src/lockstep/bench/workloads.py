@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lockstep.bench.trial import Batch, Workload
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.mlm.loss import masked_token_loss
-from lockstep.recipes.mlm.model import BertShape, new_bert
+from lockstep.recipes.mlm.model import BertShape, masked_token_loss, new_bert
 
 _CLASSES = 2
 _PICTURES, _PIXELS = 64, 96

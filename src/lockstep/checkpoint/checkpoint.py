@@ -26,8 +26,7 @@ from lockstep.checkpoint.random_numbers import RandomPart
 from lockstep.checkpoint.record import STATE, Contents, Record, damaged, read_checkpoint
 from lockstep.checkpoint.spreading import spread
 from lockstep.checkpoint.whole_folder import RECORD
-from lockstep.collectives.values import exchange_values, on_chief
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values, on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer

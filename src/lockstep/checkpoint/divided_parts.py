@@ -23,14 +23,13 @@ from lockstep.checkpoint.optimizer_names import by_name, check_class, check_stat
 from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
 from lockstep.checkpoint.record import STATE
 from lockstep.checkpoint.weights import check_fit
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.updaters import HeldState
-from lockstep.parallel.part import PartModule
 from lockstep.parallel.regions import Region
+from lockstep.parallel.sharded_module import PartModule
 
 
 class DividedModulePart(Part):

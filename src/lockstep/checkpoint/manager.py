@@ -14,7 +14,7 @@ from lockstep.checkpoint.everyone import fault_of
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.record import Contents
 from lockstep.checkpoint.together import SharedWriting
-from lockstep.collectives.values import on_chief
+from lockstep.collectives.communicator import on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
 

@@ -12,7 +12,7 @@ from lockstep.checkpoint.kinds import check_kind
 from lockstep.checkpoint.optimizer_names import Names, check_state, in_order, kind_of
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.checkpoint.weights import check_fit
-from lockstep.collectives.reduction import sum_tensors
+from lockstep.collectives.reduce import sum_tensors
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.variable import MirroredVariable

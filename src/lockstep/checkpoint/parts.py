@@ -13,7 +13,7 @@ from lockstep.checkpoint.kinds import check_kind, check_like
 from lockstep.checkpoint.mirrored_parts import ModulePart, OptimizerPart, VariablePart
 from lockstep.checkpoint.optimizer_names import names_of, prefixed
 from lockstep.checkpoint.part import Part, PartState, SavedPart
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer

@@ -9,7 +9,7 @@ import torch
 from lockstep.checkpoint.kinds import DamagedStateError, check_kind
 from lockstep.checkpoint.part import Part, PartState, SavedPart
 from lockstep.data.position import random_state, set_random_state
-from lockstep.replicas.generators import ReplicaGenerators
+from lockstep.replicas.rng.state import ReplicaGenerators
 
 _STATES = dict[str, torch.Tensor]
 _OF_A_PROCESS: Any = {"process": _STATES, "gpus": list[torch.Tensor]}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.checkpoint.held_tensors import HeldTensor
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 
 
 def share_out(workers: Workers, held: Mapping[str, Mapping[str, HeldTensor]]) -> dict[str, dict[str, HeldTensor]]:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.nested import OrStored, flatten, unflatten
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 
 
 def spread(workers: Workers, name: str, state: Any) -> Any:

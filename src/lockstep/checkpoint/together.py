@@ -14,8 +14,7 @@ from lockstep.checkpoint.checkpoint import Held
 from lockstep.checkpoint.everyone import check_faults, on_everyone
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.record import Contents, Fill
-from lockstep.collectives.values import on_chief
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import CheckpointError
 
 

@@ -20,7 +20,7 @@ from lockstep.cli.in_workers import InWorkers
 from lockstep.cli.training import check_output
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
-from lockstep.recipes.largest_batch import LargestBatch
+from lockstep.recipes.batch_size import LargestBatch
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 

@@ -19,8 +19,8 @@ from lockstep.bench.pipeline.trial import Sample
 from lockstep.cli.flags import config_parameters
 from lockstep.cli.output import check_file, check_folder
 from lockstep.extras import require
-from lockstep.parallel.microbatches import SCHEDULES
-from lockstep.parallel.timetable import textbook_bubble
+from lockstep.parallel.pipeline_config import SCHEDULES
+from lockstep.parallel.pipeline_trace import textbook_bubble
 
 EXAMPLE = "Example: lockstep bench pipeline --workers 2 --schedules 1f1b,zero_bubble"
 

@@ -11,8 +11,8 @@ import typer
 
 from lockstep.cli.decoding import decoding_bar
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.describe import PictureSummary, summarize_pictures
-from lockstep.recipes.images.digits_folder import write_digits
+from lockstep.recipes.images.dataset import PictureSummary, summarize_pictures
+from lockstep.recipes.images.folder import write_digits
 from lockstep.recipes.images.pixels import said_size
 from lockstep.report.table import text_table
 

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.recipes.mlm.build import read_text
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.text.splits import TextSplits
+from lockstep.recipes.mlm.train import read_text
+from lockstep.recipes.text.corpus import TextSplits
 from lockstep.report.table import text_table
 
 TextFlag = Annotated[

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.recipes.reviews.build import class_names, divide_table, read_table
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.parts import ReviewParts
-from lockstep.recipes.reviews.table import Review, ReviewTable
+from lockstep.recipes.reviews.dataset import Review, ReviewParts, ReviewTable
+from lockstep.recipes.reviews.train import class_names, divide_table, read_table
 from lockstep.report.table import text_table
 
 CsvFlag = Annotated[

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from lockstep import config
-from lockstep.replicas.device_driver import gpu_driver
-from lockstep.replicas.device_memory import MB, DeviceMemory
-from lockstep.replicas.gpu import memory_of
+from lockstep.replicas.device.driver import gpu_driver
+from lockstep.replicas.device.memory import MB, DeviceMemory
+from lockstep.replicas.device.streams import memory_of
 from lockstep.report.table import text_table
 
 DEVICES_HELP = (

@@ -8,8 +8,8 @@ from math import prod
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
-from lockstep.parallel.grid import REST, Grid, Place, choose_grid
-from lockstep.parallel.microbatches import Pipelining, ScheduleName, choose_pipelining
+from lockstep.parallel.mesh_layout import REST, Grid, Place, choose_grid
+from lockstep.parallel.pipeline_config import Pipelining, ScheduleName, choose_pipelining
 from lockstep.report.table import text_table
 from lockstep.strategies.parallel import ParallelStrategy
 

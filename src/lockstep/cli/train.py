@@ -11,9 +11,9 @@ from lockstep.cli.train_images import IMAGES_EXAMPLE, images
 from lockstep.cli.train_mlm import MLM_EXAMPLE, mlm
 from lockstep.cli.train_reviews import REVIEWS_EXAMPLE, reviews
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.largest import largest_images_batch
+from lockstep.recipes.images.train import largest_images_batch
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.largest import largest_mlm_batch
+from lockstep.recipes.mlm.train import largest_mlm_batch
 from lockstep.recipes.reviews.config import ReviewsConfig
 
 

@@ -20,10 +20,9 @@ from lockstep.cli.training import (
     counted,
 )
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.exactness import check_exactness
-from lockstep.recipes.images.run import ImagesResult, train_images
+from lockstep.recipes.images.train import ImagesResult, check_exactness, train_images
 from lockstep.strategies.base import Strategy
-from lockstep.train.fit_settings import Verbose
+from lockstep.train.fit import Verbose
 
 IMAGES_EXAMPLE = "Example: lockstep train images --devices cpu:2 --data flower_photos --size 96 --output runs/flowers"
 

@@ -23,16 +23,15 @@ from lockstep.cli.training import (
     TrainingJob,
     counted,
 )
-from lockstep.parallel.grid import Grid, check_divides
-from lockstep.parallel.microbatches import Pipelining, check_layers
-from lockstep.parallel.split import split_layers
+from lockstep.parallel.mesh_layout import Grid, check_divides
+from lockstep.parallel.pipeline_config import Pipelining, check_layers, split_layers
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.filling import Filled, check_examples
-from lockstep.recipes.mlm.run import check_exactness, train_mlm
-from lockstep.recipes.text.wordpiece import MASK
+from lockstep.recipes.mlm.fill_mask import Filled, check_examples
+from lockstep.recipes.mlm.train import check_exactness, train_mlm
+from lockstep.recipes.text.tokenizer import MASK
 from lockstep.report.table import text_table
 from lockstep.strategies.base import Strategy
-from lockstep.train.fit_settings import Verbose
+from lockstep.train.fit import Verbose
 
 MLM_EXAMPLE = "Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm"
 

@@ -23,12 +23,11 @@ from lockstep.cli.training import (
     run_training,
 )
 from lockstep.extras import require
-from lockstep.recipes.reviews.answers import Answer
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.run import Places, ReviewsResult, build_reviews, check_exactness, train_reviews
+from lockstep.recipes.reviews.train import Answer, Places, ReviewsResult, build_reviews, check_exactness, train_reviews
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.progress import ProgressBar
-from lockstep.train.fit_settings import Verbose
+from lockstep.train.fit import Verbose
 
 REVIEWS_EXAMPLE = 'Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews'
 

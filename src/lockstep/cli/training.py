@@ -20,14 +20,14 @@ from lockstep.cli.strategy import declared_workers, make_strategy, speaks, take_
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.grid import Grid
-from lockstep.parallel.microbatches import Pipelining
+from lockstep.parallel.mesh_layout import Grid
+from lockstep.parallel.pipeline_config import Pipelining
 from lockstep.report.curves import draw_curves
 from lockstep.report.table import epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
-from lockstep.train.fit_settings import Verbose
-from lockstep.train.history import History
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
 
 OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Where the logs, the weights and the curves are put.")]
 CheckFlag = Annotated[

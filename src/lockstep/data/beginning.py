@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.data.source_random import default_state, set_default_state
 from lockstep.errors import ClusterError
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lockstep.collectives.workers import OneWorker, Workers
+from lockstep.collectives.communicator import OneWorker, Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.file_shards import own_files
 from lockstep.data.input_context import InputContext

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.errors import DataError
 
 

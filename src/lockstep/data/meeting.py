@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.data.beginning import begin_alike
 from lockstep.data.empty_batch import packed, unpacked, without_rows
 from lockstep.data.prefetch import ClosableIterator

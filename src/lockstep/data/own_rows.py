@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.data.beginning import batches_in
 from lockstep.data.digest import index_digest
 from lockstep.data.layout import BatchLayout
@@ -26,7 +26,7 @@ from lockstep.data.readers import Alike, Place, Reader
 from lockstep.data.shards import LocalCut, local_cut, local_shards, shard_sizes
 from lockstep.data.skipping import draws_at_first, index_batches, persists, rebuilt
 from lockstep.data.source_random import borrowed_default
-from lockstep.replicas.random import replica_generator
+from lockstep.replicas.rng.state import replica_generator
 
 
 class OwnRows(Reader):

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from lockstep.collectives.rendezvous import SIGNALS_SEEN_EVERY_S
+from lockstep.collectives.replica_barrier import SIGNALS_SEEN_EVERY_S
 from lockstep.data.source_random import SourceRandom
 from lockstep.errors import ConfigError, UsageError
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.data.beginning import batches_in
 from lockstep.data.digest import batch_digest
 from lockstep.data.layout import BatchLayout

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from lockstep.collectives.communicator import Workers
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.collectives.workers import Workers
 from lockstep.data.layout import SINGLE_VALUES, BatchLayout
 from lockstep.data.leaves import check_layout, has_rows, rows_of, rows_taken
 from lockstep.data.structure import map_leaves, named_leaves
@@ -88,7 +88,7 @@ def local_cut(rows: int, workers: Workers) -> LocalCut:
     """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
 
     Example:
-        >>> from lockstep.collectives.workers import OneWorker
+        >>> from lockstep.collectives.communicator import OneWorker
         >>> local_cut(4, OneWorker(3))
         LocalCut(start=0, sizes=(2, 1, 1))
     """

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.replicas.default_generator import own_generator
-from lockstep.replicas.random import DEFAULT_GENERATOR_LOCK, ReplicaRandom
+from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK, ReplicaRandom
+from lockstep.replicas.rng.state import own_generator
 
 _NOT_THE_USERS = ("builtins", "torch", "numpy", "datasets", "transformers", "accelerate", "lockstep")
 """Packages whose code is not looked into: what it draws from is an argument or an attribute."""

@@ -23,7 +23,7 @@ from lockstep.config import LogicalDevice
 from lockstep.data.leaves import is_plain
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.structure import RowList, RowTuple, map_leaves
-from lockstep.replicas.device_driver import Mark, driver_of
+from lockstep.replicas.device.driver import Mark, driver_of
 
 
 class _Sent(NamedTuple):

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lockstep.collectives.reduction import sum_tensors
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.reduce import sum_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.batch_norm import SyncBatchNorm
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
-from lockstep.replicas.random import ReplicaRandom
+from lockstep.replicas.rng.mode import ReplicaRandom
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 COMPILE_LIMIT_S = 1800.0

@@ -16,7 +16,7 @@ from weakref import WeakMethod
 
 import torch
 
-from lockstep.collectives.summed import mark_summed
+from lockstep.collectives.reduce import mark_summed
 from lockstep.mirroring.exchange import Copies
 from lockstep.mirroring.parameter_hooks import EngineHook
 from lockstep.replicas.context import ReplicaContext

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.config import LogicalDevice
-from lockstep.replicas.device_driver import Mark, driver_of
+from lockstep.replicas.device.driver import Mark, driver_of
 
 
 class GradientMarks:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 
 Examine = Callable[[Any, slice], Tensor]
 """Given the outputs for some rows of a shard: the scalar to back-propagate."""

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.metric_merging import merge_metrics, nested_metrics, states_of

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.batch_norm import convert_sync_batch_norm
@@ -20,7 +19,7 @@ from lockstep.mirroring.following import Following
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_step import watch_plain_steps
-from lockstep.replicas.gpu import in_memory_of
+from lockstep.replicas.device.streams import in_memory_of
 
 MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
 

@@ -14,8 +14,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.averages import BufferAverages, weights_digest
 from lockstep.mirroring.batch_norm import RefusingOtherBatchNorms, has_sync_batch_norm

@@ -254,7 +254,7 @@ class MirroredOptimizer(Optimizer):
         All replicas' gradients are None afterwards. A summed count of 0 skips the update.
 
         On GPUs nothing is read, if torch has a fused kernel of the optimizer: the result's numbers are tensors, and an
-        update whose total is not finite is skipped there, with all that follow until ``forgive``.
+        update whose total is not finite is skipped there, with all that follow until ``reset_nonfinite``.
 
         Args:
             context: the calling replica's.
@@ -273,9 +273,9 @@ class MirroredOptimizer(Optimizer):
         self.zero_grad()
         return result
 
-    def forgive(self) -> None:
+    def reset_nonfinite(self) -> None:
         """Lets updates happen again on GPUs after one whose total was not finite. Outside replicas only."""
-        self._update.skips.forgive()
+        self._update.skips.reset_nonfinite()
 
     @property
     def of_storages(self) -> tuple[Optimizer, ...]:

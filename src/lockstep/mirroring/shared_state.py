@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.collectives.values import exchange_values
+from lockstep.collectives.communicator import exchange_values
 from lockstep.mirroring.shares import Piece, divide_state
 from lockstep.mirroring.sharing import Sharing
 

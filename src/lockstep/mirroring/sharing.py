@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.collectives.link import Group
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.process_group import Group
 from lockstep.mirroring.shares import Piece, Shares, window
 
 

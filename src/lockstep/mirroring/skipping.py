@@ -3,8 +3,8 @@
     update k:    total finite?  count 0?  -> skip, 0.0 or 1.0, on the device -> the optimizer's kernels
     update k+2:  the host reads k's total -> NonFiniteLossError, with the weights of update k-1
 
-Nothing is read here. Once a total was not finite every later update is skipped too, until ``forgive``: the host may be
-some updates ahead when it learns of it.
+Nothing is read here. Once a total was not finite every later update is skipped too, until ``reset_nonfinite``: the
+host may be some updates ahead when it learns of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Skips:
         self._home = home
         self._bad: Tensor | None = None
 
-    def forgive(self) -> None:
+    def reset_nonfinite(self) -> None:
         """Lets updates happen again."""
         if self._bad is not None:
             self._bad.zero_()

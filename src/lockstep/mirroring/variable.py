@@ -12,15 +12,14 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lockstep.collectives.across import reduce_across
+from lockstep.collectives.communicator import Workers
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.collectives.reads_as_tensor import ReadsAsTensor, as_read
-from lockstep.collectives.reduction import ReduceOp
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.reduce import ReduceOp, reduce_across
+from lockstep.collectives.tensor_like import ReadsAsTensor, as_read
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.gpu import in_memory_of
+from lockstep.replicas.device.streams import in_memory_of
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]

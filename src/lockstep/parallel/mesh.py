@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random
 
-from lockstep.collectives import nccl
-from lockstep.collectives.connections import SHARE_UNANSWERED, GroupConnections
-from lockstep.collectives.remote import RemoteWorkers
-from lockstep.collectives.workers import Workers
+from lockstep.collectives import process_group
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.distributed import RemoteWorkers
+from lockstep.collectives.process_group import SHARE_UNANSWERED, GroupConnections
 from lockstep.errors import ClusterError, ConfigError, UsageError
 from lockstep.membership.membership import Membership
-from lockstep.parallel.grid import AXES, Grid
+from lockstep.parallel.mesh_layout import AXES, Grid
 
 _numbers = itertools.count()
 _GLOO_THREADS = 2
@@ -87,7 +87,7 @@ class GridMesh:
         for connections in self._connections:
             connections.shut_down()
         if self._on_gpus:
-            nccl.abort(self._on_gpus)
+            process_group.abort(self._on_gpus)
 
     def close(self) -> None:
         """Ends the groups: what waits in them is told so now. Idempotent.
@@ -111,7 +111,7 @@ class GridMesh:
         if not self._on_gpus:
             dist.destroy_process_group()
         elif not self._broken_off:  # else the end of the process does it
-            nccl.ends_in_time(dist.destroy_process_group)
+            process_group.ends_in_time(dist.destroy_process_group)
 
     def _make(self, store: Store, grid: Grid, config: str) -> DeviceMesh:
         self._make_current()
@@ -137,7 +137,7 @@ class GridMesh:
         for axis, size in zip(AXES, mesh.shape, strict=True):
             if size > 1:
                 group: Any = mesh.get_group(axis)._get_backend(self._device)
-                group._set_default_timeout(self._timeout + nccl.IS_LATER)  # torch gives each axis ten minutes
+                group._set_default_timeout(self._timeout + process_group.IS_LATER)  # torch gives each axis ten minutes
                 group.eager_connect_single_device(self._device)
                 self._on_gpus.append(group)
 

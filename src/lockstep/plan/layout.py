@@ -156,7 +156,7 @@ class PipelineWorker:
 
 
 def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """How many layers each stage gets where all cost the same: what ``lockstep.parallel.split`` finds, at once.
+    """How many layers each stage gets where all cost the same, as ``parallel.pipeline_config`` finds it.
 
     Args:
         layers: how many.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
-from lockstep.train.compile_config import Loss
+from lockstep.train.compile import Loss
 from lockstep.train.model import Model
 
 Batch = tuple[Any, Tensor]

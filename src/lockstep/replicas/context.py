@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_map
 
-from lockstep.collectives.caller import caller
-from lockstep.collectives.local import all_gather, all_reduce
+from lockstep.collectives.communicator import Workers, caller
 from lockstep.collectives.per_replica import merge, select
-from lockstep.collectives.reduction import ReduceOp
-from lockstep.collectives.rendezvous import Call, Rendezvous
-from lockstep.collectives.turns import Turn
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.reduce import ReduceOp, all_gather, all_reduce
+from lockstep.collectives.replica_barrier import Call, Rendezvous, Turn
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, UsageError
 

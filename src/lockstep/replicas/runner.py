@@ -8,36 +8,98 @@ It joins the parts of this package; what a body does is the strategy's business.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 
-from lockstep.collectives.rendezvous import Rendezvous, ReplicaStopped
-from lockstep.collectives.turns import Turn, Turns
+from lockstep.collectives.replica_barrier import Rendezvous, ReplicaStopped, Turn, Turns
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.caller_state import CallerModes, CallerState
-from lockstep.replicas.caller_team import CallerTeam
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.replicas.default_generator import know_replicas
-from lockstep.replicas.device_driver import driver_of
-from lockstep.replicas.device_memory import DeviceMemory
-from lockstep.replicas.generators import ReplicaGenerators
-from lockstep.replicas.gpu import GpuReplica, GpuTurn, RunStreams
-from lockstep.replicas.host_memory import keep_freed_memory
-from lockstep.replicas.issue import IssuePolicy
-from lockstep.replicas.linear import linear, onednn_is_faster
-from lockstep.replicas.random import Guard, ReplicaRandom, in_a_replica, replica_generator
+from lockstep.replicas.cpu.linear import linear, onednn_is_faster
+from lockstep.replicas.cpu.memory import keep_freed_memory
+from lockstep.replicas.cpu.openmp_team import CallerTeam
+from lockstep.replicas.device.driver import driver_of
+from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.device.streams import GpuReplica, GpuTurn, RunStreams
+from lockstep.replicas.rng.mode import Guard, ReplicaRandom, in_a_replica
+from lockstep.replicas.rng.state import ReplicaGenerators, know_replicas, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
+
+
+WARM_UP_RUNS = 2
+TIMED_RUNS = 5
+SHORT_STEP_S = 0.02
+"""Only steps shorter than this, in seconds, are tried one after another: longer ones are not bound by Python."""
+
+
+class _Trial:
+    """The runs of one step function so far: warm-up and timed runs at the widest, then the same at width 1."""
+
+    def __init__(self, widest: int) -> None:
+        self.width = widest
+        self.settled = widest == 1
+        self._seconds: dict[int, list[float]] = {widest: [], 1: []}
+        self._widest = widest
+
+    def record(self, seconds: float) -> None:
+        """Adds a run at the present width and decides when enough have been seen."""
+        if self.settled:
+            return
+        runs = self._seconds[self.width]
+        runs.append(seconds)
+        if len(runs) < WARM_UP_RUNS + TIMED_RUNS:
+            return
+        wide = statistics.median(self._seconds[self._widest][WARM_UP_RUNS:])
+        if self.width == self._widest and wide < SHORT_STEP_S:
+            self.width = 1
+            return
+        narrow = self._seconds[1][WARM_UP_RUNS:]
+        self.width = 1 if narrow and statistics.median(narrow) < wide else self._widest
+        self.settled = True
+
+
+def code_of(fn: Callable[..., Any]) -> type | CodeType:
+    """By what a step function is known again: its code. A lambda or a bound method is a new object at every call."""
+    code: type | CodeType = getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
+    return code
+
+
+class IssuePolicy:
+    """Decides, per step function, how many replicas of one physical device issue at once.
+
+    Args:
+        widest: how many may at most: the cores over a replica's share of them; 1 on a GPU.
+    """
+
+    def __init__(self, widest: int) -> None:
+        self._widest = widest
+        self._trials: WeakKeyDictionary[type | CodeType, _Trial] = WeakKeyDictionary()
+
+    def width(self, fn: Callable[..., Any]) -> int:
+        """The width for the next run of ``fn``."""
+        return self._trial(fn).width
+
+    def record(self, fn: Callable[..., Any], seconds: float) -> None:
+        """Notes that a run of ``fn`` at the width given took ``seconds``."""
+        self._trial(fn).record(seconds)
+
+    def _trial(self, fn: Callable[..., Any]) -> _Trial:
+        return self._trials.setdefault(code_of(fn), _Trial(self._widest))
+
 
 STOP_GRACE_S = 1.0
 """Seconds that the others of a failed run get to reach a collective or their end before they are interrupted."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lockstep.collectives.rendezvous import ReplicaStopped
+from lockstep.collectives.replica_barrier import ReplicaStopped
 from lockstep.errors import ReplicaError, UsageError
-from lockstep.replicas.profiler import name_track
+from lockstep.replicas.caller_state import name_track
 
 START_LIMIT_S = 60.0
 _SETTLES_WITHIN = 1_000

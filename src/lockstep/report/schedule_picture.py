@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 
-from lockstep.parallel.timetable import ActionKind, Slot, Timetable
+from lockstep.parallel.pipeline_trace import ActionKind, Slot, Timetable
 
 _WORDS: Mapping[ActionKind, str] = MappingProxyType(
     {

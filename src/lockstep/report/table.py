@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lockstep.train.history import History
+    from lockstep.train.logs import History
 
 # How the values of a column are written: heading and format. Whatever is not named here is a metric.
 _COLUMNS: Mapping[str, tuple[str, str]] = {

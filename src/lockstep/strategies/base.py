@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.collectives.across import gather_across, reduce_across
 from lockstep.collectives.per_replica import PerReplica, merge, select
-from lockstep.collectives.reads_as_tensor import by_replica, for_reduction
-from lockstep.collectives.reduction import ReduceOp
+from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
+from lockstep.collectives.tensor_like import by_replica, for_reduction
 from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
 from lockstep.data.input_context import InputContext
 from lockstep.data.layout import Lists
@@ -34,7 +33,7 @@ from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.observer import current_observer
+from lockstep.replicas.hooks import current_observer
 from lockstep.strategies.batch_bracket import Bracket
 from lockstep.strategies.batch_size import Trials, search_batch_size
 from lockstep.strategies.executor import Executor

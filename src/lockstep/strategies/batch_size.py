@@ -23,9 +23,8 @@ from lockstep.data.shards import batch_rows
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
-from lockstep.replicas.device_driver import gpu_driver
-from lockstep.replicas.host_memory import give_back_freed_memory
-from lockstep.replicas.resident_memory import ResidentPeak, available_mb, resident_mb
+from lockstep.replicas.cpu.memory import ResidentPeak, available_mb, give_back_freed_memory, resident_mb
+from lockstep.replicas.device.driver import gpu_driver
 from lockstep.strategies.batch_bracket import Bracket, PeakLine
 from lockstep.strategies.trial_state import TrialState
 

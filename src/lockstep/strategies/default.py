@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from typing import Any
 
-from lockstep.collectives.rendezvous import Rendezvous
-from lockstep.collectives.turns import Turns
-from lockstep.collectives.workers import OneWorker, Workers
+from lockstep.collectives.communicator import OneWorker, Workers
+from lockstep.collectives.replica_barrier import Rendezvous, Turns
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.replicas.device_driver import driver_of
-from lockstep.replicas.device_memory import DeviceMemory
-from lockstep.replicas.generators import ReplicaGenerators
-from lockstep.replicas.random import Guard
+from lockstep.replicas.device.driver import driver_of
+from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.rng.mode import Guard
+from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.scope import current_strategy
 

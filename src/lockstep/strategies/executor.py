@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.config import LogicalDevice
-from lockstep.replicas.device_memory import DeviceMemory
-from lockstep.replicas.generators import ReplicaGenerators
-from lockstep.replicas.random import Guard
+from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.rng.mode import Guard
+from lockstep.replicas.rng.state import ReplicaGenerators
 
 
 class Executor(ABC):

@@ -36,7 +36,7 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.plain_call import refusing_plain_calls
 from lockstep.mirroring.step_guard import refuse_forward_mode
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.random import ReplicaRandom
+from lockstep.replicas.rng.mode import ReplicaRandom
 from lockstep.strategies.back_propagated import Passes, counted_by_each, means_over_shards, over_rows
 from lockstep.strategies.hook_stores import HookStores
 

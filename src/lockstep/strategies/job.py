@@ -12,12 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-from lockstep.cluster.local_cores import core_card, divide_cores
+from lockstep.cluster.local import core_card, divide_cores
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.communication import CommunicationOptions
-from lockstep.collectives.remote import RemoteWorkers
-from lockstep.collectives.workers import OneWorker, Workers
+from lockstep.collectives.communicator import OneWorker, Workers, agree
+from lockstep.collectives.distributed import RemoteWorkers
+from lockstep.collectives.options import CommunicationOptions
 from lockstep.config import LogicalDevice
 from lockstep.errors import LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.scope import in_cross_replica_context

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.cluster.resolve import declared_job
-from lockstep.collectives.communication import check_waiting_time
-from lockstep.collectives.workers import OneWorker
+from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.options import check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.runner import ReplicaRunner

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communication import CommunicationOptions, check_waiting_time
+from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
 from lockstep.replicas.runner import ReplicaRunner

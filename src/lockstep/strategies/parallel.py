@@ -11,17 +11,16 @@ from torch import nn
 
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communication import CommunicationOptions, check_waiting_time
-from lockstep.collectives.workers import OneWorker
+from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
 from lockstep.mirroring.exchange import Copies, GradientExchange
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.part_exchange import PartExchange
-from lockstep.parallel.grid import Grid, choose_grid
-from lockstep.parallel.microbatches import ScheduleName, choose_pipelining
-from lockstep.replicas.generators import ReplicaGenerators
-from lockstep.replicas.random import replica_generator
+from lockstep.parallel.mesh_layout import Grid, choose_grid
+from lockstep.parallel.pipeline_config import ScheduleName, choose_pipelining
+from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.job import Job
 from lockstep.strategies.own_gpus import own_devices
@@ -29,8 +28,8 @@ from lockstep.strategies.teams import make_teams
 from lockstep.strategies.threaded import ThreadedStrategy, observed
 
 if TYPE_CHECKING:
-    from lockstep.parallel.stage import PipelineSplit
-    from lockstep.parallel.tensor_plan import TensorPlan
+    from lockstep.parallel.pipeline_stage import PipelineSplit
+    from lockstep.parallel.tensor_parallel import TensorPlan
 
 START_TIMEOUT_S = 600.0
 

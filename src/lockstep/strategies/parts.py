@@ -10,31 +10,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.collectives.agreement import agree
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, agree, exchange_values
 from lockstep.errors import ConfigError
 from lockstep.mirroring.holding import Holding, Pipelined
 from lockstep.mirroring.mirror import signature
 from lockstep.mirroring.updaters import ELEMENTWISE
-from lockstep.parallel.device_draws import DeviceDraws
-from lockstep.parallel.draws import OwnDraws
-from lockstep.parallel.families import known_family
-from lockstep.parallel.family_names import Names
-from lockstep.parallel.first_weights import FirstWeights
+from lockstep.parallel.deferred_init import FirstWeights, fill, place
 from lockstep.parallel.mesh import GridMesh
-from lockstep.parallel.microbatches import Pipelining
-from lockstep.parallel.part import PartModule
+from lockstep.parallel.model_specs import known_family
 from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.placing import place
-from lockstep.parallel.sequences import DividedSequences
-from lockstep.parallel.shares import fill
-from lockstep.parallel.stage import PipelineSplit, Stage, cut
-from lockstep.parallel.tensor_plan import WHOLE, Division, TensorPlan, divide_layers, ties_of
+from lockstep.parallel.pipeline_config import Pipelining
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut
+from lockstep.parallel.sequence_parallel import DividedSequences
+from lockstep.parallel.sharded_module import PartModule
+from lockstep.parallel.tensor_parallel import WHOLE, Division, Names, TensorPlan, divide_layers, ties_of
+from lockstep.parallel.tp_rng import DeviceDraws, OwnDraws
 from lockstep.strategies.teams import Teams
 
 if TYPE_CHECKING:
-    from lockstep.parallel.stage_sharding import Borrowing
+    from lockstep.parallel.fsdp import Borrowing
 
 
 class ModelParts(Holding):
@@ -176,8 +170,10 @@ class ModelParts(Holding):
 
     def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: GridMesh) -> Borrowing | None:
         """Leaves this worker its share; and how its stages have the rest, where there are any."""
-        from lockstep.parallel.full_sharding import shard_fully  # torch's FSDP, which few ask for
-        from lockstep.parallel.stage_sharding import share_stages
+        from lockstep.parallel.fsdp import (
+            shard_fully,  # torch's FSDP, which few ask for
+            share_stages,
+        )
 
         if stages:
             return share_stages(module, stages, self._pipelining, mesh.mesh["data"])

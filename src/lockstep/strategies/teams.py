@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.collectives.grid_workers import GridWorkers
-from lockstep.collectives.workers import Workers
-from lockstep.parallel.grid import Grid, Place
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.mesh_communicator import GridWorkers
+from lockstep.parallel.mesh_layout import Grid, Place
 from lockstep.strategies.job import Job
 
 

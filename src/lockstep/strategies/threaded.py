@@ -7,16 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from lockstep.collectives.caller import caller
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, caller
 from lockstep.config import LogicalDevice
 from lockstep.mirroring.exchange import LocalExchange
 from lockstep.mirroring.holding import Holding
 from lockstep.mirroring.optimizer import MakeExchange
-from lockstep.replicas.device_memory import DeviceMemory
-from lockstep.replicas.generators import ReplicaGenerators
-from lockstep.replicas.observer import current_observer
-from lockstep.replicas.random import Guard
+from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.hooks import current_observer
+from lockstep.replicas.rng.mode import Guard
+from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import Strategy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.train.history import EpochTiming, History
+from lockstep.train.logs import EpochTiming, History
 from lockstep.train.model import Model
 
 __all__ = ["EpochTiming", "History", "Model"]

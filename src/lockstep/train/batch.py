@@ -5,13 +5,18 @@ Pure functions on one replica's shard. Dividing a global batch among replicas is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lockstep.data.structure import is_sequence
+from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError
+from lockstep.replicas.context import ReplicaContext
 
 
 class LabelledBatch(NamedTuple):
@@ -72,3 +77,76 @@ def _describe(item: Any) -> str:
     if isinstance(item, Tensor):
         return f"a tensor of shape {tuple(item.shape)}"
     return f"a {type(item).__name__}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """What a loss or a metric looks at.
+
+    Args:
+        outputs: the module's.
+        batch: with the targets and sample weights.
+        rows: how many there are.
+    """
+
+    outputs: Any
+    batch: LabelledBatch
+    rows: int
+
+    def index(self) -> Tensor | None:
+        """The numbers of all rows, on their device; None where no tensor has rows."""
+        leaves = self._leaves()[0]
+        device = next((leaf.device for leaf in leaves if self._is_divided(leaf)), None)
+        return None if device is None else torch.arange(self.rows, device=device)
+
+    def take(self, index: Tensor) -> ShardRows:
+        """The rows of these numbers. What has no rows stays whole."""
+        leaves, structure = self._leaves()
+        taken = [self._taken(leaf, index) for leaf in leaves]
+        outputs, y, weight = tree_unflatten(taken, structure)
+        return ShardRows(outputs, LabelledBatch(None, y, weight), index.numel())
+
+    def tracked(self) -> ShardRows:
+        """The same with outputs that gradients can be computed of."""
+
+        def leaf_of(leaf: Any) -> Any:
+            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.detach().requires_grad_() if floating else leaf
+
+        return ShardRows(tree_map(leaf_of, self.outputs), self.batch, self.rows)
+
+    def hides(self) -> bool:
+        """Whether the outputs hold what has no rows: a number that the module computed, a cache."""
+        plain = (int, float, str, type(None))
+        return any(not self._is_divided(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
+
+    def without_hidden(self) -> ShardRows:
+        """The same with something else in place of what has no rows."""
+
+        def other(leaf: Any) -> Any:
+            if self._is_divided(leaf):
+                return leaf
+            return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
+
+        return ShardRows(tree_map(other, self.outputs), self.batch, self.rows)
+
+    def _leaves(self) -> tuple[list[Any], Any]:
+        """Lists of one item a row are leaves."""
+        arguments = (self.outputs, self.batch.y, self.batch.sample_weight)
+        return tree_flatten(arguments, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
+
+    def _taken(self, leaf: Any, index: Tensor) -> Any:
+        if isinstance(leaf, (RowList, RowTuple)) and len(leaf) == self.rows:
+            return type(leaf)([leaf[row] for row in index.tolist()])
+        return leaf[index] if self._is_divided(leaf) else leaf
+
+    def _is_divided(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+
+
+@contextmanager
+def preserving_rng(context: ReplicaContext) -> Iterator[None]:
+    """Afterwards the replica draws what it would have drawn without the block."""
+    device = context.device.torch_device
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        yield

@@ -7,22 +7,26 @@ Each replica updates its own deep copy on its own device. Reading gathers the st
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lockstep.collectives.values import exchange_values
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.config import LogicalDevice
-from lockstep.errors import ConfigError
+from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
 from lockstep.mirroring.metric import check_kind
-from lockstep.mirroring.metric_merging import merge_metrics, nested_metrics, states_of
-from lockstep.parallel.scores import gathered, holds_divided
-from lockstep.replicas.arriving import Arriving
+from lockstep.mirroring.metric_merging import merge_metrics, merge_states, nested_metrics, states_of
+from lockstep.parallel.vocab_parallel import gathered, holds_divided
+from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.device.async_scalars import Arriving
 from lockstep.strategies.base import Strategy
+from lockstep.train.batch import ShardRows, preserving_rng
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class ReplicaMetrics:
         """Each replica's own metrics, by name."""
         return self._copies
 
-    def trust_inputs(self) -> None:
+    def skip_input_checks(self) -> None:
         """After a batch: on a GPU, where the host waits for each of them, no metric checks its inputs any more."""
         if self._checked:
             return
@@ -151,3 +155,128 @@ def _single_numbers(name: str, value: Any) -> dict[str, Any]:
             "choose an average, or wrap it in torchmetrics' ClasswiseWrapper"
         )
     return {name: value}
+
+
+def load_states(
+    metrics: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, first: int, replicas: int
+) -> None:
+    """Gives the local replicas' metrics the states that were saved.
+
+    Args:
+        metrics: each local replica's own metrics, by name, as they are after a reset.
+        saved: ``replica_states`` of each replica of all workers that saved.
+        first: the number of the first local replica among those of all workers.
+        replicas: how many replicas all workers have now.
+    """
+    for local, own in enumerate(metrics):
+        sources = saved[first + local :: replicas]
+        for name, metric in own.items():
+            parts = [source[name] for source in sources if name in source]
+            if parts:
+                _load(name, metric, parts)
+
+
+def replica_states(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The states of one replica's metrics, by name."""
+    return {name: states_of(metric) for name, metric in metrics.items()}
+
+
+def _load(name: str, metric: Any, sources: Sequence[list[dict[str, Any]]]) -> None:
+    for part, states in zip(nested_metrics(metric), zip(*sources, strict=True), strict=True):
+        used = [state for state in states if state["updates"]]
+        if len(used) > 1 and not _combines(part):
+            warnings.warn(
+                f"metric {name!r} cannot combine what several replicas had counted; on this smaller number of replicas "
+                "it counts this epoch from here on",
+                stacklevel=2,
+            )
+            continue
+        for key, reduction in part._reductions.items():
+            values = [state["states"][key] for state in used]
+            if values:
+                setattr(part, key, _moved(_combined(values, reduction), part.device))
+        part._update_count = sum(state["updates"] for state in used)
+        part._computed = None
+
+
+def _combined(values: Sequence[Any], reduction: Any) -> Any:
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    return values[0] if len(values) == 1 else merge_states(values, reduction)
+
+
+def _combines(part: Any) -> bool:
+    """Whether states of the metric can be combined in steps: the mean of means is not the mean."""
+    data = require("torchmetrics.utilities.data", "train")
+    exact = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
+    return all(reduction in exact for reduction in part._reductions.values())
+
+
+def _moved(state: Any, device: Any) -> Any:
+    if isinstance(state, list):
+        return [_moved(item, device) for item in state]
+    return state.to(device) if isinstance(state, Tensor) else state
+
+
+CERTAIN = 1e-3
+"""A larger difference, relative to the value, is none of rounding."""
+LEAST_ROWS = 3
+"""Fewer cannot be divided into parts of different sizes, whose means have different weights."""
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+
+
+def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
+    """Looks at the metrics that are not torchmetrics' own.
+
+    Args:
+        metrics: by name; copies of them are updated.
+        shard: without gradients, of at least ``LEAST_ROWS`` rows.
+        context: the replica's.
+
+    Raises:
+        ConfigError: a metric gives another value for the rows in parts.
+    """
+    for name, metric in metrics.items():
+        if any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
+            try:
+                with torch.no_grad(), preserving_rng(context), in_context(context.alone()):
+                    values = _compared(metric, shard)
+            except (CollectiveError, *_FAILURES):  # it cannot be computed from some of the rows
+                continue
+            if values is not None:
+                raise ConfigError(
+                    f"metric {name!r}, a {type(metric).__name__}, gives {values[0]:.6g} for all rows of a shard and "
+                    f"{values[1]:.6g} for the same rows in two updates, so that it would give another value on another "
+                    "number of replicas; add up sums and counts in update (self.total += values.sum(), self.count += "
+                    'values.numel(), both with dist_reduce_fx="sum"), and divide in compute'
+                )
+
+
+def _compared(metric: Any, shard: ShardRows) -> tuple[float, float] | None:
+    """The value of all rows and that of their parts, where these differ."""
+    index = shard.index()
+    if index is None:
+        return None
+    cut = max(1, shard.rows // 3)
+    whole, again = (_value(_updated(metric, shard)) for _ in range(2))
+    halves = [_updated(metric, shard.take(part)) for part in (index[:cut], index[cut:])]
+    parts = _value(merge_metrics(halves, [states_of(half) for half in halves]))
+    if len(whole) != len(parts) or whole != again:  # it keeps all rows, or draws random numbers
+        return None
+    for own, other in zip(whole, parts, strict=True):
+        if math.isfinite(own) and math.isfinite(other) and not math.isclose(own, other, rel_tol=CERTAIN, abs_tol=1e-6):
+            return own, other
+    return None
+
+
+def _updated(metric: Any, shard: ShardRows) -> Any:
+    fresh = fresh_copy(metric, metric.device)
+    fresh.update(shard.outputs, shard.batch.y)
+    return fresh
+
+
+def _value(metric: Any) -> list[float]:
+    leaves = tree_leaves(metric.compute())
+    return [
+        number for leaf in leaves for number in (leaf.flatten().tolist() if isinstance(leaf, Tensor) else [float(leaf)])
+    ]

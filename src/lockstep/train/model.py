@@ -21,22 +21,57 @@ from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.default import get_strategy
-from lockstep.train.callbacks.base import Callback
-from lockstep.train.callbacks.callback_list import CallbackList
-from lockstep.train.compile_config import CompileConfig, Loss
-from lockstep.train.evaluation import run_evaluation
-from lockstep.train.feed import Feed, distribute
-from lockstep.train.fit import run_fit
-from lockstep.train.fit_settings import Epochs, Verbose, agree_on_fit, with_progress
-from lockstep.train.history import History
-from lockstep.train.job import Job, make_job
-from lockstep.train.optimizing import OptimizerLike, SchedulerLike
-from lockstep.train.own_steps import refuse_own_steps
-from lockstep.train.precision import Precision, PrecisionName
-from lockstep.train.prediction import run_prediction
-from lockstep.train.saving import checkpoint_of, load_weights, save_weights
-from lockstep.train.timing import StepClock
-from lockstep.train.training_state import Position, TrainingState
+from lockstep.train.callbacks.base import Callback, CallbackList
+from lockstep.train.checkpointing import Position, TrainingState, checkpoint_of, load_weights, save_weights
+from lockstep.train.compile import (
+    CompileConfig,
+    Loss,
+    OptimizerLike,
+    Precision,
+    PrecisionName,
+    SchedulerLike,
+    TrainSetup,
+    make_setup,
+)
+from lockstep.train.epoch_iterator import EpochIterator, distribute
+from lockstep.train.fit import Epochs, Verbose, agree_on_fit, run_fit, with_progress
+from lockstep.train.inference import run_evaluation, run_prediction
+from lockstep.train.logs import History, StepClock
+
+_STEPS = frozenset(
+    {
+        *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"),
+        *("make_train_function", "make_test_function", "make_predict_function"),
+        *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
+    }
+)
+_OF_THE_MODULE = frozenset({"forward", "call"})
+
+
+def refuse_own_steps(names: Iterable[str], where: str) -> None:
+    """Refuses the names of steps among ``names``.
+
+    Args:
+        names: what is defined.
+        where: such as "class Distiller".
+
+    Raises:
+        UsageError: there are some.
+    """
+    given = set(names)
+    steps, calls = sorted(given & _STEPS), sorted(given & _OF_THE_MODULE)
+    if steps:
+        raise UsageError(
+            f"{where} defines {', '.join(steps)}, which fit, evaluate and predict do not call; write the step as a "
+            "function, and a loop that runs it on every replica with strategy.run(step, (batch,)), or hand what "
+            "differs to compile as loss and metrics"
+        )
+    if calls:
+        raise UsageError(
+            f"{where} defines {', '.join(calls)}, which fit, evaluate and predict do not call; define it in the "
+            "torch.nn.Module that is given to Model"
+        )
+
 
 Data = Iterable[Any] | Distributed
 
@@ -74,7 +109,7 @@ class Model:
         self.strategy: Strategy = get_strategy()
         self.training_state = TrainingState(self)
         self._module = _mirrored(self.strategy, module, sync_batchnorm, memory_format)
-        self._job: Job | None = None
+        self._setup: TrainSetup | None = None
         self.stop_training = False
         self.history = History()
         self.clock = StepClock()
@@ -96,17 +131,17 @@ class Model:
     @property
     def optimizer(self) -> MirroredOptimizer | None:
         """The mirrored optimizer; None before compile."""
-        return self._job.optimizer if self._job is not None else None
+        return self._setup.optimizer if self._setup is not None else None
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """The scheduler that is stepped once per update, if there is one."""
-        return self._job.scheduler if self._job is not None else None
+        return self._setup.scheduler if self._setup is not None else None
 
     @property
     def metrics(self) -> Mapping[str, Any]:
         """The metrics given to compile, by name."""
-        return self._job.config.metrics if self._job is not None else {}
+        return self._setup.config.metrics if self._setup is not None else {}
 
     @property
     def learning_rate(self) -> float:
@@ -161,7 +196,7 @@ class Model:
             graphs=graphs,
         )
         compilation = Compilation.of(compile_module)
-        self._job = make_job(self.strategy, self._module, config, optimizer, scheduler)
+        self._setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
         self._module.compile_as(compilation)
 
     def fit(
@@ -199,16 +234,16 @@ class Model:
             CallbackError: a callback raised.
         """
         planned = Epochs(epochs=epochs, initial_epoch=initial_epoch, validation_freq=validation_freq)
-        job = self._compiled("fit")
-        if job.optimizer is None:
+        setup = self._compiled("fit")
+        if setup.optimizer is None:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-        feed = Feed(distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch)
+        feed = EpochIterator(distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch)
         validation = None if validation_data is None else self._feed(validation_data, "the validation data")
-        agree_on_fit(self.strategy.workers, job.config, feed, validation, planned)
+        agree_on_fit(self.strategy.workers, setup.config, feed, validation, planned)
         params = {"epochs": epochs, "steps": feed.steps, "verbose": verbose, "validated": validation is not None}
         self.stop_training, self.history = False, History()
         with self._callbacks(callbacks, verbose, params) as called:
-            run_fit(self, job, feed, validation=validation, callbacks=called, epochs=planned)
+            run_fit(self, setup, feed, validation=validation, callbacks=called, epochs=planned)
         return self.history
 
     def evaluate(
@@ -225,11 +260,11 @@ class Model:
             UsageError: not compiled.
             DataError: the data has no batches, or an item that is no pair or triple.
         """
-        job = self._compiled("evaluate")
+        setup = self._compiled("evaluate")
         feed = self._feed(data, "the data")
         self.clock = StepClock()
         with self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called:
-            return run_evaluation(self.strategy, job, feed, callbacks=called, clock=self.clock)
+            return run_evaluation(self.strategy, setup, feed, callbacks=called, clock=self.clock)
 
     def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
         """The module's outputs for all rows, in the order of the data, on the CPU.
@@ -248,8 +283,8 @@ class Model:
             ConfigError: an output that has not one row per example.
         """
         precision = (
-            self._job.precision
-            if self._job is not None
+            self._setup.precision
+            if self._setup is not None
             else Precision("fp32", self.strategy.devices[0].torch_device.type)
         )
         feed = self._feed(data, "the data")
@@ -296,7 +331,7 @@ class Model:
         Raises:
             UsageError: not compiled with an optimizer.
         """
-        return checkpoint_of(self._job, self.training_state)
+        return checkpoint_of(self._setup, self.training_state)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Position:
         """Restores a whole checkpoint, or the newest in a folder. Every worker must call it; the chief reads.
@@ -310,13 +345,13 @@ class Model:
         self.checkpoint().restore(path)
         return self.training_state.position
 
-    def _compiled(self, caller: str) -> Job:
-        if self._job is None:
+    def _compiled(self, caller: str) -> TrainSetup:
+        if self._setup is None:
             raise UsageError(f"{caller} was called before compile; call model.compile(optimizer=..., loss=...) first")
-        return self._job
+        return self._setup
 
-    def _feed(self, data: Data, name: str) -> Feed:
-        return Feed(distribute(self.strategy, data), name=name)
+    def _feed(self, data: Data, name: str) -> EpochIterator:
+        return EpochIterator(distribute(self.strategy, data), name=name)
 
     def _callbacks(self, given: Sequence[Callback] | None, verbose: Verbose, params: Mapping[str, Any]) -> CallbackList:
         return CallbackList(with_progress(given, verbose), model=self, params=params)

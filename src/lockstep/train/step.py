@@ -22,16 +22,12 @@ from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.holding import Pipelined
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.update import StepResult, Totals
-from lockstep.parallel.scores import holds_divided, scores_stay_divided
+from lockstep.parallel.vocab_parallel import holds_divided, scores_stay_divided
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.train.batch import LabelledBatch, call_module, unpack_inputs, unpack_labelled
-from lockstep.train.job import Job
-from lockstep.train.loss import no_examples
-from lockstep.train.loss_parts import ReplicaLoss
-from lockstep.train.metric_parts import LEAST_ROWS, check_metrics_in_parts
-from lockstep.train.metrics import gather_states
-from lockstep.train.precision import Precision
-from lockstep.train.rows import Rows
+from lockstep.train.batch import LabelledBatch, ShardRows, call_module, unpack_inputs, unpack_labelled
+from lockstep.train.compile import Precision, TrainSetup
+from lockstep.train.loss import ReplicaLoss, no_examples
+from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states
 
 Count = Tensor | float
 
@@ -74,32 +70,34 @@ class Prediction:
     outputs: Any = None
 
 
-def train_step(job: Job, state: ReplicaState, item: Any, update: bool) -> StepOutput:
+def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard; then the update, if it is due. Every replica must call it."""
     context, rows = _context(), batch_rows(item)
-    with nullcontext() if update else job.module.no_sync():
-        if job.module.pipeline is not None:
-            total, count = _train_in_stages(job, job.module.pipeline, state, item, rows)
+    with nullcontext() if update else setup.module.no_sync():
+        if setup.module.pipeline is not None:
+            total, count = _train_in_stages(setup, setup.module.pipeline, state, item, rows)
         else:
-            total, count = _train(job, state, item, context, rows)
+            total, count = _train(setup, state, item, context, rows)
     state.add(total, count)
     return StepOutput(
-        rows=rows, total=total, count=count, update=update_weights(job, state, context) if update else None
+        rows=rows, total=total, count=count, update=update_weights(setup, state, context) if update else None
     )
 
 
-def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, rows: int) -> tuple[Count, Count]:
+def _train(
+    setup: TrainSetup, state: ReplicaState, item: Any, context: ReplicaContext, rows: int
+) -> tuple[Count, Count]:
     total: Count = 0.0
     count: Count = 0.0
     # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others, or when
     # they borrow its weights.
-    if rows or job.module.has_sync_batchnorm or job.module.shares_weights:
+    if rows or setup.module.has_sync_batchnorm or setup.module.shares_weights:
         batch = unpack_labelled(item)
-        with job.precision.autocast(), scores_stay_divided():
-            outputs = call_module(job.module, batch.x)
-            total, count = _sums(job, state, outputs, batch, rows)
+        with setup.precision.autocast(), scores_stay_divided():
+            outputs = call_module(setup.module, batch.x)
+            total, count = _sums(setup, state, outputs, batch, rows)
         _update_metrics(state, outputs, batch, rows)
-    scale = job.precision.scale(context, count)
+    scale = setup.precision.scale(context, count)
     if isinstance(total, Tensor):
         _check_graph(total)
         torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
@@ -107,53 +105,57 @@ def _train(job: Job, state: ReplicaState, item: Any, context: ReplicaContext, ro
     return total, count
 
 
-def _train_in_stages(job: Job, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int) -> tuple[Count, Count]:
+def _train_in_stages(
+    setup: TrainSetup, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int
+) -> tuple[Count, Count]:
     """The sums of this replica's shard where this worker has the last stage; else nothing, and others tell."""
-    if not rows and not job.module.shares_weights:
+    if not rows and not setup.module.shares_weights:
         return 0.0, 0.0
     batch = unpack_labelled(item)
-    sums = _MicrobatchSums(job, state, batch)
-    job.module.note_pass()
-    with job.precision.autocast(), scores_stay_divided():
+    sums = _MicrobatchSums(setup, state, batch)
+    setup.module.note_pass()
+    with setup.precision.autocast(), scores_stay_divided():
         pipeline.train(batch.x, rows, sums.examine)
     return sums.total, sums.count
 
 
-def update_weights(job: Job, state: ReplicaState, context: ReplicaContext) -> StepResult:
+def update_weights(setup: TrainSetup, state: ReplicaState, context: ReplicaContext) -> StepResult:
     """Sums gradients and losses over the replicas, divides once, updates. Every replica must call it."""
-    if job.optimizer is None:
+    if setup.optimizer is None:
         raise UsageError("there is no optimizer; give one to model.compile(optimizer=...)")
     totals = Totals(total=state.total, count=state.count)
     state.forget()
-    return job.optimizer.update(context, totals=totals, clip_norm=job.config.clip_norm, scaler=job.precision.scaler)
+    return setup.optimizer.update(
+        context, totals=totals, clip_norm=setup.config.clip_norm, scaler=setup.precision.scaler
+    )
 
 
-def finish_cycle(job: Job, state: ReplicaState) -> StepResult:
+def finish_cycle(setup: TrainSetup, state: ReplicaState) -> StepResult:
     """The update of an accumulation cycle that the end of the epoch cut short. Every replica must call it."""
-    return update_weights(job, state, _context())
+    return update_weights(setup, state, _context())
 
 
-def clear_gradients(job: Job, state: ReplicaState) -> None:
+def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
     """Drops gradients and sums that something before this fit left behind."""
     state.forget()
-    if job.optimizer is not None:
-        job.optimizer.zero_grad()
+    if setup.optimizer is not None:
+        setup.optimizer.zero_grad()
 
 
-def evaluate_step(job: Job, state: ReplicaState, item: Any) -> StepOutput:
+def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutput:
     """The loss and metrics of this replica's shard; the caller has switched gradients off."""
     rows = batch_rows(item)
-    if not rows and not job.module.shares_weights:
+    if not rows and not setup.module.shares_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
     batch = unpack_labelled(item)
-    if job.module.pipeline is not None:
-        sums = _MicrobatchSums(job, state, batch)
-        with job.precision.autocast(), scores_stay_divided():
-            job.module.pipeline.evaluate(batch.x, rows, sums.examine)
+    if setup.module.pipeline is not None:
+        sums = _MicrobatchSums(setup, state, batch)
+        with setup.precision.autocast(), scores_stay_divided():
+            setup.module.pipeline.evaluate(batch.x, rows, sums.examine)
         return StepOutput(rows=rows, total=sums.total, count=sums.count)
-    with job.precision.autocast(), scores_stay_divided():
-        outputs = call_module(job.module, batch.x)
-        total, count = _sums(job, state, outputs, batch, rows)
+    with setup.precision.autocast(), scores_stay_divided():
+        outputs = call_module(setup.module, batch.x)
+        total, count = _sums(setup, state, outputs, batch, rows)
     _update_metrics(state, outputs, batch, rows)
     return StepOutput(rows=rows, total=total, count=count)
 
@@ -179,9 +181,9 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
 class _MicrobatchSums:
     """What the microbatches of a shard add up to, on the worker that has their outputs."""
 
-    def __init__(self, job: Job, state: ReplicaState, batch: LabelledBatch) -> None:
+    def __init__(self, setup: TrainSetup, state: ReplicaState, batch: LabelledBatch) -> None:
         _check_microbatches(batch.x)
-        self._job, self._state, self._batch = job, state, batch
+        self._setup, self._state, self._batch = setup, state, batch
         self.total: Count = 0.0
         self.count: Count = 0.0
 
@@ -193,7 +195,7 @@ class _MicrobatchSums:
             (self._batch.y, self._batch.sample_weight),
         )
         part = LabelledBatch(self._batch.x, y, weight)
-        total, count = _sums(self._job, self._state, outputs, part, number)
+        total, count = _sums(self._setup, self._state, outputs, part, number)
         _update_metrics(self._state, outputs, part, number)
         if torch.is_grad_enabled():
             _check_graph(total)
@@ -216,12 +218,14 @@ def _kept(parts: list[Any], outputs: Any) -> Tensor:
     return torch.zeros(())
 
 
-def _sums(job: Job, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> tuple[Tensor, Count]:
+def _sums(
+    setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int
+) -> tuple[Tensor, Count]:
     if not rows:
         return no_examples(_first_float(outputs))
     context = _context()
-    divided = context.num_replicas_in_sync > 1 or job.module.pipeline is not None
-    sums = state.loss.sums(job.config.loss, outputs, batch, rows, context, divided=divided)
+    divided = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
+    sums = state.loss.sums(setup.config.loss, outputs, batch, rows, context, divided=divided)
     return sums.total, sums.count
 
 
@@ -231,7 +235,7 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
     divided = holds_divided(detached)
     if not state.metrics_checked:
-        _check_metrics(state, Rows(detached, batch, rows), divided)
+        _check_metrics(state, ShardRows(detached, batch, rows), divided)
     for name, metric in state.metrics.items():
         try:
             metric.update(detached, batch.y)
@@ -242,12 +246,12 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
             raise
 
 
-def _check_metrics(state: ReplicaState, shard: Rows, divided: bool) -> None:
+def _check_metrics(state: ReplicaState, shard: ShardRows, divided: bool) -> None:
     context = _context()
     waits = context.device.kind == "CPU" and shard.rows < LEAST_ROWS
     state.metrics_checked = not waits
     if not waits and not divided and shard.rows >= LEAST_ROWS and context.num_replicas_in_sync > 1:
-        check_metrics_in_parts(state.metrics, shard, context)
+        check_metrics_additive(state.metrics, shard, context)
 
 
 def _check_graph(total: Tensor) -> None:

@@ -15,8 +15,8 @@ from lockstep.bench.pipeline.run import PipelineResult, command_of
 from lockstep.bench.pipeline.settings import PipelineSettings, parse_schedules
 from lockstep.bench.pipeline.trial import Sample
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import SCHEDULES
-from lockstep.parallel.timetable import Action, Orders, Slot, Timetable, timetable
+from lockstep.parallel.pipeline_config import SCHEDULES
+from lockstep.parallel.pipeline_trace import Action, Orders, Slot, Timetable, timetable
 
 SETTINGS = PipelineSettings(schedules=("1f1b",), microbatches=2, rounds=2, layers=2)
 ORDERS: Orders = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.recipes.images.decode import decode_file, inspect_file, prepare
+from lockstep.recipes.images.pixels import decode_file, inspect_file, prepare
 
 
 def gradient(width: int = 16, height: int = 8) -> Image.Image:

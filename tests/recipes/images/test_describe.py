@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from lockstep.recipes.images.describe import summarize_pictures
+from lockstep.recipes.images.dataset import summarize_pictures
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree

@@ -10,10 +10,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.build import build_images
-from lockstep.recipes.images.digits import read_digits
-from lockstep.recipes.images.digits_folder import write_digits
-from lockstep.recipes.images.scan import scan_tree
+from lockstep.recipes.images.folder import read_digits, scan_tree, write_digits
+from lockstep.recipes.images.train import build_images
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig

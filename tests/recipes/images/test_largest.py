@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.recipes import largest_batch
-from lockstep.recipes.images.build import build_images
+from lockstep.recipes import batch_size as batch_size_module
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.largest import largest_images_batch
-from lockstep.replicas.resident_memory import resident_mb
+from lockstep.recipes.images.train import build_images, largest_images_batch
+from lockstep.replicas.cpu.memory import resident_mb
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +51,7 @@ def test_what_does_not_fit_is_not_found(
     monkeypatch: pytest.MonkeyPatch,
 ):
     data = make_tree("data", {"train/a": 100, "train/b": 100, "test/a": 2, "test/b": 2, "valid/a": 1, "valid/b": 1})
-    monkeypatch.setattr(largest_batch, "default_budget_mb", lambda _: resident_mb() + 60)
+    monkeypatch.setattr(batch_size_module, "default_budget_mb", lambda _: resident_mb() + 60)
     found = largest_images_batch(tiny(data=data, size=96), make_strategy(2))
 
     assert 2 <= found.size < 100

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lockstep.recipes.images.parts import divide, hold_out
-from lockstep.recipes.images.scan import Picture
+from lockstep.recipes.images.folder import Picture, divide, hold_out
 
 
 def pictures(*counts: int) -> tuple[Picture, ...]:

@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from lockstep.errors import DataError
-from lockstep.recipes.images import pixel_file
-from lockstep.recipes.images.pixel_file import cache_key, disk_store
-from lockstep.recipes.images.pixels import PixelStore, memory_store
+from lockstep.recipes.images import pixels
+from lockstep.recipes.images.pixels import PixelStore, cache_key, disk_store, memory_store
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeTree
@@ -125,7 +124,7 @@ def test_an_interrupted_run_leaves_no_file(root: Path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.recipes.images.pixel_file import disk_store
+from lockstep.recipes.images.pixels import disk_store
 
 root = Path(sys.argv[1])
 kill = lambda done, of: os.kill(os.getpid(), signal.SIGKILL)
@@ -164,7 +163,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(root: Path):
 
 
 def test_too_little_room_is_said_before_anything_is_decoded(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pixel_file.shutil, "disk_usage", lambda folder: _Usage())
+    monkeypatch.setattr(pixels.shutil, "disk_usage", lambda folder: _Usage())
     decoded: list[int] = []
 
     with pytest.raises(DataError, match=r"take 0.0 MB, and '.*cache' has 0.0 MB free; give another cache_dir"):

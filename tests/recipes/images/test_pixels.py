@@ -12,8 +12,7 @@ import torch
 
 from lockstep.errors import DataError
 from lockstep.recipes.images import pixels
-from lockstep.recipes.images.decode import decode_file
-from lockstep.recipes.images.pixels import in_workers, memory_store, said_size
+from lockstep.recipes.images.pixels import decode_file, in_workers, memory_store, said_size
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeTree

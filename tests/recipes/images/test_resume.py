@@ -11,9 +11,8 @@ from PIL import Image
 
 import lockstep as ls
 from lockstep.errors import CheckpointError
-from lockstep.recipes.images.build import settings_of
-from lockstep.recipes.images.run import train_images
-from lockstep.recipes.images.source import read_pictures
+from lockstep.recipes.images.dataset import read_pictures
+from lockstep.recipes.images.train import settings_of, train_images
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

@@ -9,9 +9,7 @@ import torch
 from transformers import AutoImageProcessor, MobileNetV2ForImageClassification, MobileNetV2Model, pipeline
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.images.build import build_images
-from lockstep.recipes.images.exactness import check_exactness
-from lockstep.recipes.images.run import compile_images, train_images
+from lockstep.recipes.images.train import build_images, check_exactness, compile_images, train_images
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 

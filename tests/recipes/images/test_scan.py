@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.scan import scan_tree
+from lockstep.recipes.images.folder import scan_tree
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeTree

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.source import read_pictures
+from lockstep.recipes.images.dataset import read_pictures
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep as ls
-from lockstep.recipes.memory.lora import Lora, add_lora
+from lockstep.recipes.memory import Lora, add_lora
 
 MakeStrategy = Callable[..., ls.MirroredStrategy]
 

@@ -7,13 +7,20 @@ import torch
 from torch import Tensor
 
 from lockstep.recipes.mlm.batches import (
+    IGNORED_LABEL,
+    NO_POSITION,
     BatchSettings,
     Inputs,
     MaskedBatches,
+    MaskingRule,
 )
-from lockstep.recipes.mlm.masking import IGNORED_LABEL, NO_POSITION, MaskingRule
-from lockstep.recipes.text.vocabulary import TokenRows, Vocabulary, wordpiece_vocabulary
-from lockstep.recipes.text.wordpiece import WordPieceSettings, train_wordpiece
+from lockstep.recipes.text.tokenizer import (
+    TokenRows,
+    Vocabulary,
+    WordPieceSettings,
+    train_wordpiece,
+    wordpiece_vocabulary,
+)
 
 SETTINGS = BatchSettings(
     batch_size=16, shuffle_buffer=0, length_window=4, padding="longest", sequence_length=96, seed=7

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.recipes.mlm.build import build_metrics, build_mlm, build_optimizer, build_scheduler, read_text, updates
-from lockstep.recipes.text.wordpiece import cache_key
+from lockstep.recipes.mlm.train import build_metrics, build_mlm, build_optimizer, build_scheduler, read_text, updates
+from lockstep.recipes.text.tokenizer import cache_key
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.build import read_text
 from lockstep.recipes.mlm.config import MlmConfig, mlm
+from lockstep.recipes.mlm.train import read_text
 
 
 def test_the_recipe_is_the_published_workload():

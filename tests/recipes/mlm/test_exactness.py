@@ -10,7 +10,7 @@ import pytest
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.recipes import exactness
-from lockstep.recipes.mlm.exactness import check_exactness
+from lockstep.recipes.mlm.train import check_exactness
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

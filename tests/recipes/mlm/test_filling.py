@@ -12,10 +12,9 @@ from transformers import pipeline
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.build import build_mlm
-from lockstep.recipes.mlm.filling import Filled, hidden_words, mask_token, questions_of
-from lockstep.recipes.mlm.run import train_mlm
-from lockstep.recipes.text.vocabulary import Vocabulary
+from lockstep.recipes.mlm.fill_mask import Filled, hidden_words, mask_token, questions_of
+from lockstep.recipes.mlm.train import build_mlm, train_mlm
+from lockstep.recipes.text.tokenizer import Vocabulary
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.recipes import largest_batch
-from lockstep.recipes.mlm.build import build_mlm
+from lockstep.recipes import batch_size as batch_size_module
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.largest import largest_mlm_batch
-from lockstep.replicas.resident_memory import resident_mb
+from lockstep.recipes.mlm.train import build_mlm, largest_mlm_batch
+from lockstep.replicas.cpu.memory import resident_mb
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -42,7 +41,7 @@ def test_there_is_no_batch_larger_than_the_training_part(tiny: MakeConfig, make_
 
 def test_what_does_not_fit_is_not_found(tiny: MakeConfig, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch):
     """48 tokens of width 64 in a layer with feed_forward 8,192: over 1.5 MB of activations a line."""
-    monkeypatch.setattr(largest_batch, "default_budget_mb", lambda _: resident_mb() + 80)
+    monkeypatch.setattr(batch_size_module, "default_budget_mb", lambda _: resident_mb() + 80)
     found = largest_mlm_batch(tiny(hidden=64, feed_forward=8192), make_strategy(2))
 
     assert 4 <= found.size <= 60
@@ -50,7 +49,7 @@ def test_what_does_not_fit_is_not_found(tiny: MakeConfig, make_strategy: MakeStr
 
 
 def test_the_strategy_trains_on_afterwards(tiny: MakeConfig, make_strategy: MakeStrategy):
-    from lockstep.recipes.mlm.run import train_mlm
+    from lockstep.recipes.mlm.train import train_mlm
 
     searched, fresh = make_strategy(2), make_strategy(2)
     largest_mlm_batch(tiny(dropout=0.5), searched)

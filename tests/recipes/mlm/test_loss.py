@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.recipes.mlm.loss import masked_labels, masked_token_loss
-from lockstep.recipes.mlm.masking import IGNORED_LABEL
+from lockstep.recipes.mlm.batches import IGNORED_LABEL
+from lockstep.recipes.mlm.model import masked_labels, masked_token_loss
 
 VOCABULARY = 50
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.masking import IGNORED_LABEL, NO_POSITION, MaskedRows, MaskingRule, mask_tokens, masked_counts
+from lockstep.recipes.mlm.batches import IGNORED_LABEL, NO_POSITION, MaskedRows, MaskingRule, mask_tokens, masked_counts
 
 MASK_ID = 4
 ORDINARY = torch.arange(5, 1000)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.masking import NO_POSITION
+from lockstep.recipes.mlm.batches import NO_POSITION
 from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
-from lockstep.replicas.host_reads import HostReads
+from lockstep.replicas.device.host_syncs import HostReads
 
 SMALL = BertShape(layers=2, hidden=16, heads=2, feed_forward=32, vocabulary=60, positions=24)
 POSITIONS = torch.tensor([[1, 4, NO_POSITION], [2, NO_POSITION, NO_POSITION], [3, 5, 7]])

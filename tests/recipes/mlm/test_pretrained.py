@@ -9,9 +9,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.build import build_mlm
-from lockstep.recipes.mlm.pretrained import load_pretrained
-from lockstep.recipes.text.wordpiece import WordPieceSettings, train_wordpiece
+from lockstep.recipes.mlm.model import load_pretrained
+from lockstep.recipes.mlm.train import build_mlm
+from lockstep.recipes.text.tokenizer import WordPieceSettings, train_wordpiece
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig

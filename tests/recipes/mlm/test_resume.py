@@ -15,7 +15,7 @@ import lockstep as ls
 from lockstep.config import LogicalDevice
 from lockstep.errors import CheckpointError
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.run import train_mlm
+from lockstep.recipes.mlm.train import train_mlm
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from tests.stand_in import stand_in_gpus
 from transformers import AutoTokenizer, BertForMaskedLM
 
 from lockstep.config import LogicalDevice
-from lockstep.recipes.mlm.build import build_mlm
-from lockstep.recipes.mlm.run import train_mlm
+from lockstep.recipes.mlm.train import build_mlm, train_mlm
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 

@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.reviews.build import build_collator, build_reviews, class_names
+from lockstep.recipes.reviews.train import build_collator, build_reviews, class_names
 
 if TYPE_CHECKING:
     from tests.recipes.reviews.conftest import MakeConfig

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.csv_file import read_csv
-from lockstep.recipes.reviews.table import Review
+from lockstep.recipes.reviews.dataset import Review, read_csv
 
 
 @pytest.fixture

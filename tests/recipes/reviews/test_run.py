@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.run import Places, ReviewsResult, build_reviews, check_exactness, train_reviews
+from lockstep.recipes.reviews.train import Places, ReviewsResult, build_reviews, check_exactness, train_reviews
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.recipes.text.vocabulary import Vocabulary, wordpiece_vocabulary
-from lockstep.recipes.text.wordpiece import WordPieceSettings, train_wordpiece
+from lockstep.recipes.text.tokenizer import Vocabulary, WordPieceSettings, train_wordpiece, wordpiece_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.text.wikitext import read_wikitext
+from lockstep.recipes.text.corpus import read_wikitext
 
 
 def test_lines_over_100_characters_are_read_in_order_and_stripped(tmp_path: Path):

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.text import wordpiece
-from lockstep.recipes.text.wordpiece import (
+from lockstep.recipes.text import tokenizer as tokenizer_module
+from lockstep.recipes.text.tokenizer import (
     SPECIAL_TOKENS,
     WordPieceSettings,
     cache_key,
@@ -29,7 +29,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[WordPieceSettings]:
         seen.append(settings)
         return train_wordpiece(lines, settings)
 
-    monkeypatch.setattr(wordpiece, "train_wordpiece", train)
+    monkeypatch.setattr(tokenizer_module, "train_wordpiece", train)
     return seen
 
 

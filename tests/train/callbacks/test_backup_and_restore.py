@@ -20,8 +20,8 @@ from lockstep.train.callbacks import (
     ModelCheckpoint,
     TensorBoard,
 )
-from lockstep.train.callbacks.backup_and_restore import SAVED_AND_STOPPED
-from lockstep.train.callbacks.callback_list import CallbackList
+from lockstep.train.callbacks.base import CallbackList
+from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
 from lockstep.train.model import Model
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -6,7 +6,7 @@ from torchmetrics.classification import BinaryAccuracy
 from torchmetrics.regression import MeanSquaredError
 
 from lockstep.errors import ConfigError
-from lockstep.train.callbacks.monitor import Monitor
+from lockstep.train.callbacks.base import Monitor
 
 METRICS = {"accuracy": BinaryAccuracy(), "error": MeanSquaredError(), "all": CatMetric(), "sum": SumMetric()}
 

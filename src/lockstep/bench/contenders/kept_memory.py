@@ -10,7 +10,7 @@ from lockstep.bench.contenders.plain import train_alone
 from lockstep.bench.laps import Laps
 from lockstep.bench.spawned import Seat
 from lockstep.bench.trial import Trial
-from lockstep.replicas.host_memory import keep_freed_memory
+from lockstep.replicas.cpu.memory import keep_freed_memory
 
 
 def train_alone_keeping(trial: Trial, seat: Seat, laps: Laps) -> None:

@@ -12,7 +12,7 @@ from lockstep.bench.contenders.lockstep_run import split_cpu, train_with
 from lockstep.bench.laps import Laps
 from lockstep.bench.spawned import Seat
 from lockstep.bench.trial import Trial
-from lockstep.collectives.communication import Compression
+from lockstep.collectives.options import Compression
 
 _LOOPBACK = "127.0.0.1"
 

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from lockstep.errors import ReplicaError
-from lockstep.lifeline import Lifeline, hang_on
+from lockstep.parent_death import Lifeline, hang_on
 
 T = TypeVar("T")
 

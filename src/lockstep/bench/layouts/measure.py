@@ -16,12 +16,17 @@ from torch import Tensor
 
 import lockstep as ls
 from lockstep.bench.layouts.roster import LayoutWork, MeasuredLayout
-from lockstep.collectives.grid_workers import GridWorkers
-from lockstep.collectives.workers import Workers
+from lockstep.collectives.communicator import Workers
+from lockstep.collectives.mesh_communicator import GridWorkers
 from lockstep.extras import require
-from lockstep.replicas.host_memory import give_back_at_once, give_back_freed_memory, keep_freed_memory
-from lockstep.replicas.linear import linear
-from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
+from lockstep.replicas.cpu.linear import linear
+from lockstep.replicas.cpu.memory import (
+    ResidentPeak,
+    give_back_at_once,
+    give_back_freed_memory,
+    keep_freed_memory,
+    resident_mb,
+)
 
 TRIAL_LIMIT_S = 600.0
 _RATE = 1e-4

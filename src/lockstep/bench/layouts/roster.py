@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.plan.layout import Layout
-from lockstep.recipes.settings import at_least
+from lockstep.recipes.config_checks import at_least
 
 WORKERS = 4
 _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")

@@ -14,8 +14,8 @@ from lockstep.checkpoint.whole_file import write_whole
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import shape_of
 from lockstep.plan.software import Software, precision_named
-from lockstep.recipes.settings import at_least
-from lockstep.replicas.linear import onednn_is_faster
+from lockstep.recipes.config_checks import at_least
+from lockstep.replicas.cpu.linear import onednn_is_faster
 
 Progress = Callable[[Row], None]
 """Told of each layout when it was measured."""

@@ -21,15 +21,13 @@ from lockstep import config
 from lockstep.bench.memory_choices.roster import Choice, ReviewsWork
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
-from lockstep.lifeline import Lifeline, hang_on
-from lockstep.recipes.memory.choices import with_choices
-from lockstep.recipes.memory.lora import trained_parameters
-from lockstep.recipes.settings import at_least
-from lockstep.replicas.host_memory import give_back_freed_memory
-from lockstep.replicas.resident_memory import ResidentPeak, resident_mb
+from lockstep.parent_death import Lifeline, hang_on
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.memory import trained_parameters, with_choices
+from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.train.precision import Precision
+from lockstep.train.compile import Precision
 
 TRIAL_LIMIT_S = 1200.0
 _END_LIMIT_S = 30.0

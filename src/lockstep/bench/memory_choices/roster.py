@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.memory.choices import MemoryChoices, loading
-from lockstep.recipes.memory.lora import Lora
-from lockstep.recipes.settings import at_least
-from lockstep.train.precision import PrecisionName
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.memory import Lora, MemoryChoices, loading
+from lockstep.train.compile import PrecisionName
 
 FULL = "full, fp32"
 """What the others are compared with: nothing is done."""

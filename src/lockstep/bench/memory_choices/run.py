@@ -14,7 +14,7 @@ from lockstep.bench.memory_choices.markdown import Row, render_choices, rows_of
 from lockstep.bench.memory_choices.measure import Measured, MemoryTrial, measured
 from lockstep.bench.memory_choices.roster import Choice, ReviewsWork, chosen, why_not
 from lockstep.checkpoint.whole_file import write_whole
-from lockstep.recipes.settings import at_least
+from lockstep.recipes.config_checks import at_least
 
 Progress = Callable[[str, Measured | str], None]
 """Told of a choice's name and what it took, or why it was not measured."""

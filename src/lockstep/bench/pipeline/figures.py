@@ -9,8 +9,8 @@ from statistics import fmean, median
 
 from lockstep.bench.pipeline.settings import PipelineSettings
 from lockstep.bench.pipeline.trial import Sample
-from lockstep.parallel.microbatches import ScheduleName
-from lockstep.parallel.timetable import ActionKind, Orders, Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline_config import ScheduleName
+from lockstep.parallel.pipeline_trace import ActionKind, Orders, Timetable, textbook_bubble, timetable
 
 
 @dataclass(frozen=True, kw_only=True)

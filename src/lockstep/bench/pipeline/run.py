@@ -55,7 +55,7 @@ def measure_pipeline(settings: PipelineSettings, *, output: Path, progress: Prog
     Raises:
         ClusterError: a worker failed.
     """
-    from lockstep.parallel.schedules import orders_of  # imports torch's pipelining, which every command would wait for
+    from lockstep.parallel.pipeline import orders_of  # imports torch's pipelining, which every command would wait for
 
     machine = this_machine()
     orders = {schedule: orders_of(settings.pipelining(schedule)) for schedule in settings.schedules}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.microbatches import SCHEDULES, Pipelining, ScheduleName, check_layers, choose_pipelining
-from lockstep.recipes.settings import at_least, one_of
+from lockstep.parallel.pipeline_config import SCHEDULES, Pipelining, ScheduleName, check_layers, choose_pipelining
+from lockstep.recipes.config_checks import at_least, one_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.bench.pipeline.settings import PipelineSettings
 from lockstep.extras import require
-from lockstep.parallel.microbatches import ScheduleName
-from lockstep.parallel.timetable import Timetable
+from lockstep.parallel.pipeline_config import ScheduleName
+from lockstep.parallel.pipeline_trace import Timetable
 
 TRIAL_LIMIT_S = 1200.0
 _RATE = 0.01

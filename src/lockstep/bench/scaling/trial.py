@@ -26,7 +26,7 @@ from lockstep.bench.scaling.settings import ScalingSettings
 from lockstep.bench.scaling.training import Record, measure
 from lockstep.bench.scaling.works import build_work
 from lockstep.errors import LockstepError, ReplicaError
-from lockstep.lifeline import end_with_pipe
+from lockstep.parent_death import end_with_pipe
 from lockstep.strategies.mirrored import MirroredStrategy
 
 TRIAL_LIMIT_S = 3600.0

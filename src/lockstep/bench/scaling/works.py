@@ -89,7 +89,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def _images(config: ImagesConfig) -> Work:
-    from lockstep.recipes.images.build import build_images, build_optimizer, picture_loss
+    from lockstep.recipes.images.train import build_images, build_optimizer, picture_loss
 
     task = build_images(config)
     return Work(
@@ -108,8 +108,8 @@ def _images_title(config: ImagesConfig) -> str:
 
 
 def _mlm(config: MlmConfig) -> Work:
-    from lockstep.recipes.mlm.build import build_mlm, build_optimizer
-    from lockstep.recipes.mlm.loss import masked_token_loss
+    from lockstep.recipes.mlm.model import masked_token_loss
+    from lockstep.recipes.mlm.train import build_mlm, build_optimizer
 
     task = build_mlm(config)
     return Work(

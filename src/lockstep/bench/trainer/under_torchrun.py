@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.bench.laps import LapRecord, Laps
 from lockstep.bench.trainer.steps import train_original
-from lockstep.lifeline import hang_on
+from lockstep.parent_death import hang_on
 
 
 def main() -> None:

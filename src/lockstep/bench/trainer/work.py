@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lockstep.bench.trial import Batch, Workload
-from lockstep.recipes.reviews.build import ReviewsTask, build_collator, build_reviews
+from lockstep.recipes.reviews.batches import GroupedOrder
 from lockstep.recipes.reviews.config import ReviewsConfig, reviews
-from lockstep.recipes.reviews.order import GroupedOrder
+from lockstep.recipes.reviews.train import ReviewsTask, build_collator, build_reviews
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -17,7 +17,7 @@ from lockstep.bench.hosts import Link
 from lockstep.bench.roster import layouts_of
 from lockstep.bench.spawned import Body, SpawnedBody
 from lockstep.bench.trial import Contender, Layout
-from lockstep.collectives.communication import Compression
+from lockstep.collectives.options import Compression
 
 _WORKERS = 2
 _REPLICAS_ON_A_HOST = 2

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.collectives.workers import OneWorker
+from lockstep.collectives.communicator import OneWorker
 from lockstep.data.layout import BatchLayout
-from lockstep.integrations.transformers.shards import Shard, divided
-from lockstep.integrations.transformers.shares import Share
+from lockstep.integrations.transformers.sharding import Shard, Share, divided
 
 _EXACT, _ROUGH = 1e-4, 5e-2
 _LAST_LOOK = 32

@@ -22,30 +22,46 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import TrainingArguments
 
+from lockstep.collectives.communicator import exchange_values
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.values import exchange_values
 from lockstep.data.digest import batch_digest
 from lockstep.data.layout import BatchLayout
 from lockstep.errors import UsageError
-from lockstep.integrations.transformers import loss_check, random_state
-from lockstep.integrations.transformers.agreement import (
+from lockstep.integrations.transformers import loss_check
+from lockstep.integrations.transformers.arguments import (
+    OneProcess,
+    check_arguments,
+    check_model,
+    chosen_strategy,
+    seen_as_chief,
+    seen_as_one_device,
+)
+from lockstep.integrations.transformers.sharding import (
+    Prediction,
+    Shard,
+    Share,
+    current_share,
+    divided,
+    joined,
+    shifts_labels,
+    weighing,
+    weighted,
+)
+from lockstep.integrations.transformers.sync import (
     AgreeingCallbacks,
     agree_on_arguments,
     agree_on_checkpoint,
     agree_on_flags,
+    begin_random_numbers,
+    load_random_numbers,
+    save_random_numbers,
 )
-from lockstep.integrations.transformers.one_process import OneProcess, seen_as_chief, seen_as_one_device
-from lockstep.integrations.transformers.outputs import Prediction, joined
-from lockstep.integrations.transformers.refusals import check_arguments, check_model
-from lockstep.integrations.transformers.shards import Shard, divided
-from lockstep.integrations.transformers.shares import Share, current_share, shifts_labels, weighing, weighted
-from lockstep.integrations.transformers.strategies import chosen_strategy
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MirroredOptimizer
 from lockstep.mirroring.single_row import guard_single_row
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
-from lockstep.train.rows import random_numbers_apart
+from lockstep.train.batch import preserving_rng
 
 
 class Trainer(transformers.Trainer):
@@ -86,7 +102,7 @@ class Trainer(transformers.Trainer):
         check_arguments(args, workers=self._workers.size)
         check_model(model)
         self._one_process = OneProcess(args, self.strategy)
-        random_state.begin(self.strategy, args.seed)
+        begin_random_numbers(self.strategy, args.seed)
         super().__init__(model, args, *others, **named)
         if self._workers.size > 1:
             self.callback_handler = AgreeingCallbacks(self.callback_handler, self._workers)
@@ -99,7 +115,7 @@ class Trainer(transformers.Trainer):
 
     def call_model_init(self, trial: Any = None) -> Any:
         """As there; where transformers sets the seed for it, the replicas' numbers begin anew too."""
-        random_state.begin(self.strategy, self.args.seed)
+        begin_random_numbers(self.strategy, self.args.seed)
         return super().call_model_init(trial)
 
     def train(self, *args: Any, **named: Any) -> Any:
@@ -136,13 +152,13 @@ class Trainer(transformers.Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         if self._workers.is_chief:
             super()._save_rng_state(output_dir)
-        random_state.save(self.strategy, Path(output_dir))
+        save_random_numbers(self.strategy, Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             step = self.state.global_step
-            random_state.load(self.strategy, Path(checkpoint), seed=self.args.seed, step=step)
+            load_random_numbers(self.strategy, Path(checkpoint), seed=self.args.seed, step=step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         agree_on_checkpoint(self._workers, resume_from_checkpoint)
@@ -220,7 +236,7 @@ class Trainer(transformers.Trainer):
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(dict(inputs)), num_items_in_batch=watched)
             return torch.as_tensor(loss)
 
-        with random_numbers_apart(self._context):
+        with preserving_rng(self._context):
             return loss_check.difference(loss_of, shard, copy, shifted=shifts_labels(self.model))
 
     def _train_shard(self, shard: Shard, items: Any) -> Tensor:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.recipes.config_checks import at_least, between, one_of, positive, share
 from lockstep.recipes.images.model import MobileNetShape
-from lockstep.recipes.settings import at_least, between, one_of, positive, share
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.recipes.mlm.masking import MaskingRule
+from lockstep.recipes.config_checks import at_least, between, one_of, positive
+from lockstep.recipes.mlm.batches import MaskingRule
 from lockstep.recipes.mlm.model import BertShape
-from lockstep.recipes.settings import at_least, between, one_of, positive
-from lockstep.recipes.text.splits import MINIMUM_CHARACTERS
-from lockstep.recipes.text.wordpiece import WordPieceSettings
+from lockstep.recipes.text.corpus import MINIMUM_CHARACTERS
+from lockstep.recipes.text.tokenizer import WordPieceSettings
 
 
 @dataclass(frozen=True, kw_only=True)

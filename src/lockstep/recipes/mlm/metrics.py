@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.recipes.mlm.loss import masked_labels
-from lockstep.recipes.mlm.masking import IGNORED_LABEL
+from lockstep.recipes.mlm.batches import IGNORED_LABEL
+from lockstep.recipes.mlm.model import masked_labels
 
 
 class MaskedTokenAccuracy(Metric):

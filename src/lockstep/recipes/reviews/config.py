@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.memory.choices import LoadIn, MemoryChoices
-from lockstep.recipes.memory.lora import Lora
-from lockstep.recipes.settings import at_least, between, one_of, positive, share
-from lockstep.recipes.text.wordpiece import WordPieceSettings
+from lockstep.recipes.config_checks import at_least, between, one_of, positive, share
+from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
+from lockstep.recipes.text.tokenizer import WordPieceSettings
 
 NAMES_OF_TWO = ("差评！", "好评！")
 """The lower label and the higher one, where there are two."""

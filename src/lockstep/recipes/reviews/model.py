@@ -9,8 +9,8 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.hub import load_named
-from lockstep.recipes.memory.choices import loading, with_choices
+from lockstep.recipes.from_hub import load_named
+from lockstep.recipes.memory import loading, with_choices
 from lockstep.recipes.reviews.config import ReviewsConfig
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from lockstep.train.callbacks.backup_and_restore import BackupAndRestore
-from lockstep.train.callbacks.base import Callback
-from lockstep.train.callbacks.callback_list import CallbackList
-from lockstep.train.callbacks.csv_logger import CSVLogger
+from lockstep.train.callbacks.base import Callback, CallbackList, LambdaCallback
+from lockstep.train.callbacks.checkpoints import BackupAndRestore, ModelCheckpoint
 from lockstep.train.callbacks.early_stopping import EarlyStopping
-from lockstep.train.callbacks.lambda_callback import LambdaCallback
-from lockstep.train.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.train.callbacks.loggers import CSVLogger, TensorBoard
 from lockstep.train.callbacks.progress import ProgressBar
-from lockstep.train.callbacks.tensorboard import TensorBoard
 
 __all__ = [
     "BackupAndRestore",

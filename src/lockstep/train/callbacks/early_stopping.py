@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.kinds import check_kind
 from lockstep.errors import ConfigError
-from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.callbacks.monitor import Mode, Monitor
+from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
 
 _SAVED: Any = {

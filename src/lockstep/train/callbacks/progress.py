@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lockstep.errors import MissingExtraError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.late_logs import LateLogs
+from lockstep.train.logs import LazyLogs
 
 _REDRAW_S = 0.1
 _BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
@@ -49,7 +49,7 @@ class ProgressBar(Callback):
         self._bar: Any = None
         self._drawn = 0.0
         self._known: Logs = {}
-        self._late: LateLogs | None = None
+        self._late: LazyLogs | None = None
         self._title = ""
         self._training = False
         self._epoch_line = ""
@@ -127,7 +127,7 @@ class ProgressBar(Callback):
 
     def _in_time(self, logs: Logs) -> Logs:
         """Numbers that nothing has to be waited for: those of a drawing before, where a GPU is still at these."""
-        if not isinstance(logs, LateLogs) or logs.arrived:
+        if not isinstance(logs, LazyLogs) or logs.arrived:
             return logs
         if self._late is None:
             self._late = logs

@@ -1,0 +1,202 @@
+"""How transformers and accelerate see a strategy: one process, with one device that is as wide as all replicas.
+
+``n_gpu`` is the number of all replicas, so that ``train_batch_size``, which is per device times ``n_gpu``, is the
+global batch, and steps and epochs follow. ``process_index`` is the worker's, so that the chief alone logs and saves.
+Nothing is distributed for accelerate: else it would shard, pad and gather by itself, and wrap the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from transformers import TrainingArguments
+from transformers.debug_utils import DebugOption
+
+from lockstep.cluster.resolve import declared_job
+from lockstep.config import list_logical_devices
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
+from lockstep.strategies.scope import current_strategy
+
+_UPDATES_IN_BACKWARD = ("lomo", "adalomo")
+
+
+def check_arguments(args: TrainingArguments, *, workers: int) -> None:
+    """Refuses what this Trainer cannot do.
+
+    Args:
+        args: transformers' arguments.
+        workers: how many workers there are.
+
+    Raises:
+        ConfigError: says which argument, and what to do instead.
+    """
+    for complaint in _complaints(args):
+        raise ConfigError(f"the Trainer of lockstep got {complaint}")
+    if workers > 1:
+        for complaint in _complaints_of_workers(args, workers):
+            raise ConfigError(f"the Trainer of lockstep got {complaint}")
+
+
+def _complaints(args: TrainingArguments) -> Iterator[str]:
+    plain = "use transformers' own Trainer for it, or leave it out"
+    if args.fsdp:
+        yield f"fsdp={args.fsdp!r}, which cuts the model up, and here every replica has all of it; {plain}"
+    if args.deepspeed:
+        yield f"deepspeed={args.deepspeed!r}, which wants to run the training itself; {plain}"
+    if getattr(args, "parallelism_config", None) is not None:
+        yield f"a parallelism_config, which divides the model between processes; {plain}"
+    if args.torch_compile:
+        yield f"torch_compile=True, whose compiled code draws its random numbers past the replicas' own; {plain}"
+    name = str(getattr(args.optim, "value", args.optim))
+    if name in _UPDATES_IN_BACKWARD or name.endswith("_layerwise"):
+        yield (
+            f"optim={name!r}, which updates weights in the backward pass, before the replicas' gradients are summed; "
+            "choose an optimizer that updates in its step"
+        )
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        yield "debug='underflow_overflow', whose hooks know one copy of the model; debug on one device"
+
+
+def _complaints_of_workers(args: TrainingArguments, workers: int) -> Iterator[str]:
+    job = f"in a job of {workers} workers"
+    if args.auto_find_batch_size:
+        yield f"auto_find_batch_size=True {job}, which would each find their own; find it on the devices of one worker"
+    if args.save_on_each_node:
+        yield f"save_on_each_node=True {job}, of which the chief alone writes; leave it out"
+    if getattr(args, "enable_jit_checkpoint", False):
+        yield f"enable_jit_checkpoint=True {job}, which saves when a signal reaches one of them; leave it out"
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model that is spread over devices.
+
+    Raises:
+        ConfigError: its parts are on several devices.
+    """
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1:
+        raise ConfigError(
+            f"the model is spread over {', '.join(sorted(places))} by its device_map, and every replica needs all of "
+            "it on its own device; load it without device_map"
+        )
+
+
+def chosen_strategy(given: Strategy | None, *, on_cpu: bool) -> Strategy:
+    """The strategy that was given, else the one in scope, else one of all local devices or of the whole job.
+
+    Args:
+        given: to the Trainer.
+        on_cpu: only CPU devices; what ``use_cpu`` of the arguments says.
+
+    Raises:
+        ConfigError: a strategy that does not give every replica the whole model.
+        ClusterError: the environment declares a job that cannot be joined.
+    """
+    strategy = given or current_strategy()
+    if strategy is not None:
+        return _checked(strategy)
+    if declared_job() is not None:
+        return _strategy_of_job(on_cpu)
+    return MirroredStrategy(list_logical_devices("CPU") if on_cpu else None)
+
+
+def _checked(strategy: Strategy) -> Strategy:
+    if not isinstance(strategy, (MirroredStrategy, MultiWorkerMirroredStrategy)):
+        raise ConfigError(
+            f"the Trainer of lockstep got {strategy!r}, and needs replicas that have the whole model; give a "
+            "MirroredStrategy or a MultiWorkerMirroredStrategy"
+        )
+    return strategy
+
+
+@cache
+def _strategy_of_job(on_cpu: bool) -> Strategy:
+    """One for all Trainers of this process: a job is joined once."""
+    return MultiWorkerMirroredStrategy(list_logical_devices("CPU") if on_cpu else None)
+
+
+class OneProcess:
+    """What ``args``, and all of accelerate in this process, are to know of a strategy.
+
+    Args:
+        args: of one Trainer, which owns them.
+        strategy: whose replicas are one device.
+    """
+
+    def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
+        self._args = args
+        self._replicas = strategy.num_replicas_in_sync
+        self._index = strategy.workers.index
+        self._device = strategy.devices[0].torch_device
+        self._accelerator: dict[str, Any] = {}
+        args.n_gpu  # noqa: B018  the first look at it sets everything up, which must not come later
+        self.establish()
+
+    def establish(self) -> None:
+        """Tells them, or tells them again: making other arguments asks the environment anew, and forgets it all."""
+        self._args._n_gpu = self._replicas
+        self._args.__dict__["_setup_devices"] = self._device
+        self._args.distributed_state = _detached(_state(self._device, index=self._index))
+        if not self._is_known():
+            AcceleratorState._reset_state(reset_partial_state=True)
+            PartialState._shared_state.update(_state(self._device, index=0))
+            AcceleratorState._shared_state.update(self._accelerator)
+
+    def keep(self) -> None:
+        """Keeps what accelerate knows now that there is an Accelerator."""
+        self._accelerator = dict(AcceleratorState._shared_state)
+
+    def _is_known(self) -> bool:
+        known, accelerator = PartialState._shared_state, AcceleratorState._shared_state
+        alone = known.get("distributed_type") is DistributedType.NO and known.get("device") == self._device
+        return alone and (not self._accelerator or accelerator.keys() == self._accelerator.keys())
+
+
+@contextmanager
+def seen_as_one_device(args: TrainingArguments) -> Iterator[None]:
+    """Inside, ``n_gpu`` is 1: for code of transformers that is about one replica, or about the whole batch."""
+    replicas, args._n_gpu = args._n_gpu, 1
+    try:
+        yield
+    finally:
+        args._n_gpu = replicas
+
+
+@contextmanager
+def seen_as_chief(args: TrainingArguments) -> Iterator[None]:
+    """Inside, ``process_index`` is 0: for what every worker must do with the same random numbers."""
+    state = args.distributed_state
+    index, state.process_index = state.process_index, 0
+    try:
+        yield
+    finally:
+        state.process_index = index
+
+
+def _state(device: Any, *, index: int) -> dict[str, Any]:
+    return {
+        "_cpu": device.type == "cpu",
+        "backend": None,
+        "debug": False,
+        "device": device,
+        "distributed_type": DistributedType.NO,
+        "fork_launched": False,
+        "local_process_index": index,
+        "num_processes": 1,
+        "process_index": index,
+    }
+
+
+def _detached(values: dict[str, Any]) -> PartialState:
+    """A state that is not the one that all of accelerate shares."""
+    state = object.__new__(PartialState)
+    state.__dict__ = values
+    return state

@@ -1,0 +1,244 @@
+"""What the replicas of all workers found for their shards of an evaluation batch, put together for every worker.
+
+Outputs are joined along dim 0, in the order of the batch. The loss is that of the whole batch: the shards' means, each
+weighed by what it was over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.data.layout import BatchLayout
+from lockstep.data.shards import batch_rows, local_cut, local_shards
+
+IGNORED = -100
+"""The label of what has no loss, in transformers as in torch's cross-entropy."""
+
+
+class CountedItems(Tensor):
+    """The number of items of a batch, a tensor without a dimension, which notices when something computes with it."""
+
+    used = False
+
+    @classmethod
+    def of(cls, number: Tensor) -> CountedItems:
+        """A number that has not been used yet."""
+        return number.detach().as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Computes as with a plain tensor. To ask for an attribute, such as the device, is no use yet."""
+        if getattr(func, "__name__", "") != "__get__":
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, cls):
+                    value.used = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Share:
+    """A shard's share, known when its loss has been computed.
+
+    Args:
+        count: rows or tokens of the shard that a mean is over.
+        total: those of the global batch.
+    """
+
+    def __init__(self, count: int, total: int) -> None:
+        self._count = count
+        self._total = total
+        self._items: CountedItems | None = None
+
+    def watch(self, items: Tensor | int | None, device: torch.device) -> Tensor | None:
+        """The number of items that a loss may be divided by, on ``device``, watched for whether it is."""
+        self._items = None if items is None else CountedItems.of(torch.as_tensor(items, device=device))
+        return self._items
+
+    @property
+    def factor(self) -> float:
+        """What the loss of a shard is multiplied by, where the number of items is that of the whole batch."""
+        return 1.0 if self._divides else self._count / self._total
+
+    @property
+    def weight(self) -> float:
+        """What the loss of a shard was divided by, where the number of items is that of the shard."""
+        return float(self._items) if self._items is not None and self._divides else self._count
+
+    @property
+    def _divides(self) -> bool:
+        return self._items is not None and self._items.used
+
+
+_share: ContextVar[Share | None] = ContextVar("lockstep_share", default=None)
+
+
+@contextmanager
+def weighing(share: Share) -> Iterator[Share]:
+    """Inside, ``share`` is that of the shard whose loss this thread computes."""
+    token = _share.set(share)
+    try:
+        yield share
+    finally:
+        _share.reset(token)
+
+
+def current_share() -> Share | None:
+    """The share of the shard whose loss is being computed; None outside ``weighing``."""
+    return _share.get()
+
+
+def weighted(loss: Tensor) -> Tensor:
+    """The loss, weighed by the share of the shard whose step this is; outside such a step, as it is."""
+    share = _share.get()
+    return loss if share is None or share.factor == 1.0 else loss * share.factor
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether a mean loss of the model compares position i with label i + 1, so that a row's first label has no loss.
+
+    An encoder-decoder's labels stand where they are compared, whatever its loss is called.
+    """
+    base = getattr(model, "get_base_model", lambda: model)()  # what adapters of peft are around
+    causal = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+    causal = causal or type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+
+
+def count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
+    """How many values the mean loss of ``inputs`` is over: labels that count, or rows where these are no class numbers.
+
+    Args:
+        inputs: a batch or shard, as the model gets it.
+        rows: how many examples it has.
+        shifted: what ``shifts_labels`` says of the model.
+    """
+    labels = inputs.get("shift_labels")
+    if labels is None:
+        labels = inputs.get("labels")
+        if isinstance(labels, Tensor) and shifted and labels.ndim > 1:
+            labels = labels[..., 1:]
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        return rows
+    return int(labels.ne(IGNORED).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One replica's part of a batch.
+
+    Args:
+        inputs: what the model is given, still where the batch was collated.
+        rows: how many examples; may be 0.
+        count: how many values a mean loss of them is over.
+        total: how many a mean loss of the whole batch is over.
+    """
+
+    inputs: dict[str, Any]
+    rows: int
+    count: int
+    total: int
+
+
+def divided(batch: Mapping[str, Any], workers: Workers, layout: BatchLayout, *, shifted: bool) -> PerReplica[Shard]:
+    """The parts of this worker's replicas, in replica order; views of the batch's own memory.
+
+    Args:
+        batch: collated, all of it.
+        workers: all workers, each of which has the same batch.
+        layout: finds the lists of one item per example, such as texts or boxes.
+        shifted: as for ``count_items``.
+
+    Raises:
+        DataError: the tensors disagree in length, or something cannot be divided.
+    """
+    marked = layout.marked(dict(batch))
+    rows = batch_rows(marked)
+    cut = local_cut(rows, workers)
+    local = local_shards(marked, lambda _: cut, layout)
+    total = count_items(marked, rows, shifted=shifted)
+    shards = []
+    for replica, size in enumerate(cut.sizes):
+        inputs = select(local, replica, len(cut.sizes))
+        count = count_items(inputs, size, shifted=shifted)
+        shards.append(Shard(inputs=inputs, rows=size, count=count, total=total))
+    return PerReplica(shards)
+
+
+class Prediction(NamedTuple):
+    """What one replica found for its shard of at least one row.
+
+    Args:
+        rows: how many examples it had.
+        items: how many values the loss is a mean over.
+        loss: the mean, a tensor without a dimension; None without labels.
+        logits: nested tuples or dicts of tensors, [rows, ...] each; None where only the loss was asked for.
+        labels: likewise.
+    """
+
+    rows: int
+    items: float
+    loss: Tensor | None
+    logits: Any
+    labels: Any
+
+
+def joined(
+    parts: Sequence[Prediction | None], workers: Workers, device: torch.device
+) -> tuple[Tensor | None, Any, Any]:
+    """Loss, logits and labels of the whole batch, on ``device``. Every worker must call it.
+
+    Args:
+        parts: those of the local replicas, in replica order; None for a shard of no rows.
+        workers: all workers.
+        device: where transformers expects them.
+    """
+    local = [tuple(part) for part in parts if part is not None]
+    met = exchange_values(workers, "the outputs for a batch", local)
+    found = [Prediction(*part) for worker in met for part in worker]
+    rows = [part.rows for part in found]
+    return (
+        _mean_loss(found, device),
+        _joined([part.logits for part in found], rows, device),
+        _joined([part.labels for part in found], rows, device),
+    )
+
+
+def _mean_loss(parts: Sequence[Prediction], device: torch.device) -> Tensor | None:
+    losses = [(part.loss.to(device), part.items) for part in parts if part.loss is not None]
+    if not losses:
+        return None
+    total = sum(items for _, items in losses)
+    if not total:  # a mean of nothing is NaN, which transformers leaves out of the mean over batches
+        return losses[0][0]
+    weighed = torch.stack([loss.double() * (items / total) for loss, items in losses if items])
+    return weighed.sum().to(losses[0][0].dtype)
+
+
+def _joined(structures: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+    """One structure of the parts' structures; a tensor without rows, such as a second loss, is averaged over rows."""
+    flat = [tree_flatten(structure) for structure in structures]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_joined_leaf(column, rows, device) for column in columns], flat[0][1])
+
+
+def _joined_leaf(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    here = [value.to(device) for value in values]
+    if here[0].ndim:
+        return torch.cat(here)
+    return sum(value * (count / sum(rows)) for value, count in zip(here, rows, strict=True))

@@ -1,0 +1,244 @@
+"""Which layers each stage of a pipeline holds: pure.
+
+    costs    first stage: words | layers ... | last stage: head        stages are runs of layers, as equal as can be
+
+The slowest stage sets the pace, so its cost is made as small as it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from operator import add
+from typing import Literal, get_args
+
+from lockstep.errors import ConfigError
+
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+"""gpipe: all forward passes, then all backward (Huang et al. 2019).
+1f1b: one of each in turn as soon as that can be, with at most as many microbatches under way as there are stages
+(Narayanan et al. 2019, "PipeDream").
+interleaved: the same with several stages on each worker, each a smaller part of the model (Narayanan et al. 2021, arXiv
+2104.04473, section 2.2).
+zero_bubble: the backward pass in two, for the inputs and for the weights; nobody waits for the second, so it is done
+where there would be nothing to do ("ZB1P" of Qi et al. 2023, arXiv 2401.10241).
+zero_bubble_v: the same with two stages on each worker, the second ones in reverse order, so that the first worker has
+the words and the outputs ("ZB-V", section 6 there)."""
+_ONE_STAGE = ("1f1b", "gpipe")
+_IN_ROUNDS = ("interleaved", "zero_bubble")
+_USUAL = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelining:
+    """The settings of all pipelines of a strategy.
+
+    Args:
+        schedule: one of ``SCHEDULES``.
+        microbatches: parts of a shard.
+        workers: of a pipeline; 1 is none.
+        stages_per_worker: stages that each of them holds.
+
+    Raises:
+        ConfigError: an unknown schedule, or numbers that it cannot take.
+    """
+
+    schedule: ScheduleName
+    microbatches: int
+    workers: int = 1
+    stages_per_worker: int = 1
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}")
+        if self.workers > 1:
+            _check_stages(self.schedule, self.stages_per_worker)
+            _check_rounds(self.schedule, self.microbatches, self.workers)
+
+    @property
+    def stages(self) -> int:
+        """How many there are in all."""
+        return self.workers * self.stages_per_worker
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The numbers of the stages that a worker of the pipeline holds, ascending.
+
+        Example:
+            >>> Pipelining(schedule="zero_bubble_v", microbatches=4, workers=2, stages_per_worker=2).stages_of(0)
+            (0, 3)
+        """
+        if self.schedule == "zero_bubble_v" and self.workers > 1:
+            return worker, self.stages - 1 - worker
+        return tuple(range(worker, self.stages, self.workers))
+
+    @property
+    def last_worker(self) -> int:
+        """The worker of the pipeline that holds the last stage, and so has the outputs."""
+        return next(worker for worker in range(self.workers) if self.stages - 1 in self.stages_of(worker))
+
+
+def choose_pipelining(
+    schedule: ScheduleName, microbatches: int | None, workers: int, stages_per_worker: int | None = None
+) -> Pipelining:
+    """The settings for a pipeline of ``workers`` workers.
+
+    Args:
+        schedule: its name.
+        microbatches: None is two for every worker.
+        workers: how many; 1 is no pipeline.
+        stages_per_worker: None is two for the schedules that know several, else one.
+
+    Raises:
+        ConfigError: an unknown schedule, fewer microbatches than workers, or numbers that the schedule cannot take.
+
+    Example:
+        >>> choose_pipelining("1f1b", None, 4).microbatches
+        8
+        >>> choose_pipelining("interleaved", None, 4).stages
+        8
+    """
+    if stages_per_worker is not None and workers == 1:
+        raise ConfigError(
+            f"stages_per_worker={stages_per_worker} is about pipelines, and pipeline=1 is none; leave it out"
+        )
+    if stages_per_worker is None:
+        stages_per_worker = 1 if workers == 1 or schedule in _ONE_STAGE else _USUAL
+    if microbatches is None:
+        microbatches = 2 * workers if workers > 1 else 1
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < workers:
+        raise ConfigError(
+            f"microbatches={microbatches!r} leave some of {workers} workers idle all the time; "
+            f"give at least {workers}, better {2 * workers} or more"
+        )
+    return Pipelining(
+        schedule=schedule, microbatches=microbatches, workers=workers, stages_per_worker=stages_per_worker
+    )
+
+
+def check_layers(pipelining: Pipelining, layers: int) -> None:
+    """Refuses more stages than a model has layers, where a worker has several.
+
+    Raises:
+        ConfigError: it has; the message has the numbers that fit.
+    """
+    each, workers = pipelining.stages_per_worker, pipelining.workers
+    if each == 1 or pipelining.stages <= layers:
+        return
+    least = 1 if pipelining.schedule == "zero_bubble" else 2
+    fitting = [f"pipeline up to {layers // each}"] if layers // each > 1 else []
+    if least <= layers // workers < each and pipelining.schedule != "zero_bubble_v":
+        fitting.append(f"stages_per_worker up to {layers // workers}")
+    fitting.append(f'schedule="1f1b" with pipeline up to {layers}')
+    raise ConfigError(
+        f"pipeline={workers} with {each} stages on each worker is {pipelining.stages} stages, and the model has "
+        f"{layers} layers; choose {' or '.join(fitting)}"
+    )
+
+
+def _check_stages(schedule: ScheduleName, each: int) -> None:
+    given = f"stages_per_worker={each!r}"
+    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+        raise ConfigError(f"{given} is no number of stages; give one from 1, or leave it out")
+    if schedule in _ONE_STAGE and each > 1:
+        raise ConfigError(
+            f"{given} goes with schedule={schedule!r}, which has one stage on each worker; choose interleaved or "
+            "zero_bubble"
+        )
+    if schedule == "interleaved" and each == 1:
+        raise ConfigError(f"{given} is what schedule='1f1b' has; choose that, or give interleaved at least 2")
+    if schedule == "zero_bubble_v" and each != _USUAL:
+        raise ConfigError(
+            f"{given} goes with schedule='zero_bubble_v', which has two stages on each worker; leave it out"
+        )
+
+
+def _check_rounds(schedule: ScheduleName, microbatches: int, workers: int) -> None:
+    """These take microbatches in rounds, all of one length, of as many as there are workers or more."""
+    if schedule not in _IN_ROUNDS or _even(microbatches, workers):
+        return
+    lower = next(number for number in range(microbatches, 0, -1) if _even(number, workers))
+    upper = next(number for number in range(microbatches, 2 * microbatches + workers) if _even(number, workers))
+    raise ConfigError(
+        f"microbatches={microbatches} cannot be taken in equal rounds by {workers} workers, as schedule={schedule!r} "
+        f"does; give {lower} or {upper}"
+    )
+
+
+def _even(microbatches: int, workers: int) -> bool:
+    return microbatches % max(1, microbatches // workers) == 0
+
+
+def split_layers(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
+    """How many layers each stage gets, in order; at least one.
+
+    Args:
+        costs: of the layers, in any unit.
+        stages: how many.
+        before: what the first stage has besides, such as the embeddings.
+        after: what the last stage has besides, such as the head.
+
+    Raises:
+        ConfigError: fewer layers than stages.
+
+    Example:
+        >>> split_layers([1.0] * 8, 4, after=1.5)  # the head weighs one and a half layers
+        (2, 2, 3, 1)
+    """
+    if stages > len(costs):
+        fitting = ", ".join(map(str, range(1, len(costs) + 1)))
+        raise ConfigError(f"pipeline={stages} is more stages than the model has layers, {len(costs)}; choose {fitting}")
+    sums = [0.0, *accumulate(costs)]
+
+    def cost(begin: int, end: int, stage: int) -> float:
+        own = sums[end] - sums[begin]
+        return own + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+
+    slowest, _ = _best(len(costs), stages, cost, max)
+    # Of all splits as fast as that the most even one.
+    _, split = _best(len(costs), stages, lambda *run: _within(cost(*run), slowest) ** 2, add)
+    return split
+
+
+def _within(cost: float, limit: float) -> float:
+    return cost if cost <= limit else inf
+
+
+def _best(
+    layers: int, stages: int, cost: Callable[[int, int, int], float], joined: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The split of the least cost.
+
+    Args:
+        layers: how many.
+        stages: how many.
+        cost: of the layers from one up to another one in a stage.
+        joined: the cost of two runs of stages.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, end, 0), (end,)) for end in range(1, layers + 1)}
+    for stage in range(1, stages):
+        best = {
+            end: min(
+                (joined(so_far, cost(begin, end, stage)), (*split, end - begin))
+                for begin, (so_far, split) in best.items()
+                if begin < end
+            )
+            for end in range(stage + 1, layers + 1)
+        }
+    return best[layers]
+
+
+def check_split(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
+    """A split of the user's own: the number of layers of each stage.
+
+    Raises:
+        ConfigError: another number of stages or of layers, or a stage without any.
+    """
+    if len(given) != stages or sum(given) != layers or min(given) < 1:
+        raise ConfigError(
+            f"pipeline_split={tuple(given)!r} does not divide {layers} layers into {stages} stages; give {stages} "
+            f"numbers from 1 that add up to {layers}"
+        )
+    return tuple(given)

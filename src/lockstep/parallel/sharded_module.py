@@ -1,0 +1,304 @@
+"""The part of a model that one worker holds, seen as a module whose parameters are plain tensors.
+
+    inside    the user's model, some of whose parameters are DTensors: what torch divides and computes with
+    outside   one plain parameter for each, over the same memory: what an optimizer steps, what travels between replicas
+
+A backward pass leaves the gradients with the plain parameters. ``state_dict`` is the whole model's: plain tensors under
+the plain names, gathered from all workers that hold a copy together. ``regions`` tells, for checkpoints, where in the
+whole tensors this worker's stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.parallel.forward_inputs import call_without_rows, has_no_rows
+from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.pipeline_trace import Timetable
+from lockstep.parallel.regions import Region, whole_region
+from lockstep.parallel.tensor_parallel import WHOLE, Division
+
+
+class PartModule(nn.Module):
+    """A worker's part of a model. Made by ``strategy.parallelize(module)``.
+
+    Args:
+        inside: the model, divided in place.
+        division: how its layers were.
+        names: those of the whole model's state, in its order; None where all of it is here.
+        ties: the names of each weight that has several, in the order of ``names``.
+        line: the workers that hold the other stages of the same part; None likewise.
+        tied: the names of weights that another stage holds too, in an order that is the same there.
+        pipeline: how a step passes through the stages; None where there is one.
+    """
+
+    def __init__(
+        self,
+        inside: nn.Module,
+        division: Division = WHOLE,
+        *,
+        names: Sequence[str] | None = None,
+        ties: Sequence[Sequence[str]] = (),
+        line: Workers | None = None,
+        tied: Sequence[str] = (),
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        super().__init__()
+        self.names = tuple(inside.state_dict() if names is None else names)
+        self._firsts = {name: tied[0] for tied in ties for name in tied}
+        self._line = line
+        self._tied = tuple(tied)
+        self.pipeline = pipeline
+        self._inside = (inside,)  # a tuple, so that nn.Module does not register it: no prefix in any name
+        self._orders = division.orders
+        self._plain = {id(parameter): _plain(parameter) for parameter in inside.parameters()}
+        if pipeline is not None:
+            pipeline.settle = partial(_hand_over_rest, [(self._plain[id(each)], each) for each in inside.parameters()])
+        self._is_borrowed = any(_is_divided(each, "data") for each in inside.parameters())
+        self.training = inside.training
+
+    @property
+    def inside(self) -> nn.Module:
+        """The model as torch divided it."""
+        return self._inside[0]
+
+    @property
+    def divided(self) -> frozenset[int]:
+        """The ids of the plain parameters that are this tensor rank's; the others are whole, and alike on all ranks."""
+        named = self.inside.parameters()
+        return frozenset(id(self._plain[id(each)]) for each in named if _is_divided(each, "tensor"))
+
+    @property
+    def tied(self) -> list[nn.Parameter]:
+        """The plain parameters that another stage holds too, in an order that is the same there."""
+        return [self._plain[id(self.inside.get_parameter(name))] for name in self._tied]
+
+    def first_name(self, name: str) -> str:
+        """What the whole model calls a parameter first, where it has several names."""
+        return self._firsts.get(name, name)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What this worker holds of the model's state, by the names in its ``state_dict``."""
+        return {name: _local(value.detach()) for name, value in self.inside.state_dict().items()}
+
+    def regions(self) -> dict[str, Region]:
+        """Where in the whole tensors, in the plain order of their columns, those of ``own_tensors`` stand."""
+        return {name: self._region(name, value) for name, value in self.inside.state_dict().items()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, whole, on all workers that hold a copy together; all must call it.
+
+        Raises:
+            UsageError: this is one stage of several.
+        """
+        if self._line is not None:
+            raise UsageError(
+                "a pipeline cannot be called like a module, since this worker has one of its stages; train and run it "
+                "with ls.Model's fit, evaluate and predict"
+            )
+        if self._is_borrowed and has_no_rows(args, kwargs):
+            return call_without_rows(self.inside, args, kwargs)
+        return self.inside(*args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The plain parameters by the model's names."""
+        for name, parameter in self.inside.named_parameters(prefix, recurse, remove_duplicate):
+            yield name, self._plain[id(parameter)]
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's buffers by name."""
+        return self.inside.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The model's modules by name; this one stands for the model itself."""
+        yield prefix, self
+        for name, part in self.inside.named_modules(memo, prefix, remove_duplicate):
+            if part is not self.inside:
+                yield name, part
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's children by name."""
+        return self.inside.named_children()
+
+    def train(self, mode: bool = True) -> PartModule:
+        """Sets the training mode of the whole part."""
+        self.training = mode
+        self.inside.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's, same keys, plain tensors. All workers that hold a copy together must call it."""
+        return dict(self.stream())
+
+    def described(self) -> dict[str, Tensor]:
+        """The whole model's state without its values, on the meta device. All stages must call it."""
+        own = {
+            name: (str(value.dtype).removeprefix("torch."), list(value.shape))
+            for name, value in self.inside.state_dict().items()
+        }
+        every = [own] if self._line is None else exchange_values(self._line, "the names of the weights", own)
+        found = {name: each for theirs in reversed(every) for name, each in theirs.items()}
+        return {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, (dtype, shape) in ((name, found[name]) for name in self.names)
+        }
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole model's state, one tensor after another, so that none need be kept.
+
+        All workers that hold a copy together must call it, and take all of it.
+        """
+        held, described = self.inside.state_dict(), self.described()
+        for name in self.names:
+            with torch.no_grad():
+                own = self._in_plain_order(name, _whole(held[name].detach())) if name in held else None
+                yield name, self._from_line(described[name], own)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Takes this worker's part of a whole model's state_dict.
+
+        Raises:
+            CheckpointError: names or shapes that are not the model's.
+        """
+        own = self.inside.state_dict()
+        names = set(self.names)
+        missing, unknown = names - state_dict.keys(), state_dict.keys() - names
+        if strict and (missing or unknown):
+            raise CheckpointError(
+                f"the weights lack {sorted(missing)[:3]} and have {sorted(unknown)[:3]} beside the model's; "
+                "load those of the same model"
+            )
+        with torch.no_grad():
+            for name in own.keys() & state_dict.keys():
+                self._take(name, own[name], state_dict[name].detach())
+        return nn.modules.module._IncompatibleKeys(sorted(missing), sorted(unknown))
+
+    def timetable(self) -> Timetable:
+        """When the workers of this pipeline did what in the last pass, in seconds. All of them must call it.
+
+        Each reads its own host's ``time.perf_counter()``, so it holds for workers of one host.
+
+        Raises:
+            UsageError: there is no pipeline.
+        """
+        if self.pipeline is None or self._line is None:
+            raise UsageError("this model is no pipeline; ask for a timetable where pipeline is above 1")
+        return self.pipeline.timetable(self._line)
+
+    @torch.no_grad()
+    def take(self, name: str, whole: Tensor) -> None:
+        """Takes what this worker holds, if anything, of one tensor of a whole model's state_dict.
+
+        Raises:
+            CheckpointError: it has another shape.
+        """
+        own = self.inside.state_dict().get(name)
+        if own is not None:
+            self._take(name, own, whole)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PartModule:
+        """What ``.to(device)`` calls; the parts are where they belong."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("a part of a model belongs to its workers; save its state_dict() instead")
+
+    def _take(self, name: str, own: Tensor, whole: Tensor) -> None:
+        if own.shape != whole.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(whole.shape)} in the weights and {tuple(own.shape)} in the model"
+            )
+        if name in self._orders:
+            whole = whole[..., self._orders[name]]
+        if isinstance(own, DTensor):
+            whole = distribute_tensor(
+                whole.to(own.device, own.dtype), own.device_mesh, own.placements, src_data_rank=None
+            ).to_local()
+        _local(own).copy_(whole)
+
+    def _from_line(self, described: Tensor, own: Tensor | None) -> Tensor:
+        """A whole tensor that this stage holds, or another one."""
+        if self._line is None:
+            if own is None:
+                raise CheckpointError(f"no worker holds a tensor of shape {tuple(described.shape)}")
+            return own
+        flat = torch.empty(0, dtype=described.dtype) if own is None else own.reshape(-1)
+        stages = self._line.gather_tensors("a tensor of the model", flat, 0)
+        return next((each for each in stages if each.numel()), flat).view(described.shape)
+
+    def _region(self, name: str, value: Tensor) -> Region:
+        if not isinstance(value, DTensor):
+            region = whole_region(value.shape)
+        else:
+            (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            region = Region(whole=tuple(value.shape), sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
+        if name not in self._orders:
+            return region
+        begin = region.offsets[-1]
+        columns = self._orders[name][begin : begin + region.sizes[-1]]
+        return replace(region, columns=tuple(columns.tolist()))
+
+    def _in_plain_order(self, name: str, value: Tensor) -> Tensor:
+        if name not in self._orders:
+            return value
+        return value[..., torch.argsort(self._orders[name])]
+
+
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter over this worker's share of another one's memory, which gets its gradients."""
+    plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(partial(_hand_over, plain))  # type: ignore[no-untyped-call]
+    return plain
+
+
+def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
+    with torch._C.DisableTorchFunction():  # what watches the step's calls would take this for the step's own look
+        gradient, parameter.grad = parameter.grad, None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    if gradient is not None:
+        own = _local(gradient)
+        with torch._C.DisableTorchFunction():
+            plain.grad = own if plain.grad is None else plain.grad.add_(own)
+
+
+def _hand_over_rest(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """What a schedule has computed by itself: autograd calls no hook of a gradient that it only returns."""
+    for plain, parameter in pairs:
+        with torch._C.DisableTorchFunction():
+            left = parameter.grad is not None
+        if left:
+            _hand_over(plain, parameter)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) and _is_divided(tensor) else _local(tensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_divided(tensor: Tensor, axis: str | None = None) -> bool:
+    """Whether this worker has a part only, along one axis of the mesh or along any."""
+    if not isinstance(tensor, DTensor):
+        return False
+    axes = tensor.device_mesh.mesh_dim_names or ()
+    placed = zip(axes, tensor.placements, strict=True)
+    return any(not placement.is_replicate() for name, placement in placed if axis in (None, name))

@@ -1,0 +1,62 @@
+"""Numbers on their way from a device to the host: sent without waiting, read when somebody asks for them.
+
+    a step's sums, on the device  -- stacked, copied to pinned memory, an event behind them -->  read(), a step later
+
+On a CPU they are read at once, and what is read later is a tuple of floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config import LogicalDevice
+from lockstep.replicas.device.driver import DeviceDriver, driver_of
+
+
+class Arriving:
+    """Numbers of which some may still have to be computed.
+
+    Args:
+        values: numbers, and tensors of one element, any dtype, any device.
+        device: on which tensors are brought together. Where it is a GPU nothing here waits for it, but for ``read``;
+            None reads them at once.
+    """
+
+    def __init__(self, values: Sequence[Any], device: LogicalDevice | None) -> None:
+        self._known: tuple[float, ...] | None = None
+        driver = None if device is None else driver_of(device)
+        if driver is None or device is None or not any(isinstance(value, Tensor) for value in values):
+            self._known = tuple(map(float, values))
+            return
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self._driver: DeviceDriver = driver
+        with torch.no_grad():
+            self._host, self._event = driver.to_host(torch.stack([_double(each, device) for each in tensors]))
+        self._values = tuple(None if isinstance(value, Tensor) else float(value) for value in values)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether ``read`` would not wait."""
+        return self._known is not None or bool(self._driver.query(self._event))
+
+    def read(self) -> tuple[float, ...]:
+        """The numbers, in the order of ``values``. Waits for those that have not arrived."""
+        if self._known is None:
+            if not self._driver.query(self._event):
+                self._driver.synchronize(self._event)
+            came = iter(self._host.tolist())
+            self._known = tuple(next(came) if value is None else value for value in self._values)
+            del self._host, self._event, self._values
+        return self._known
+
+
+NO_NUMBERS = Arriving((), None)
+"""Where there is nothing to be read."""
+
+
+def _double(value: Tensor, device: LogicalDevice) -> Tensor:
+    return value.detach().reshape(()).to(device.torch_device, torch.float64, non_blocking=True)

@@ -1,0 +1,245 @@
+"""The driver for CUDA: the one module that calls torch.cuda for streams, events, memory, generators and copies.
+
+torch's allocator keeps the blocks of each stream apart: a block that is freed is used again on the stream that it was
+allocated on, and on no other. So a share's stream is its memory pool as well, in every thread and in a graph too.
+``torch.cuda.MemPool`` is not used. As older sources of the allocator read, an open one counts as a graph's capture:
+blocks that ``record_stream`` has seen are not used again, cached memory is not given back before it reports that there
+is none, and a graph that is captured meanwhile allocates in it. By its headers torch 2.13 has parted the first two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.config import LogicalDevice
+from lockstep.replicas.device.memory import PoolUse
+
+
+class DeviceGraph(Protocol):
+    """One recording of one device."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Opens a block: what is issued in it, on streams that fork from the current one and join it, is recorded.
+
+        Raises:
+            RuntimeError: something in the block cannot be recorded. The device can be used as before then.
+        """
+
+    def in_replica(self) -> AbstractContextManager[None]:
+        """What a replica's part of the recorded run is run in, in its own thread."""
+
+    def replay(self) -> None:
+        """Runs the recording on the current stream, without waiting for it."""
+
+
+class CudaDeviceGraph:
+    """A CUDA graph.
+
+    Args:
+        device: the GPU.
+        generators: whose numbers are drawn in the recording, and go on in the replays.
+        pool: where recordings that are never replayed at the same time allocate; from ``torch.cuda.graph_pool_handle``.
+        stream: on which it is recorded, no share's. Kept by the driver: torch has 32, and hands them out in turn.
+    """
+
+    def __init__(
+        self, device: torch.device, generators: Sequence[torch.Generator], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self._generators = tuple(generators)
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            self._graph.register_generator_state(generator)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """See ``DeviceGraph``. Other threads may use the device meanwhile: data is copied there ahead of time."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what eager steps have kept is the recording's to take
+            self._stream.wait_stream(torch.cuda.current_stream())
+            # Not torch.cuda.graph: where the end of a failed recording raises, it leaves its stream the current one.
+            with torch.cuda.stream(self._stream):
+                self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                except BaseException:
+                    with suppress(RuntimeError):  # it says once more that the recording failed
+                        self._graph.capture_end()
+                    self._give_up()
+                    raise
+                try:
+                    self._graph.capture_end()
+                except BaseException:  # never ended twice: torch counts the recordings under way
+                    self._give_up()
+                    raise
+
+    def in_replica(self) -> AbstractContextManager[None]:
+        """The replica's stream has joined the recording; there is nothing to enter."""
+        return nullcontext()
+
+    def replay(self) -> None:
+        """See ``DeviceGraph``."""
+        self._graph.replay()
+
+    def _give_up(self) -> None:
+        """Leaves stream, allocator and generators as they were before a recording that has failed and ended."""
+        try:
+            self._graph.pool()
+        except RuntimeError:  # there is no graph that would give the pool back
+            self._give_pool_back()
+        self._graph.reset()
+        for generator in self._generators:  # one that was left recording refuses to draw ever after
+            generator.graphsafe_set_state(generator.clone_state())
+
+    def _give_pool_back(self) -> None:
+        """What torch leaves out: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
+        try:
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        except RuntimeError:  # the allocator has been told
+            if not torch.__version__.startswith("2.13.0"):
+                return
+        torch._C._cuda_releasePool(self._device.index, self._pool)
+
+
+class CudaDriver:
+    """See ``DeviceDriver``. Its streams last as long as the process, as those of torch do."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+
+    def stream(self, device: LogicalDevice) -> torch.cuda.Stream:
+        return self._stream(device.torch_device, device.name)
+
+    def side_stream(self, device: torch.device, purpose: str) -> torch.cuda.Stream:
+        return self._stream(device, purpose)
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event: torch.cuda.Event = stream.record_event()
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def query(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def use_on(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
+
+    def allocated(self, device: torch.device) -> int:
+        return _statistic(device, "allocated_bytes", "current")
+
+    def peak(self, device: torch.device) -> int:
+        return _statistic(device, "allocated_bytes", "peak")
+
+    def reset_peak(self, device: torch.device) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def resizes(self, device: torch.device) -> int:
+        # Nested, since making the flat names of memory_stats() costs several times what reading the numbers does.
+        statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(statistics["num_device_alloc"]) + int(statistics["num_device_free"])
+
+    def pool(self, device: LogicalDevice) -> PoolUse:
+        own = self.stream(device).cuda_stream
+        index = device.torch_device.index
+        segments = [
+            segment
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if segment["device"] == index and segment["stream"] == own
+        ]
+        return PoolUse(
+            in_use=sum(segment["allocated_size"] for segment in segments),
+            reserved=sum(segment["total_size"] for segment in segments),
+        )
+
+    def whole(self, device: torch.device) -> PoolUse:
+        return PoolUse(
+            in_use=_statistic(device, "allocated_bytes", "current"),
+            reserved=_statistic(device, "reserved_bytes", "current"),
+        )
+
+    def product(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def free_and_total(self, device: torch.device) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+
+    def give_back(self, device: torch.device) -> None:
+        torch.cuda.empty_cache()  # of all GPUs: torch has no other
+
+    def limits_pools(self) -> bool:
+        return torch.cuda.get_allocator_backend() == "native"
+
+    def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
+        return torch.Generator(device).manual_seed(seed)
+
+    def lend(self, device: torch.device, own: torch.Generator) -> torch.Generator:
+        # By reference, not by value: a graph that is captured meanwhile registers the replica's own state.
+        default = _default_generator(device)
+        others = default.graphsafe_get_state()
+        default.graphsafe_set_state(own)
+        return others
+
+    def take_back(self, device: torch.device, own: torch.Generator, others: torch.Generator) -> None:
+        _default_generator(device).graphsafe_set_state(others)
+
+    def graph_pool(self, device: torch.device) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> CudaDeviceGraph:
+        # The default one is drawn from where no replica lends it its own: by the default strategy.
+        every = [*generators, _default_generator(device)]
+        return CudaDeviceGraph(device, every, pool, self.side_stream(device, "recording"))
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host, self.record(self.current_stream(tensor.device))
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: torch.cuda.Stream) -> torch.Tensor:
+        with self.on_stream(stream):
+            copied = tensor.to(device.torch_device, non_blocking=True)
+        # It is of the copying stream's memory: without this a later copy would get it as soon as it is dropped.
+        self.use_on(copied, self.stream(device))
+        return copied
+
+    def _stream(self, device: torch.device, name: str) -> torch.cuda.Stream:
+        key = (device, name)
+        with self._lock:
+            if key not in self._streams:
+                # torch hands out 32 streams a device in turn, and then the first one again.
+                self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            return self._streams[key]
+
+
+def _statistic(device: torch.device, name: str, which: str) -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict(device)[name]["all"][which])
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    generator: torch.Generator = torch.cuda.default_generators[device.index]
+    return generator

@@ -1,0 +1,176 @@
+"""What makes the host wait for a device: which operators, on which lines.
+
+    with HostReads() as reads:
+        strategy.run(step, (batch,))
+    reads.places   ->   [("aten._local_scalar_dense", "train.py:30")]
+
+It watches operators, not the device, so that it tells of a program on a CPU what would wait on a GPU. What an operator
+does inside its own kernel it cannot see; ``torch.cuda.set_sync_debug_mode`` can, on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.replicas.context import get_replica_context
+
+# Torch, this room and what looks at losses: function modes stand between a program's line and the operator.
+_BETWEEN = (
+    *(str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1])),
+    str(Path(__file__).parents[2] / "train" / "loss"),
+)
+
+# Their result, or its shape, is known to the host only when the device has computed it.
+_READING = frozenset(
+    {
+        "aten._local_scalar_dense",  # .item(), float(tensor), if tensor:
+        *("aten.nonzero", "aten.masked_select", "aten.equal", "aten.bincount", "aten.repeat_interleave"),
+        *("aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive"),
+        "aten.unique_dim_consecutive",
+    }
+)
+_INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
+_COPYING = frozenset({"aten._to_copy", "aten.copy_"})
+
+_watching: ContextVar[HostReads | None] = ContextVar("lockstep_host_reads", default=None)
+
+
+class Place(NamedTuple):
+    """One wait: the operator, and the nearest line of the program or a library, such as "train.py:30"."""
+
+    operator: str
+    line: str
+
+
+class BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that torch.compile's code runs in, each of its operators seen.
+
+    Without being told so, torch runs no compiled code where a mode is on, and calls it an error where the whole forward
+    was to be compiled.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Off while torch compiles; on while the code runs."""
+        return True
+
+
+class HostReads(BesideCompiledCode):
+    """Notes what makes the host wait, in the block and in the replicas that it runs.
+
+    Replicas on a CPU are told of too, where reading is cheap: what they would wait for on a GPU.
+
+    Attributes:
+        places: the waits, in the order of the calls in each thread.
+
+    Example:
+        >>> import torch
+        >>> with HostReads() as reads:
+        ...     _ = torch.ones(()).item()
+        >>> [operator for operator, _ in reads.places]
+        ['aten._local_scalar_dense']
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: list[Place] = []
+        self._tokens: list[Token[HostReads | None]] = []
+
+    def __enter__(self) -> HostReads:
+        self._tokens.append(_watching.set(self))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _watching.reset(self._tokens.pop())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _waits(func, args, kwargs):
+            self.places.append(Place(_name(func), _line()))
+        return func(*args, **kwargs)
+
+
+class _InReplica(BesideCompiledCode):
+    """The mode of one replica's thread: modes are thread-local, and count their own entries."""
+
+    def __init__(self, told: HostReads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._told = told
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._told.__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """In a replica's thread: notes its waits too, where its caller has them noted."""
+    told = _watching.get()
+    if told is None:
+        yield
+        return
+    with _InReplica(told):
+        yield
+
+
+def _waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    name = _name(func)
+    if name not in _COPYING and _is_the_hosts_own(args):
+        return False
+    if name in _READING:
+        return not (name == "aten.repeat_interleave" and kwargs.get("output_size") is not None)
+    if name in _INDEXING:
+        return _by_mask(name, args)
+    return name in _COPYING and _copies_to_host(name, args, kwargs)
+
+
+def _is_the_hosts_own(args: Sequence[Any]) -> bool:
+    """Whether a replica of a real GPU looks at a tensor that is on the host anyway."""
+    context = get_replica_context()
+    elsewhere = context is not None and context.device.torch_device.type != "cpu"
+    return elsewhere and bool(args) and isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
+
+
+def _by_mask(name: str, args: Sequence[Any]) -> bool:
+    """Whether a mask chooses rows, which have to be counted; a single number written through a mask needs no count."""
+    masked = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return masked and (name == "aten.index" or args[2].numel() != 1)
+
+
+def _copies_to_host(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if name == "aten.copy_":
+        into, source = args[0], args[1]
+        late = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return bool(into.device.type == "cpu" != source.device.type and not late)
+    into = kwargs.get("device")
+    return bool(
+        into is not None and into.type == "cpu" != args[0].device.type and not kwargs.get("non_blocking", False)
+    )
+
+
+def _name(func: Any) -> str:
+    packet = func.overloadpacket
+    return str(packet)
+
+
+def _line() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_BETWEEN) or frame.f_code.co_name == "__torch_dispatch__"  # other modes
+    ):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,271 @@
+"""Each replica's own random numbers, so that dropout in threads is reproducible and differs between replicas.
+
+torch's default generator is shared by all threads: who draws first would decide who gets which number. Function modes
+are thread-local, so ``ReplicaRandom`` gives every random function that is called in its thread the replica's own
+``torch.Generator``. Numbers drawn on a GPU are not its business: there one replica issues at a time, and its turn
+swaps the device's own generator (``replicas.gpu``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping
+from contextvars import Token
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.rng import ops
+from lockstep.replicas.rng.state import GeneratorHere, own_generator
+
+DEFAULT_GENERATOR_LOCK = threading.Lock()
+"""Held while torch's default generator is lent to a replica, and by whoever draws from it in a thread of its own."""
+
+_TAKES_GENERATOR: frozenset[Any] = frozenset(
+    [
+        *(
+            torch.rand,
+            torch.randn,
+            torch.randint,
+            torch.randperm,
+            torch.rand_like,
+            torch.randn_like,
+            torch.randint_like,
+        ),
+        *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.binomial, torch._standard_gamma),
+        *(torch._sample_dirichlet, torch.Tensor.bernoulli, torch.Tensor.multinomial, torch.Tensor.bernoulli_),
+        *(torch.Tensor.cauchy_, torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_),
+        *(torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_),
+    ]
+)
+# Python functions that draw through others: their own body is run with the mode still on. A backward pass does where
+# gradient checkpointing runs a block once more.
+_COMPOSITE: frozenset[Any] = frozenset(
+    [
+        *(F.multi_head_attention_forward, F.gumbel_softmax),
+        *(torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad),
+    ]
+)
+# Functions that draw inside C++, or that no hot loop calls: the default generator is lent to them, one at a time.
+_DRAWS_INSIDE: frozenset[Any] = frozenset(
+    [
+        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.rrelu, torch.rrelu_),
+        *(torch.dropout, torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_),
+        *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+        *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+        *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+        *(torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
+    ]
+)
+# With dropout between their layers only. Packed sequences put the weights, a tuple or list, one place later.
+_RECURRENT: frozenset[Any] = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
+_ATTENTION = F.scaled_dot_product_attention
+_DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | ops.DROPOUTS.keys() | {F.rrelu, _ATTENTION}
+
+
+_FRAMES_TO_CALL = 24
+"""How far above a mode's call the function stands that it was called for, with other modes between."""
+
+PROCEED: Any = object()
+"""What a guard answers where a call is to be made as it is."""
+
+Guard = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Given a torch function, its arguments and keyword arguments: PROCEED, or the result that stands for the call's."""
+
+
+def is_random(func: Callable[..., Any]) -> bool:
+    """Whether a torch function draws random numbers."""
+    return func in _DRAWING
+
+
+def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that a function mode sees, with what torch 2.13 leaves out of them.
+
+    ``F.l1_loss`` does not hand its ``weight`` to modes, which so would compute a loss without it.
+    """
+    if func is not F.l1_loss or kwargs.get("weight") is not None:
+        return kwargs
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_TO_CALL):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        weight = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+        if weight is not None:
+            return {**kwargs, "weight": weight}
+    return kwargs
+
+
+def _l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return F.l1_loss(*args, **with_lost_weight(F.l1_loss, kwargs))
+
+
+def in_a_replica() -> bool:
+    """Whether this is a replica's own code, and not cross-replica context.
+
+    What runs once for all replicas runs in the thread of the last to arrive, so it must not draw that one's numbers.
+    """
+    return get_replica_context() is not None
+
+
+class ReplicaRandom(TorchFunctionMode):
+    """Gives random functions called in this thread on CPU tensors the numbers of ``generator``.
+
+    Args:
+        generator: a CPU generator that no other thread draws from.
+        applies: asked before each draw; where it says no, torch's default generator is used. None is always.
+        instead: other functions of torch -> what is called for them. Here, since every mode costs time at every call.
+
+    Attributes:
+        guard: asked before every call of a torch function; None asks nobody.
+    """
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        applies: Callable[[], bool] | None = None,
+        instead: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__()
+        self.generator = generator
+        self._applies = applies
+        self._instead = {F.l1_loss: _l1_loss, **instead}
+        self.guard: Guard | None = None
+        self._entered: list[Token[GeneratorHere | None]] = []
+
+    def __enter__(self) -> ReplicaRandom:
+        self._entered.append(own_generator.set(self._generator_here))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        own_generator.reset(self._entered.pop())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.guard is not None:
+            result = self.guard(func, args, kwargs)
+            if result is not PROCEED:
+                return result
+        if func not in _DRAWING or _on_accelerator(args, kwargs) or self._generator_here() is None:
+            return self._instead.get(func, func)(*args, **kwargs)
+        if func in _TAKES_GENERATOR:
+            return self._inject(func, args, kwargs)
+        if func in ops.DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        if func is F.rrelu:
+            return self._rrelu(*args, **kwargs)
+        if func is _ATTENTION:
+            return self._attention(*args, **kwargs)
+        if func in _COMPOSITE:
+            with self:
+                return _body(func)(*args, **kwargs)
+        if func in _RECURRENT and not _drops_between_layers(*args):
+            return func(*args, **kwargs)
+        return self._lend(func, args, kwargs)
+
+    def _generator_here(self) -> torch.Generator | None:
+        return self.generator if self._applies is None or self._applies() else None
+
+    def _inject(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is None and not any(isinstance(arg, torch.Generator) for arg in args):
+            kwargs = {**kwargs, "generator": self.generator}
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, func: Any, input: torch.Tensor, p: float = 0.5, training: bool | None = None, inplace: bool = False
+    ) -> torch.Tensor:
+        if training is None:
+            training = inspect.signature(func).parameters["training"].default
+        if not training or p == 0 or not 0 < p <= 1:
+            untouched: torch.Tensor = func(input, p, training, inplace)
+            return untouched
+        result = ops.DROPOUTS[func](input, p, self.generator)
+        return ops.inplace(input, result) if inplace else result
+
+    def _rrelu(
+        self,
+        input: torch.Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if not training:
+            return F.rrelu(input, lower, upper, training, inplace)
+        result = ops.rrelu(input, lower, upper, self.generator)
+        return ops.inplace(input, result) if inplace else result
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p == 0:
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return ops.attention(
+            query, key, value, attn_mask, dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, generator=self.generator,
+        )  # fmt: skip
+
+    def _lend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        default = torch.default_generator
+        with DEFAULT_GENERATOR_LOCK:
+            others = default.get_state()
+            default.set_state(self.generator.get_state())
+            try:
+                result = func(*args, **kwargs)
+                self.generator.set_state(default.get_state())
+            finally:
+                default.set_state(others)
+        return result
+
+
+def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type != "cpu"
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if isinstance(first, torch.Tensor):
+        return first.device.type != "cpu"
+    default = torch.utils._device.CURRENT_DEVICE
+    return default is not None and default.type != "cpu"
+
+
+def _drops_between_layers(*args: Any) -> bool:
+    """For torch.lstm(input, hx, weights, bias, layers, dropout, training, ...) and its like."""
+    if len(args) < 8:  # called with keywords, as torch's modules never do
+        return True
+    first = 6 if isinstance(args[3], (tuple, list)) else 5
+    dropout, training = args[first : first + 2]
+    return bool(training) and dropout > 0
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+@functools.cache
+def _body(func: types.FunctionType) -> Callable[..., Any]:
+    """``func`` without its own check for modes: calling ``func`` itself here would only come back to the mode."""
+    names = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    body = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body

@@ -1,0 +1,312 @@
+"""What ``compile`` makes of its arguments: the one object that every pass, and every replica in it, reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any, Literal, get_args
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.checkpoint.kinds import check_kind
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.replicas.context import ReplicaContext
+from lockstep.strategies.base import Strategy
+from lockstep.train.metrics import check_metrics
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MEAN_LOSS_SCALE = 65536.0
+
+
+class Precision:
+    """What ``compile(precision=...)`` means on one kind of device.
+
+    Weights, gradients and the optimizer stay in the module's own dtype; autocast chooses the dtype of each operation.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        device_type: "cpu" or "cuda".
+    """
+
+    def __init__(self, name: PrecisionName, device_type: str) -> None:
+        self.name = name
+        self._dtype = _AUTOCAST_DTYPES.get(name)
+        self._needs_scaler = name == "fp16"
+        self._device_type = device_type
+        self.scaler: torch.amp.GradScaler | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of forward pass and loss; it is thread-local, so each replica enters its own."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> torch.Tensor | None:
+        """The factor for the loss before backward; None where there is none. The first call sums the counts.
+
+        Every replica must call it.
+
+        Args:
+            context: the calling replica's.
+            count: this replica's count of the step.
+
+        Returns:
+            The scaler's own tensor of one element in float32, on replica 0's device. It is not read: an update may
+            still be changing it there.
+        """
+        if not self._needs_scaler:
+            return None
+        if self._scale is None:
+            context.merge_call(lambda _strategy, counts: self._begin(context, counts), (count,))
+        return self._scale
+
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        return None if self.scaler is None else self.scaler._get_scale_async()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradient scaler's; empty before the first step and without one."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the scale that ``state_dict`` gave."""
+        check_kind(state, dict[str, float], "the gradient scaler")
+        self.scaler = torch.amp.GradScaler(self._device_type) if state else None
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(state))
+
+    def _begin(self, context: ReplicaContext, counts: Any) -> None:
+        """Makes the scaler, if none was loaded, and its tensors, which it has from the first use on."""
+        if self.scaler is None:
+            self.scaler = self._make_scaler(context, counts)
+        self.scaler.scale(torch.ones((), device=context.strategy.devices[0].torch_device))
+
+    def _make_scaler(self, context: ReplicaContext, counts: Any) -> torch.amp.GradScaler:
+        """A scaler that suits sums: torch's own default suits means, and sums are larger by the count.
+
+        Without the division the first steps overflow and are skipped, one halving each.
+        """
+        count = max(float(context.strategy.reduce("sum", counts)), 1.0)
+        scale = _MEAN_LOSS_SCALE / 2.0 ** math.ceil(math.log2(count))
+        return torch.amp.GradScaler(self._device_type, init_scale=scale)
+
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """The settings of training.
+
+    Args:
+        loss: ``loss(outputs, targets)``, returning per-example values, a pair (total, count), or a scalar mean.
+        metrics: name to torchmetrics Metric.
+        precision: "fp32", "bf16" or "fp16".
+        accumulate: global batches per update.
+        clip_norm: the largest global norm of the gradients, or None.
+        graphs: whether a GPU may record whole steps and replay them.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    loss: Loss
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    precision: PrecisionName = "fp32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    graphs: bool = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise ConfigError(
+                f"loss is a {type(self.loss).__name__}; give a function loss(outputs, targets), such as "
+                "torch.nn.CrossEntropyLoss(), which of several outputs adds up the losses"
+            )
+        if isinstance(self.loss, type):
+            name = self.loss.__name__
+            raise ConfigError(f"loss is the class {name}; give an instance, {name}(), or a function")
+        if self.precision not in get_args(PrecisionName):
+            raise ConfigError(f"precision={self.precision!r} is unknown; choose 'fp32', 'bf16' or 'fp16'")
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise ConfigError(f"accumulate={self.accumulate!r}; give the number of global batches per update")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm={self.clip_norm!r}; give a positive norm, or None for no clipping")
+        if type(self.graphs) is not bool:
+            raise ConfigError(f"graphs={self.graphs!r}; give True to let a GPU record whole steps, or False")
+        object.__setattr__(self, "metrics", check_metrics(self.metrics))
+
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+def make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer itself, or what the function makes of the module's parameters.
+
+    Raises:
+        ConfigError: neither an optimizer nor a function that makes one.
+    """
+    made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(module.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(made).__name__}; give a torch optimizer over module.parameters(), "
+            "or a function of the parameters that makes one"
+        )
+    return made
+
+
+def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """The scheduler itself, or what the function makes of the optimizer.
+
+    Raises:
+        ConfigError: neither a scheduler nor a function that makes one, one of another optimizer, or one that cannot be
+            stepped per update.
+    """
+    if given is None:
+        return None
+    made: Any = given if isinstance(given, LRScheduler) or not callable(given) else given(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler is a ReduceLROnPlateau, which steps by a metric; fit steps schedulers once per update: "
+            "choose another, or step it in a callback's on_epoch_end"
+        )
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(
+            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
+            "or a function of the optimizer that makes one"
+        )
+    _check_optimizer(made, optimizer)
+    return made
+
+
+def check_trained(
+    optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, mirrored: Sequence[MirroredModule]
+) -> None:
+    """Finds an optimizer of another network, as a notebook's cell leaves that is run again.
+
+    Args:
+        optimizer: over parameters of mirrored modules.
+        module: that is trained, and called in every step.
+        loss: called there too; may be a mirrored module itself, with parameters of its own.
+        mirrored: all modules of the strategy.
+
+    Raises:
+        UsageError: the optimizer holds parameters of another module than these.
+    """
+    trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
+    own = {id(parameter) for each in trained for parameter in each.parameters()}
+    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+    if not others:
+        return
+    owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
+    kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
+    raise UsageError(
+        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of shape "
+        f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
+        "compile a function of them that makes one"
+    )
+
+
+def check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object) -> None:
+    """Finds weights of the loss's own that nothing would train, or every replica for itself.
+
+    Args:
+        optimizer: that ``fit`` will use.
+        module: that is trained, whose parameters the loss may hold too.
+        loss: as it was given to ``compile``.
+
+    Raises:
+        UsageError: a plain module with parameters that ask for gradients, or a mirrored one with some that the
+            optimizer does not hold.
+    """
+    while isinstance(loss, (partial, MethodType)):
+        loss = loss.func if isinstance(loss, partial) else loss.__self__
+    if not isinstance(loss, torch.nn.Module):
+        return
+    others = {id(parameter) for parameter in module.parameters()}
+    own = {name: each for name, each in loss.named_parameters() if each.requires_grad and id(each) not in others}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    missing = [name for name, each in own.items() if id(each) not in held]
+    if not isinstance(loss, MirroredModule) and own:
+        raise UsageError(
+            f"the loss is a {type(loss).__name__} with trained parameters of its own, such as {next(iter(own))!r}, of "
+            "which every replica needs a copy; in the strategy's scope call loss = strategy.mirror(loss), make the "
+            "optimizer from the parameters of the module and of the loss, and give both to compile; if the loss is not "
+            "to be trained, call loss.requires_grad_(False)"
+        )
+    if missing:
+        kind = type(loss.module if isinstance(loss, MirroredModule) else loss).__name__
+        raise UsageError(
+            f"the loss is a {kind} with trained parameters of its own that the optimizer does not hold, such as "
+            f"{missing[0]!r}; make the optimizer from the parameters of the module and of the loss, or call "
+            "loss.requires_grad_(False) if the loss is not to be trained"
+        )
+
+
+def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
+    if scheduler.optimizer.param_groups is not optimizer.param_groups:
+        raise ConfigError(
+            f"scheduler is a {type(scheduler).__name__} of another optimizer, and would leave this one's learning rate "
+            "as it is; make it from the optimizer given to compile"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSetup:
+    """What all replicas share in a pass.
+
+    Args:
+        module: the mirrored module.
+        config: what compile was given.
+        precision: the meaning of ``config.precision`` on the strategy's devices.
+        optimizer: the mirrored optimizer; None where nothing is trained.
+        scheduler: of its learning rate, stepped outside the replicas, once per update.
+    """
+
+    module: MirroredModule
+    config: CompileConfig
+    precision: Precision
+    optimizer: MirroredOptimizer | None = None
+    scheduler: LRScheduler | None = None
+
+
+def make_setup(
+    strategy: Strategy,
+    module: MirroredModule,
+    config: CompileConfig,
+    optimizer: OptimizerLike | None,
+    scheduler: SchedulerLike | None,
+) -> TrainSetup:
+    """The setup of a module on its strategy. Every worker must call it.
+
+    Raises:
+        ConfigError: no optimizer, or no scheduler, and no function that makes one.
+        UsageError: an optimizer over other parameters than the module's, or a loss with parameters that it does not
+            train.
+    """
+    if module.is_part and config.precision == "fp16":
+        raise ConfigError(
+            'precision="fp16" scales losses, which does not work yet where a model is divided among workers; choose '
+            '"bf16" or "fp32"'
+        )
+    precision = Precision(config.precision, strategy.devices[0].torch_device.type)
+    if optimizer is None:
+        return TrainSetup(module=module, config=config, precision=precision)
+    made = make_optimizer(optimizer, module.module)
+    stepped = make_scheduler(scheduler, made)
+    check_loss(made, module, config.loss)
+    mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
+    mirrored.sums_after_runs = False
+    check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
+    return TrainSetup(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)

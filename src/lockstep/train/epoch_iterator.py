@@ -1,0 +1,165 @@
+"""Where the loops get their batches: one iteration per epoch, or a fixed number of steps from one long iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.data.distributed import DistributedDataset
+from lockstep.data.iterated import Distributed
+from lockstep.data.position import RandomState, without_default
+from lockstep.data.prefetch import ClosableIterator
+from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.strategies.base import Strategy
+
+
+def distribute(strategy: Strategy, data: Iterable[Any] | Distributed) -> Distributed:
+    """The data divided among the strategy's replicas; data that is distributed already stays as it is."""
+    if isinstance(data, Distributed):
+        return data
+    return DistributedDataset(data, strategy.devices, workers=strategy.workers, items=True)
+
+
+def known_length(data: Distributed) -> int | None:
+    """The number of global batches, or None where the source does not say."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+@dataclass
+class _Iteration:
+    """An iteration of the data, and the place in it."""
+
+    batches: ClosableIterator[Any]
+    epoch: int
+    random: RandomState
+    passed: int
+
+
+class EpochIterator:
+    """The batches of each epoch.
+
+    Without ``steps_per_epoch`` an epoch is one iteration of the data. With it an epoch is that many global batches, and
+    the next one goes on where it ended; data that ends is begun anew, as in Keras.
+
+    Args:
+        data: the distributed data.
+        name: what to call it in messages: "the training data".
+        steps_per_epoch: global batches per epoch, or None.
+
+    Raises:
+        ConfigError: ``steps_per_epoch`` is no positive integer.
+    """
+
+    def __init__(self, data: Distributed, *, name: str, steps_per_epoch: int | None = None) -> None:
+        if steps_per_epoch is not None and (type(steps_per_epoch) is not int or steps_per_epoch < 1):
+            raise ConfigError(f"steps_per_epoch={steps_per_epoch!r}; give a number of global batches, or None")
+        self._data = data
+        self._name = name
+        self._steps = steps_per_epoch
+        self._gave = False
+        self._open: _Iteration | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """Global batches per epoch, or None where unknown."""
+        return self._steps if self._steps is not None else known_length(self._data)
+
+    def epoch(self, epoch: int, *, skip: int = 0) -> Generator[Any, None, None]:
+        """The epoch's batches. Close the generator, or read it to its end.
+
+        Args:
+            epoch: counted from 0.
+            skip: how many of its global batches were taken before, by a run that stopped there. With the state that
+                run saved (``load_state_dict``) the next one comes as it would have come to it.
+
+        Raises:
+            DataError: there is no batch, or fewer than ``steps_per_epoch`` where the data cannot be begun anew.
+            CheckpointError: the state that was loaded is of another place.
+        """
+        return self._whole(epoch, skip) if self._steps is None else self._part(epoch, self._steps, skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the batch handed out last: numbers and tensors.
+
+        ``passed`` global batches of the iteration that was begun in ``epoch`` (-1 where none is open) have been handed
+        out; ``random`` is where the generators stood when it began. Between iterations torch's default generator is
+        left out: it is the caller's.
+        """
+        if self._open is not None:
+            return {"passed": self._open.passed, "epoch": self._open.epoch, "random": dict(self._open.random)}
+        return {"passed": 0, "epoch": -1, "random": without_default(self._data.random_state())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the next call of ``epoch`` begin at the place that ``state_dict`` gave."""
+        self.close()
+        self._saved = dict(state)
+
+    def close(self) -> None:
+        """Ends an iteration that is still open, and the thread that reads ahead for it."""
+        if self._open is not None:
+            self._open.batches.close()
+            self._open = None
+
+    def _whole(self, epoch: int, skip: int) -> Generator[Any, None, None]:
+        iteration = self._open = self._begin(epoch, self._here(epoch, skip), skip)
+        with closing(iteration.batches):
+            try:
+                for batch in iteration.batches:
+                    iteration.passed += 1
+                    self._gave = True
+                    yield batch
+            finally:
+                self._open = None if self._open is iteration else self._open
+        if not iteration.passed:
+            raise self._empty(epoch)
+
+    def _part(self, epoch: int, steps: int, skip: int) -> Generator[Any, None, None]:
+        if self._saved is None:
+            for _ in range(skip):
+                self._next(epoch)
+        for _ in range(steps - skip):
+            yield self._next(epoch)
+
+    def _next(self, epoch: int) -> Any:
+        for _ in range(2):
+            if self._open is None:
+                saved, self._saved = self._saved, None
+                self._open = self._begin(epoch, saved, 0)
+            for batch in self._open.batches:
+                self._open.passed += 1
+                self._gave = True
+                return batch
+            self.close()
+        raise self._empty(epoch)
+
+    def _begin(self, epoch: int, saved: Mapping[str, Any] | None, skip: int) -> _Iteration:
+        """A new iteration, or the one that a saved place is in."""
+        if saved is None or saved["epoch"] < 0:
+            self._data.set_epoch(epoch)
+            random = self._data.random_state()
+            batches = self._data.iterate(skip=skip, random=None if saved is None else saved["random"])
+            return _Iteration(batches, epoch, random, skip)
+        self._data.set_epoch(saved["epoch"])
+        batches = self._data.iterate(skip=saved["passed"], random=saved["random"])
+        return _Iteration(batches, saved["epoch"], saved["random"], saved["passed"])
+
+    def _here(self, epoch: int, skip: int) -> Mapping[str, Any] | None:
+        """The saved place, if there is one, which must be in this epoch and at this batch."""
+        saved, self._saved = self._saved, None
+        if saved is None or (saved["epoch"], saved["passed"]) in ((epoch, skip), (-1, skip)):
+            return saved
+        raise CheckpointError(
+            f"the saved position of {self._name} is epoch {saved['epoch'] + 1}, batch {saved['passed']}, and epoch "
+            f"{epoch + 1} was to go on at batch {skip}; go on in the epoch and at the batch that were saved"
+        )
+
+    def _empty(self, epoch: int) -> DataError:
+        when = "" if epoch == 0 else f" for epoch {epoch + 1}"
+        hint = f"{when}: a generator can be read only once" if self._gave else when
+        return DataError(f"{self._name} gave no batches{hint}; give a DataLoader or a list with at least one batch")

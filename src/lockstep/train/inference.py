@@ -1,0 +1,224 @@
+"""One prediction: the module's outputs for all rows, in the order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.errors import ConfigError
+from lockstep.mirroring.module import MirroredModule
+from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
+from lockstep.strategies.base import Strategy
+from lockstep.train.callbacks.base import CallbackList, Logs
+from lockstep.train.compile import Precision, TrainSetup
+from lockstep.train.epoch_iterator import EpochIterator
+from lockstep.train.logs import RunningLoss, StepClock, batch_logs
+from lockstep.train.loop import StepsInFlight
+from lockstep.train.metrics import ReplicaMetrics
+from lockstep.train.step import ReplicaState, evaluate_step, predict_step
+
+
+def run_batches(
+    kind: Literal["test", "predict"],
+    feed: EpochIterator,
+    run: Callable[[Any], tuple[int, Logs]],
+    *,
+    callbacks: CallbackList,
+    clock: StepClock,
+) -> None:
+    """Runs every batch without gradients, tells the callbacks of each, and takes the time of reading and running.
+
+    Args:
+        kind: of the hooks.
+        feed: the batches.
+        run: gives the rows of a batch, and the numbers that the callbacks hear.
+        callbacks: hear the hooks of the batches.
+        clock: stands still in the hooks.
+    """
+    clock.start()
+    with torch.no_grad(), closing(feed.epoch(0)) as batches:
+        for step, batch in enumerate(batches):
+            clock.pause()
+            callbacks.call(f"on_{kind}_batch_begin", step)
+            clock.start()
+            rows, logs = run(batch)
+            clock.stop(rows=rows)
+            callbacks.call(f"on_{kind}_batch_end", step, logs=logs)
+            clock.start()
+
+
+@contextmanager
+def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
+    """Sets the mode of all copies, and puts the flags back as the user left them, submodule by submodule.
+
+    Putting back the user's module is enough: each run gives the other copies its flags.
+    """
+    before = {name: part.training for name, part in mirrored.module.named_modules()}
+    mirrored.train(training)
+    if not training:
+        mirrored.sync_buffers()
+    try:
+        yield
+    finally:
+        for name, part in mirrored.module.named_modules():
+            part.training = before.get(name, part.training)
+
+
+def run_evaluation(
+    strategy: Strategy, setup: TrainSetup, feed: EpochIterator, *, callbacks: CallbackList, clock: StepClock
+) -> dict[str, float]:
+    """The loss and metrics over the data; nothing is trained. Every worker must call it."""
+    metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
+    states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
+    loss, in_flight = RunningLoss(), StepsInFlight()
+
+    def run(batch: Any) -> tuple[int, Logs]:
+        outputs = strategy.local_results(strategy.run(evaluate_step, (setup, states, batch)))
+        metrics.skip_input_checks()
+        sums = [number for output in outputs for number in (output.total, output.count)]
+        numbers = Arriving([*sums, 0.0], strategy.devices[0])
+        loss.add(numbers, pairs=len(outputs))
+        in_flight.add(numbers, epoch=0, step=clock.steps + 1)
+        now = loss.now()
+        logs = {} if now.arrived and not now.counted else batch_logs(now, (), NO_NUMBERS)
+        return sum(output.rows for output in outputs), logs
+
+    with module_mode(setup.module, training=False):
+        callbacks.call("on_test_begin")
+        run_batches("test", feed, run, callbacks=callbacks, clock=clock)
+        totals = strategy.workers.exchange("end of an evaluation", [loss.total, loss.count, clock.examples])
+        total, count, rows = (sum(column) for column in zip(*totals, strict=True))
+        clock.examples = int(rows)
+        logs = {"loss": RunningLoss(total, count).final(), **metrics.compute()}
+        callbacks.call("on_test_end", logs=logs)
+    return logs
+
+
+class CollectedOutputs:
+    """Rows of outputs, added shard by shard in the order of the data, and joined once at the end."""
+
+    def __init__(self) -> None:
+        self._spec: Any = None
+        self._columns: list[list[Tensor]] = []
+        self._rows: list[int] = []
+
+    def begin_batch(self) -> None:
+        """Shards that are added from now on are of another global batch."""
+        self._rows.append(0)
+
+    def add(self, rows: int, outputs: Any) -> None:
+        """Adds one shard's outputs.
+
+        Args:
+            rows: the rows of the shard; each output tensor must have as many along dim 0.
+            outputs: a tensor or a structure of tensors, of the same structure each time.
+
+        Raises:
+            ConfigError: a leaf that is no tensor with ``rows`` rows, or a structure unlike the first one.
+        """
+        leaves, spec = tree_flatten(outputs)
+        _check_rows(leaves, rows)
+        self._rows[-1] += rows
+        if self._spec is None:
+            self._spec, self._columns = spec, [[] for _ in leaves]
+        elif spec != self._spec:
+            raise ConfigError(
+                f"the module returned {spec} after {self._spec}; predict needs one structure for all batches"
+            )
+        for column, leaf in zip(self._columns, leaves, strict=True):
+            column.append(leaf.detach().cpu())
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._spec is None
+
+    def joined(self, workers: Workers) -> Any:
+        """All rows of all workers: the structure of the outputs with one tensor per leaf, on the CPU.
+
+        Every worker must call it.
+
+        Raises:
+            ConfigError: no worker has a row; or this one has none, and the structure is none of plain containers.
+        """
+        columns = [torch.cat(column) for column in self._columns]
+        if workers.alone:
+            return tree_unflatten(columns, self._spec)
+        columns, spec = self._like_others(workers, columns)
+        rows = exchange_values(workers, "rows of the predictions", self._rows)
+        gathered = [workers.gather_tensors("predictions", column, 0) for column in columns]
+        return tree_unflatten([_interleaved(parts, rows) for parts in gathered], spec)
+
+    def _like_others(self, workers: Workers, columns: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """This worker's columns; where it never had a row, empty ones such as another worker has."""
+        empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
+        known = [each for each in exchange_values(workers, "structure of the predictions", empty) if each is not None]
+        if self._spec is not None:
+            return columns, self._spec
+        if not known:
+            raise ConfigError("predict got no rows on any worker; give data with at least one row")
+        return tree_flatten(known[0])
+
+
+def _plain(structure: Any) -> Any:
+    """The same tensors in dicts and tuples, as they can be sent: a worker without rows knows no class of the user's."""
+    if isinstance(structure, Mapping):
+        return {key: _plain(value) for key, value in structure.items()}
+    if isinstance(structure, (tuple, list)):
+        parts = [_plain(each) for each in structure]
+        return parts if isinstance(structure, list) else tuple(parts)
+    return structure
+
+
+def _interleaved(parts: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
+    """The workers' rows in the order of the data: batch by batch, and in each batch worker by worker."""
+    batches = zip(*(torch.split(part, list(counts)) for part, counts in zip(parts, rows, strict=True)), strict=True)
+    return torch.cat([shard for batch in batches for shard in batch])
+
+
+def _check_rows(leaves: Sequence[Any], rows: int) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ConfigError(
+                f"the module returned a {type(leaf).__name__} among its outputs; predict joins rows of tensors: "
+                "return tensors only"
+            )
+        if leaf.dim() == 0 or leaf.shape[0] != rows:
+            raise ConfigError(
+                f"the module returned shape {tuple(leaf.shape)} for {rows} rows; predict needs one row per example: "
+                f"return tensors whose first dimension is {rows}"
+            )
+
+
+def run_prediction(
+    strategy: Strategy,
+    module: MirroredModule,
+    precision: Precision,
+    feed: EpochIterator,
+    *,
+    callbacks: CallbackList,
+    clock: StepClock,
+) -> Any:
+    """The outputs for all rows, on the CPU. Every worker must call it."""
+    collected = CollectedOutputs()
+
+    def run(batch: Any) -> tuple[int, Logs]:
+        shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
+        collected.begin_batch()
+        for shard in shards:
+            if shard.rows:
+                collected.add(shard.rows, shard.outputs)
+        return sum(shard.rows for shard in shards), {}
+
+    with module_mode(module, training=False):
+        callbacks.call("on_predict_begin")
+        run_batches("predict", feed, run, callbacks=callbacks, clock=clock)
+        callbacks.call("on_predict_end")
+        return collected.joined(strategy.workers)

@@ -1,0 +1,354 @@
+"""What a loss function that gives one scalar has added up, and by what it divided: seen while it runs.
+
+    loss(outputs, targets) -> F.cross_entropy(...)                total of the losses, count of the labels that count
+                           -> losses.sum() / mask.sum()           the two sides of the division
+                           -> losses[mask].mean()                 total, and how many were chosen
+                           -> anything else                       a scalar: the mean over the rows
+
+A mean over a shard is not enough: its shards are added up by their counts, and those of labels to be ignored, of class
+weights and of masks differ from shard to shard. torch's own losses are found wherever they are called: given to compile
+as they are, in a module, a subclass, a ``functools.partial`` or a function around them. Nothing here knows of replicas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lockstep.replicas.rng.mode import with_lost_weight
+
+Pair = tuple[Tensor, Any]
+"""A total, and its count."""
+
+
+What = TypeVar("What")
+
+
+class _Notes(Generic[What]):
+    """What is known of tensors, each as long as nobody changes it in place."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Tensor, int, What]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def put(self, tensor: Any, what: What) -> None:
+        self._of[id(tensor)] = (tensor, _version(tensor), what)
+
+    def get(self, tensor: Any) -> What | None:
+        found = self._of.get(id(tensor))
+        return None if found is None or _version(tensor) != found[1] else found[2]
+
+
+class ReductionTracer(TorchFunctionMode):
+    """A block that calls a loss function once; ``pair_of`` and ``sum_of`` then tell what its result is.
+
+    Torch's losses with a mean are computed in it as their sum over their count, and their results are else the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pairs: _Notes[Pair] = _Notes()
+        self._sums: _Notes[str] = _Notes()
+        self._of_nothing: _Notes[bool] = _Notes()
+        self._unclamped: _Notes[Tensor] = _Notes()
+        self._reads: set[float] = set()
+        self._labels: list[LabelMean] = []
+        self._masked = False
+        self._hooks = _hooks_of_saved_tensors()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = with_lost_weight(func, kwargs or {})
+        watch = _WATCHED.get(func)
+        if watch is None or torch._C._functorch.peek_interpreter_stack() is not None:  # in vmap, tensors are of one row
+            return func(*args, **kwargs)
+        if _hooks_of_saved_tensors() is not self._hooks:  # a checkpoint calls it again, where nobody looks
+            return self._unwatched(func, args, kwargs)
+        return watch(self, func, args, kwargs)
+
+    def pair_of(self, returned: Tensor) -> Pair | None:
+        """The total and the count of a scalar; None where it is no quotient that was seen."""
+        return self._pairs.get(returned)
+
+    def sum_of(self, returned: Tensor) -> str | None:
+        """The name of torch's loss whose sum ``returned`` is; None where it is none."""
+        return self._sums.get(returned) or None
+
+    @property
+    def labels(self) -> list[LabelMean]:
+        """Those that means over labels were taken of."""
+        return self._labels
+
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
+        reduction = _reduction(given)
+        if reduction not in ("mean", "batchmean"):
+            result = func(*args, **kwargs)
+            if reduction == "sum":
+                self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(given.values())))
+            return result
+        given = {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
+        total, count = _SUMMED.get(func, _values_summed)(func, given)
+        result = total / count
+        self._pairs.put(result, (total, count))
+        self._note_labels(func, given)
+        return result
+
+    def _note_labels(self, func: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        if func in _OF_LABELS and not _are_probabilities(given):
+            self._labels.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
+
+    def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _OF_LABELS:
+            given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
+            if _reduction(given) == "mean":
+                self._note_labels(func, given)
+        return func(*args, **kwargs)
+
+    def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Tensor) and not args[0].dim():
+            return self._same(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not result.dim():
+            self._note_sum(result, "", args[0])
+        return result
+
+    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of two vectors: a sum."""
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and not result.dim():
+            self._sums.put(result, "")
+        return result
+
+    def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
+        self._sums.put(result, of)
+        if isinstance(values, Tensor) and not values.numel():
+            self._of_nothing.put(result, True)
+
+    def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Tensor) and not args[0].dim():
+            return self._same(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if self._masked and len(args) == 1 and not kwargs:
+            chosen, *rest = args[0].shape
+            self._pairs.put(result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
+        return result
+
+    def _same(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A cast, a copy, or another shape of one number."""
+        return self._linear(func, args, kwargs)
+
+    def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if all(isinstance(each, (int, float)) for each in args[1:]):
+            return self._linear(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if (self._pairs or self._sums) and args and isinstance(args[0], Tensor) and result is not args[0]:
+            pair, summed = self._pairs.get(args[0]), self._sums.get(args[0])
+            if pair is not None:
+                self._pairs.put(result, (func(pair[0], *args[1:], **kwargs), pair[1]))
+            elif summed is not None:
+                self._sums.put(result, summed)
+        return result
+
+    def _added(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self._sums and len(args) == 2 and not kwargs:
+            first, second = map(self._sums.get, args)
+            if first is not None and second is not None:
+                self._sums.put(result, first or second)
+        return result
+
+    def _quotient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = _OUT_OF_PLACE.get(func, func)
+        if len(args) != 2 or kwargs:
+            return func(*args, **kwargs)
+        total, count = args
+        counts = isinstance(count, (int, float)) and (self._masked or bool(self._reads))
+        if self._sums.get(total) is None:
+            return self._scaled(func, args, kwargs)
+        if not (counts or (isinstance(count, Tensor) and count.numel() == 1)):
+            return func(total, count)  # by the rows or by a constant: its parts tell
+        result = func(total, count)
+        if isinstance(count, Tensor):
+            unclamped = self._unclamped.get(count)
+            self._pairs.put(result, (total, count if unclamped is None else unclamped))
+        else:
+            self._pairs.put(result, (total, self._counted(total, count)))
+        return result
+
+    def _counted(self, total: Tensor, count: float) -> float:
+        """A number that a sum was divided by, less what keeps it from being 0, as in ``max(int(mask.sum()), 1)``."""
+        nothing = bool(self._of_nothing.get(total)) or (0 in self._reads and not total.detach().any())
+        return 0.0 if nothing and count <= 1 else float(count)
+
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        self._reads.add(result)
+        return result
+
+    def _clamp(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What keeps a count of nothing from being 0 is not there in the count of all replicas."""
+        result = func(*args, **kwargs)
+        least = args[1] if len(args) == 2 else kwargs.get("min")
+        if isinstance(least, (int, float)) and least <= 1 and kwargs.get("max") is None and result.numel() == 1:
+            self._unclamped.put(result, args[0])
+        return result
+
+    def _choice(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of some of the values, as many as the data says."""
+        index = args[-1] if len(args) > 1 else next(iter(kwargs.values()), None)
+        parts = index if isinstance(index, tuple) else (index,)
+        self._masked = self._masked or any(isinstance(each, Tensor) for each in parts)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelMean:
+    """The labels that a mean was taken over.
+
+    Args:
+        target: integers.
+        weight: of the classes, or None.
+        ignored: the label that does not count.
+    """
+
+    target: Tensor
+    weight: Tensor | None
+    ignored: int
+
+    def count_alike(self) -> bool:
+        """Whether each of them counts as much as any other. Waits for the device."""
+        if bool((self.target == self.ignored).any()):
+            return False
+        if self.weight is None or not self.target.numel():
+            return True
+        weights = self.weight[self.target]
+        return bool(weights.min() == weights.max())
+
+    def count(self) -> Tensor:
+        """What torch divides by: how many are not ignored, or the sum of their classes' weights."""
+        counted = self.target != self.ignored
+        if self.weight is None:
+            return counted.sum()
+        weights: Tensor = self.weight[self.target.where(counted, 0)] * counted
+        return weights.sum()
+
+
+def _values_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    values = func(**{**given, "reduction": "none"})
+    return _sum_exactly(values), float(values.numel())
+
+
+def _weighted_values_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    weight = given.get("weight")
+    total, count = _values_summed(func, given)
+    return total, count if weight is None else weight.sum()
+
+
+def _rows_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    """KLDivLoss: "batchmean" divides by the rows, "mean" by the values."""
+    if _reduction(given) == "mean":
+        return _values_summed(func, given)
+    return _values_summed(func, given)[0], float(given["input"].shape[0])
+
+
+def _lines_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    """CTCLoss: each line over its own length."""
+    values = func(**{**given, "reduction": "none"})
+    lengths = torch.as_tensor(given["target_lengths"], device=values.device).clamp(min=1)
+    return _sum_exactly(values / lengths), float(values.numel())
+
+
+def _labels_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    given = {**given, "reduction": "sum"}
+    if given["input"].dtype in (torch.float16, torch.bfloat16):
+        given["input"] = given["input"].float()
+        if isinstance(given.get("weight"), Tensor):
+            given["weight"] = given["weight"].float()
+    total = func(**given)
+    if _are_probabilities(given):
+        classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
+        return total, given["input"].numel() / classes
+    return total, LabelMean(given["target"], given.get("weight"), _ignored(given)).count()
+
+
+def _are_probabilities(given: Mapping[str, Any]) -> bool:
+    return bool(given["target"].is_floating_point())
+
+
+def _ignored(given: Mapping[str, Any]) -> int:
+    ignored = given.get("ignore_index", -100)
+    return -100 if ignored is None else int(ignored)
+
+
+def _sum_exactly(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
+
+
+def _hooks_of_saved_tensors() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _reduction(given: Mapping[str, Any]) -> str:
+    averages, reduces = given.get("size_average"), given.get("reduce")
+    if averages is None and reduces is None:
+        return str(given.get("reduction", "mean"))
+    if reduces is False:
+        return "none"
+    return "sum" if averages is False else "mean"
+
+
+_OF_LABELS = frozenset([F.cross_entropy, F.nll_loss])
+_LOSSES: tuple[Callable[..., Any], ...] = (
+    *_OF_LABELS,
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.mse_loss, F.l1_loss, F.smooth_l1_loss),
+    *(F.huber_loss, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.margin_ranking_loss, F.soft_margin_loss),
+    *(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.hinge_embedding_loss),
+    *(F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss, F.ctc_loss),
+)
+_PARAMETERS = {loss: tuple(inspect.signature(loss).parameters) for loss in _LOSSES}
+_SUMMED: dict[Any, Callable[[Callable[..., Any], Mapping[str, Any]], Pair]] = {
+    **dict.fromkeys(_OF_LABELS, _labels_summed),
+    F.mse_loss: _weighted_values_summed,
+    F.l1_loss: _weighted_values_summed,
+    F.kl_div: _rows_summed,
+    F.ctc_loss: _lines_summed,
+}
+_OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {Tensor.__itruediv__: Tensor.__truediv__}
+_WATCHED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_PARAMETERS, ReductionTracer._loss),
+    **dict.fromkeys([torch.sum, Tensor.sum], ReductionTracer._sum),
+    **dict.fromkeys([torch.mean, Tensor.mean], ReductionTracer._mean),
+    **dict.fromkeys([torch.div, torch.true_divide, Tensor.div, Tensor.true_divide], ReductionTracer._quotient),
+    **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], ReductionTracer._quotient),
+    **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], ReductionTracer._scaled),
+    **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], ReductionTracer._scaled),
+    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], ReductionTracer._same),
+    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], ReductionTracer._same),
+    **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], ReductionTracer._added),
+    **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], ReductionTracer._clamp),
+    **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], ReductionTracer._clamp),
+    **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], ReductionTracer._read),
+    **dict.fromkeys([torch.masked_select, Tensor.masked_select, Tensor.__getitem__], ReductionTracer._choice),
+    **dict.fromkeys([torch.index_select, Tensor.index_select], ReductionTracer._choice),
+    **dict.fromkeys([torch.dot, Tensor.dot, torch.einsum, torch.matmul, Tensor.matmul], ReductionTracer._product),
+    Tensor.__matmul__: ReductionTracer._product,
+}

@@ -1,0 +1,205 @@
+"""Where steps cannot be recorded: the reason is in the log, once, and the numbers are those without recordings."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.stand_in import StandInDriver
+from tests.train.cuda_graphs.conftest import Net, Train, alike, batches
+from torch import Tensor, nn
+
+from lockstep.collectives.communicator import OneWorker
+from lockstep.config import LogicalDevice, PhysicalDevice
+from lockstep.replicas.hooks import Observer, observing
+from lockstep.train.callbacks.base import Callback, Logs
+from lockstep.train.cuda_graphs import capture, steps
+from lockstep.train.cuda_graphs.guards import NotCapturableError, driver_for
+
+
+def each(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def reading(outputs: Tensor, targets: Tensor) -> Tensor:
+    return each(outputs, targets) * max(1.0, outputs.detach().sum().item())
+
+
+def growing() -> Callable[[Tensor, Tensor], Tensor]:
+    numbers = itertools.count(1)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return each(outputs, targets) * float(next(numbers))
+
+    return loss
+
+
+def own_generator() -> Callable[[Tensor, Tensor], Tensor]:
+    generator = torch.Generator()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return each(outputs, targets) * torch.rand(len(targets), generator=generator)
+
+    return loss
+
+
+class Counting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Averaging(Net):
+    """Replaces a tensor that it reads in the next step, where it should write to it."""
+
+    average: Tensor = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.average = self.average * 0.5 + out.detach().mean(0)
+        return self.outer(out - self.average)  # type: ignore[no-any-return]
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.register_forward_hook(lambda *_: None)
+
+
+def rmsprop(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "reason"),
+    [
+        (Net, {"loss": lambda: reading}, r"reads from the device at test_reasons.py:\d+ \(aten._local_scalar_dense\)"),
+        (
+            Net,
+            {"loss": growing, "shares": None},
+            r"differ from each other: aten.mul.Tensor at test_reasons.py:\d+ in loss ",
+        ),
+        (
+            Net,
+            {"loss": own_generator, "shares": None},
+            "recorded: RuntimeError: aten.rand.generator draws from",
+        ),
+        (Counting, {}, "changes what a recording takes for granted: a Counting has other attributes"),
+        (Averaging, {}, "reads a tensor that is another one in every step; update it in place"),
+        (Hooked, {}, "the hooks of a Linear would run once"),
+        (Net, {"optimizer": rmsprop}, "not made by fused kernels: torch has no fused RMSprop"),
+        (Net, {"precision": "fp16"}, 'precision="fp16" asks on the host'),
+        (lambda: Net(norm=True), {"sync_batchnorm": True}, r"reads from the device at batch_norm.py"),
+    ],
+    ids=["host", "numbers", "generator", "attributes", "tensors", "hooks", "optimizer", "fp16", "sync batch norm"],
+)
+def test_steps_that_cannot_be_recorded(
+    train: Train, module: Callable[[], nn.Module], settings: dict[str, Any], reason: str
+) -> None:
+    trained = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        made = {name: value() if name == "loss" else value for name, value in settings.items()}
+        trained.append(train(module(), batches(80), epochs=1, graphs=graphs, **made))
+    plain, refused = trained
+
+    assert len(refused.reasons) == 1
+    assert re.search(reason, refused.reasons[0]), refused.reasons
+    assert sum(refused.replays) == 0
+    assert alike(plain, refused)
+
+
+def test_shapes_that_change_all_the_time(train: Train, net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MAX_KINDS", 3)
+    data = [tuple(column[: 4 + step] for column in batches(16, 16)[0]) for step in range(6)]
+    refused = train(net, data)
+    assert refused.reasons == ["batches came in more than 3 shapes; pad them to one length, or a few (buckets)"]
+    assert alike(train(net, data, graphs=False), refused)
+
+
+def test_without_memory_for_the_batch_of_a_recording_the_training_goes_on(
+    train: Train, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(batch: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(capture, "StaticInputs", full)
+    refused = train(net, batches())
+    assert refused.reasons == ["the step could not be recorded: OutOfMemoryError: CUDA out of memory."]
+    assert alike(train(net, batches(), graphs=False), refused)
+
+
+class Meddling(Callback):
+    """Changes things at the end of steps 5 and 7."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._change = change
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        if batch in (5, 7):
+            self._change(self.model)
+
+
+def scale_weights(model: Any) -> None:
+    with torch.no_grad():
+        model.module.inner.weight.mul_(0.5)
+    model.load_state_dict(model.state_dict())
+
+
+def load_optimizer(model: Any) -> None:
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+
+
+def more_decay(model: Any) -> None:
+    for group in model.optimizer.param_groups:
+        group["weight_decay"] += 0.25
+
+
+def freeze(model: Any) -> None:
+    model.module.outer.bias.requires_grad_(not model.module.outer.bias.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "replays"), [(scale_weights, [11]), (load_optimizer, [3, 6]), (more_decay, [3, 6]), (freeze, [3, 6])]
+)
+def test_what_callbacks_change_between_steps(
+    train: Train, net: Net, change: Callable[[Any], None], replays: list[int]
+) -> None:
+    data = batches(8 * 14)
+    plain = train(net, data, epochs=1, graphs=False, callbacks=[Meddling(change)])
+    recorded = train(net, data, epochs=1, callbacks=[Meddling(change)])
+    # Steps 6 and 7 are looked at, and step 8 is recorded anew as things are then.
+    assert recorded.replays == replays
+    assert alike(plain, recorded)
+
+
+def test_an_observer_hears_every_step(train: Train, net: Net) -> None:
+    heard: list[float] = []
+
+    class Listening(Observer):
+        def update_begins(self, context: Any, parameters: Any, totals: Any) -> None:
+            heard.append(float(totals.count))
+
+    with observing(Listening()):
+        assert train(net, batches(64), epochs=1).replays == []
+    assert heard == [4.0] * 2 * 8
+
+
+def test_replicas_on_several_gpus() -> None:
+    gpus = [
+        PhysicalDevice(name=f"gpu:{n}", kind="GPU", memory=8, torch_device=torch.device("cpu"), driver=StandInDriver())
+        for n in range(2)
+    ]
+    devices = tuple(
+        LogicalDevice(name=gpu.name, kind="GPU", physical=gpu, memory_limit=None, torch_device=gpu.torch_device)
+        for gpu in gpus
+    )
+    strategy: Any = SimpleNamespace(devices=devices, workers=OneWorker(2))
+    with pytest.raises(NotCapturableError, match="several GPUs"):
+        driver_for(strategy)
