@@ -201,9 +201,9 @@ class Program:
         self._readers: list[threading.Thread] = []
         self._read: dict[TextIO, str] = {}
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Waits for its end; what it has printed, and its errors, as far as they were not read before."""
-        end = monotonic() + timeout
+        end = monotonic() + (threading.TIMEOUT_MAX / 2 if timeout is None else timeout)
         if not self._readers:
             self._readers = [threading.Thread(target=self._read_all, args=[f]) for f in (self.stdout, self.stderr)]
             for reader in self._readers:
@@ -211,7 +211,7 @@ class Program:
         for reader in self._readers:
             reader.join(max(0.0, end - monotonic()))
             if reader.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         self.wait(max(0.0, end - monotonic()))
         return self._read[self.stdout], self._read[self.stderr]
 
