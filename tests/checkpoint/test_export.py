@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lockstep as ls
-from lockstep.checkpoint.record import Contents, Record, write_checkpoint
-from lockstep.checkpoint.streamed_weights import write_streamed
+from lockstep.checkpoint.export import write_streamed
+from lockstep.checkpoint.format import Contents, Record, write_checkpoint
 from lockstep.errors import CheckpointError
 
 WEIGHTS = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.record import Contents, Record, read_checkpoint, read_record, write_checkpoint
+from lockstep.checkpoint.format import Contents, Record, read_checkpoint, read_record, write_checkpoint
 from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import CheckpointError
 

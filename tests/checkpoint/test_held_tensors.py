@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint.held_tensors import HeldTensor, StoredTensors, write_held
-from lockstep.checkpoint.sharing_out import writers
-from lockstep.checkpoint.tensor_files import read_tensors, write_tensors
+from lockstep.checkpoint.sharded_io import HeldTensor, StoredTensors, read_tensors, write_held, write_tensors, writers
 from lockstep.errors import CheckpointError
 from lockstep.parallel.regions import Region, whole_region
 

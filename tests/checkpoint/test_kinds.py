@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.kinds import DamagedStateError, check_kind, check_like
-from lockstep.checkpoint.nested import Stored
+from lockstep.checkpoint.format import DamagedStateError, Stored, check_kind, check_like
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.collectives.communicator import Workers
-from lockstep.data.beginning import begin_alike
+from lockstep.data.worker_sync import begin_alike
 from lockstep.errors import ClusterError
 
 if TYPE_CHECKING:

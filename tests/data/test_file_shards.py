@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from lockstep.collectives.communicator import Workers
-from lockstep.data.file_shards import own_files
+from lockstep.data.sources import own_files
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:

@@ -19,23 +19,50 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.kinds import DamagedStateError, check_kind
-from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
-from lockstep.checkpoint.parts import part_of
-from lockstep.checkpoint.random_numbers import RandomPart
-from lockstep.checkpoint.record import STATE, Contents, Record, damaged, read_checkpoint
-from lockstep.checkpoint.spreading import spread
-from lockstep.checkpoint.whole_folder import RECORD
+from lockstep.checkpoint.format import (
+    RECORD,
+    SHARED,
+    STATE,
+    Contents,
+    DamagedStateError,
+    OrStored,
+    Record,
+    check_kind,
+    damaged,
+    flatten,
+    read_checkpoint,
+    unflatten,
+)
+from lockstep.checkpoint.state_adapters import Part, PartState, RandomPart, SavedPart, part_of
 from lockstep.collectives.communicator import Workers, exchange_values, on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.default import get_strategy
+from lockstep.strategies.base import Strategy, get_strategy
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.held_tensors import HeldTensor
+    from lockstep.checkpoint.sharded_io import HeldTensor
+
+
+def spread(workers: Workers, name: str, state: Any) -> Any:
+    """The chief's state, on every worker. Every worker must call it.
+
+    Args:
+        workers: all of them.
+        name: what this call is for.
+        state: the chief's, as ``nested.flatten`` takes it; the others' is not looked at.
+    """
+    if workers.alone:
+        return state
+    tree, tensors = flatten(state) if workers.is_chief else (None, {})
+    shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    tree, shapes = exchange_values(workers, name, (tree, shapes))[0]
+    if not workers.is_chief:
+        tensors = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in shapes.items()}
+    workers.broadcast(name, list(tensors.values()))
+    return state if workers.is_chief else unflatten(tree, OrStored(tensors))
+
 
 Found = tuple[Path, Contents]
 Read = Callable[[Path], Contents]
@@ -198,7 +225,7 @@ class Checkpoint:
 
     def _held(self, states: Mapping[str, PartState]) -> tuple[dict[str, str], Held]:
         """The folders of the modules, and of every folder what this worker is to write to it."""
-        from lockstep.checkpoint.sharing_out import share_out
+        from lockstep.checkpoint.sharded_io import share_out
 
         modules = [name for name, state in states.items() if state.held_weights is not None]
         apart = {name: "weights" if len(modules) == 1 else f"weights-{name}" for name in modules}

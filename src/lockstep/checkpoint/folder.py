@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.checkpoint.record import (
+from lockstep.atomic_files import original_name, remove_folder, remove_leftovers, replaced_folders
+from lockstep.checkpoint.format import (
+    RECORD,
     Contents,
     Fill,
     Record,
@@ -22,7 +24,6 @@ from lockstep.checkpoint.record import (
     run_of,
     write_checkpoint,
 )
-from lockstep.checkpoint.whole_folder import clear_leftovers, original_name, remove_folder, replaced_folders
 from lockstep.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -194,7 +195,7 @@ class CheckpointFolder:
 
     def _clear(self) -> None:
         try:
-            clear_leftovers(self.path)
+            remove_leftovers(self.path, record=RECORD)
         except OSError as error:
             raise CheckpointError(
                 f"cannot clear {self.path} of what a killed run left: {error.strerror}; see to its permissions"

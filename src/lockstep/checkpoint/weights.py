@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.whole_file import whole_file
+from lockstep.atomic_files import atomic_file
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
@@ -36,7 +36,7 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     target = Path(path)
     tensors = own_storages(state)
     try:
-        with whole_file(target) as partial:
+        with atomic_file(target) as partial:
             safetensors.save_file(tensors, str(partial), metadata={"format": "pt"})
     except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(

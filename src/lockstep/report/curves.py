@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.whole_file import whole_file
+from lockstep.atomic_files import atomic_file
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 
@@ -96,6 +96,6 @@ def _quiet(axes: Any, name: str, epochs: int) -> None:
 
 
 def _write(figure: Any, path: Path) -> Path:
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         figure.savefig(partial, format="png")
     return path

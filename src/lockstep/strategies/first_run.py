@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -32,13 +32,88 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.plain_call import refusing_plain_calls
-from lockstep.mirroring.step_guard import refuse_forward_mode
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_calls
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRandom
-from lockstep.strategies.back_propagated import Passes, counted_by_each, means_over_shards, over_rows
-from lockstep.strategies.hook_stores import HookStores
+from lockstep.strategies.backward_check import Passes, counted_by_each, means_over_shards, over_rows
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CONTAINERS = (list, dict, set, deque)
+
+
+class HookStores:
+    """The containers and objects outside of modules that their hooks reach, and the tensors in them when a run begins.
+
+    Args:
+        modules: the mirrored modules.
+        captured_by: gives names and values of what a function has captured.
+    """
+
+    def __init__(
+        self, modules: Sequence[MirroredModule], captured_by: Callable[[Any], Iterator[tuple[str, Any]]]
+    ) -> None:
+        self._modules = modules
+        self._captured_by = captured_by
+        self._before = {id(store): _tensors(store) for _, _, store in self._stores()}
+
+    def check(self, replicas: int) -> None:
+        """After the run, or where it has failed.
+
+        Raises:
+            UsageError: a hook has kept a tensor there.
+        """
+        for hook, name, store in self._stores():
+            seen = {id(each) for each in self._before.get(id(store), ())}
+            fresh = [each for each in _tensors(store) if id(each) not in seen]
+            if fresh and not _by_replica(store, replicas):
+                raise UsageError(
+                    f"the hook {hook} keeps tensors of the step in {name}, outside of the module, where the replicas "
+                    "overwrite each other's; keep them on the part that the hook is called with (part.kept = output), "
+                    "and read them in the step from the mirrored module (mirrored.get_submodule(name).kept)"
+                )
+
+    def _stores(self) -> Iterator[tuple[str, str, Any]]:
+        for module in self._modules:
+            for copy in module.copies:
+                parts = list(copy.modules())
+                hooks = [hook for part in parts for kind in _HOOKS for hook in vars(part).get(kind, {}).values()]
+                own = {id(value) for part in parts for value in vars(part).values()} if hooks else set()
+                for hook in hooks:
+                    for name, store in self._reached(hook):
+                        if id(store) not in own:
+                            yield getattr(hook, "__qualname__", type(hook).__name__), name, store
+
+    def _reached(self, hook: Any) -> Iterator[tuple[str, Any]]:
+        while isinstance(hook, partial):
+            for value in hook.args:
+                if isinstance(value, _CONTAINERS):
+                    yield "an argument of a partial", value
+            hook = hook.func
+        if isinstance(hook, FunctionType):
+            for name, value in self._captured_by(hook):
+                if isinstance(value, _CONTAINERS) or _is_object(value):
+                    yield repr(name), value
+        holder = hook.__self__ if isinstance(hook, MethodType) else hook
+        if _is_object(holder):
+            yield f"a {type(holder).__name__}", holder
+
+
+def _is_object(value: Any) -> bool:
+    others = (nn.Module, torch.Tensor, FunctionType, type)
+    return hasattr(value, "__dict__") and not isinstance(value, others) and type(value).__module__ != "builtins"
+
+
+def _tensors(store: Any) -> list[torch.Tensor]:
+    content = store if isinstance(store, _CONTAINERS) else dict(vars(store))
+    content = list(content) if isinstance(content, (set, deque)) else content
+    return [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+
+
+def _by_replica(store: Any, replicas: int) -> bool:
+    """Whether the program keeps one for each replica, by its number."""
+    return isinstance(store, dict) and set(range(replicas)) <= {key for key in store if type(key) is int}
+
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
@@ -46,9 +121,7 @@ _GRADIENTS = torch.autograd.grad.__code__
 _TORCH = ReplicaRandom.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
-_CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _ARRAY_BYTES = 2**20
 """Larger arrays of NumPy are not looked into, whether they have been changed."""

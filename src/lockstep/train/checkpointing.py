@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.kinds import check_kind, check_like
-from lockstep.checkpoint.part import Part, PartState, SavedPart
-from lockstep.checkpoint.streamed_weights import write_streamed
+from lockstep.checkpoint.export import write_streamed
+from lockstep.checkpoint.format import check_kind, check_like
+from lockstep.checkpoint.state_adapters import Part, PartState, SavedPart
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.collectives.communicator import Workers, on_chief
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
@@ -30,7 +30,7 @@ from lockstep.train.loop import TrainLoop
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.held_tensors import StoredTensors
+    from lockstep.checkpoint.sharded_io import StoredTensors
     from lockstep.train.model import Model
 
 
@@ -212,7 +212,7 @@ _TOGETHER_BYTES = 32 * 2**20
 
 def save_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
     """Writes the whole model's state_dict to a safetensors file. Every worker must call it; the chief writes."""
-    from lockstep.checkpoint.divided_parts import part_of_model
+    from lockstep.checkpoint.sharded_state import part_of_model
 
     part = part_of_model(module)
     module.exchange_buffers()
@@ -232,7 +232,7 @@ def save_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike
 
 def load_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
     """Loads a whole model's safetensors file, if everything fits. Every worker must call it; the chief reads."""
-    from lockstep.checkpoint.divided_parts import part_of_model
+    from lockstep.checkpoint.sharded_state import part_of_model
 
     part = part_of_model(module)
     described = part.described()
@@ -248,7 +248,7 @@ def load_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike
 def _opened(path: Path, described: Mapping[str, Tensor]) -> StoredTensors:
     from safetensors import SafetensorError
 
-    from lockstep.checkpoint.held_tensors import StoredTensors
+    from lockstep.checkpoint.sharded_io import StoredTensors
 
     if not path.is_file():
         raise CheckpointError(f"there is no weights file {path}; give the path of a file written by save_weights")
@@ -263,7 +263,7 @@ def _opened(path: Path, described: Mapping[str, Tensor]) -> StoredTensors:
 
 
 def _read(stored: StoredTensors | None, names: list[str], into: list[Tensor]) -> None:
-    from lockstep.checkpoint.held_tensors import HeldTensor
+    from lockstep.checkpoint.sharded_io import HeldTensor
 
     if stored is not None:
         stored.read({name: HeldTensor(tensor) for name, tensor in zip(names, into, strict=True)})

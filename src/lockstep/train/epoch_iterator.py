@@ -7,10 +7,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.distributed import DistributedDataset
-from lockstep.data.iterated import Distributed
-from lockstep.data.position import RandomState, without_default
+from lockstep.data.dataset import Distributed, DistributedDataset
 from lockstep.data.prefetch import ClosableIterator
+from lockstep.data.resume import RandomState, without_default
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
 

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import batch_rows, local_cut, local_shards
+from lockstep.data.sharding import batch_rows, local_cut, local_shards
 
 IGNORED = -100
 """The label of what has no loss, in transformers as in torch's cross-entropy."""
