@@ -26,7 +26,7 @@ _TYPES = {
 """What the format calls them."""
 
 
-def write_streamed(
+def stream_weights(
     path: str | os.PathLike[str], described: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Writes tensors to the safetensors file ``path``, which appears whole or not at all.
@@ -97,15 +97,15 @@ def export_weights(
         >>> ls.export_weights("checkpoints", "exported/model.safetensors")  # doctest: +SKIP
     """
     # Imported here: it takes 0.7 s, which a program that exports nothing need not wait.
-    from lockstep.checkpoint.sharded_io import StoredTensors
+    from lockstep.checkpoint.sharded_io import TensorReader
 
     source = _one_of(Path(checkpoint))
     try:
-        stored = StoredTensors(source / _chosen(weights_of(source), module, source))
+        stored = TensorReader(source / _chosen(weights_of(source), module, source))
     except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {source} is damaged ({error}); use another one") from error
     described = {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in stored.tensors.items()}
-    write_streamed(path, described, ((key, stored.read_whole(key)) for key in described))
+    stream_weights(path, described, ((key, stored.read_whole(key)) for key in described))
     return source
 
 

@@ -25,7 +25,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 
 from lockstep.atomic_files import atomic_folder
-from lockstep.checkpoint.weights import own_storages, read_weights
+from lockstep.checkpoint.weights import contiguous_tensors, read_weights
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
@@ -33,17 +33,17 @@ TAG = "#"
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorRef:
     """Stands for a tensor that is, or will be, in a file under a key."""
 
     key: str
 
 
-class OrStored(dict[str, Any]):
+class TensorsOrRefs(dict[str, Any]):
     """Tensors by key, and for those that are not here what stands for them in the files."""
 
-    def __missing__(self, key: str) -> Stored:
-        return Stored(key)
+    def __missing__(self, key: str) -> TensorRef:
+        return TensorRef(key)
 
 
 def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -54,7 +54,7 @@ def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
         name: what the state is called, if anything; begins the tensors' keys.
 
     Returns:
-        What ``json.dumps`` can write, and the tensors by key, as they are; without those that are ``Stored``.
+        What ``json.dumps`` can write, and the tensors by key, as they are; without those that are ``TensorRef``.
 
     Raises:
         CheckpointError: something else, which is named with its place.
@@ -86,7 +86,7 @@ def _encoded(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return state
     if isinstance(state, torch.Tensor):
         return _tensor(state, path, tensors)
-    if isinstance(state, Stored):
+    if isinstance(state, TensorRef):
         return {TAG: "tensor", "key": state.key}
     if isinstance(state, numbers.Integral):
         return int(state)
@@ -135,14 +135,14 @@ def _dense_strides(tensor: torch.Tensor) -> list[int] | None:
     return list(tensor.stride())
 
 
-def _decoded_tensor(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | Stored:
+def _decoded_tensor(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | TensorRef:
     try:
-        tensor: torch.Tensor | Stored = tensors[tree["key"]]
+        tensor: torch.Tensor | TensorRef = tensors[tree["key"]]
     except KeyError:
         raise CheckpointError(
             f"the checkpoint lacks the tensor {tree['key']!r}; it is damaged: use another one"
         ) from None
-    if "strides" not in tree or isinstance(tensor, Stored):
+    if "strides" not in tree or isinstance(tensor, TensorRef):
         return tensor
     strides = tree["strides"]
     if all(type(stride) is int for stride in strides) and len(strides) == tensor.ndim:
@@ -180,7 +180,7 @@ def check_kind(value: Any, kind: Any, place: str) -> None:
     Args:
         value: what was read.
         kind: a type as an annotation has it: ``int``, ``float`` (which integers are too), ``str``, ``bool``, ``None``,
-            ``Tensor`` (for which ``nested.Stored`` may stand), ``list[...]``, ``dict[..., ...]``, unions of them, a
+            ``Tensor`` (for which ``nested.TensorRef`` may stand), ``list[...]``, ``dict[..., ...]``, unions of them, a
             dict of kinds, whose keys the value must have, a list of one kind, that of all items, a dataclass, whose
             fields the value must have as keys, or ``Any``.
         place: of the value, for the message, such as "position.epoch".
@@ -247,7 +247,7 @@ def _is(value: Any, kind: Any) -> bool:
     if origin in (int, float):
         return isinstance(value, numbers.Integral if origin is int else numbers.Real) and not isinstance(value, bool)
     if origin is torch.Tensor:
-        return isinstance(value, (torch.Tensor, Stored))
+        return isinstance(value, (torch.Tensor, TensorRef))
     if origin in (list, Sequence):
         return isinstance(value, (list, tuple))
     return isinstance(value, Mapping if origin is dict else origin)
@@ -308,7 +308,7 @@ RECORD = "checkpoint.json"
 VERSION, DIVIDED_VERSION = 1, 2
 STATE = "state"
 SHARED = "shared"
-"""What the keys of tensors in ``PartState.shared`` have behind the part's name."""
+"""What the keys of tensors in ``AdapterState.shared`` have behind the part's name."""
 _DOCUMENT_KIND = {
     "step": int,
     "run": str,
@@ -322,7 +322,7 @@ _DOCUMENT_KIND = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class CheckpointRecord:
     """What a checkpoint says of itself.
 
     Args:
@@ -351,7 +351,7 @@ class Contents:
         apart: name of a module -> the file or folder, in the checkpoint's own, that has them; not in ``weights``.
     """
 
-    record: Record
+    record: CheckpointRecord
     parts: Mapping[str, Any]
     weights: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
@@ -389,7 +389,7 @@ def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
         ) from error
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> CheckpointRecord:
     """What the checkpoint ``path`` says of itself.
 
     Raises:
@@ -426,7 +426,7 @@ def read_checkpoint(path: Path, *, apart: Collection[str] = ()) -> Contents:
     Args:
         path: its folder.
         apart: names of parts whose shared tensors are not read: modules get no weights, and in the states of others
-            ``nested.Stored`` stands for them.
+            ``nested.TensorRef`` stands for them.
 
     Raises:
         CheckpointError: it is no checkpoint, it is damaged, or a newer version wrote it.
@@ -451,7 +451,7 @@ def _filled(folder: Path, contents: Contents) -> str:
     weights = {name: _weights_file(name, contents.weights) for name in contents.weights}
     for name, file in weights.items():
         save = require("safetensors.torch", "train").save_file
-        save(own_storages(contents.weights[name]), str(folder / file), metadata={"format": "pt"})
+        save(contiguous_tensors(contents.weights[name]), str(folder / file), metadata={"format": "pt"})
     # Imported here: it takes 0.7 s, which a program that saves nothing need not wait.
     from lockstep.checkpoint.sharded_io import write_tensors
 
@@ -472,7 +472,7 @@ def _read_state(folder: Path, left: tuple[str, ...]) -> dict[str, Any]:
             stay.append(key)
         return not key.startswith(left)
 
-    return {**read_tensors(folder, wanted), **{key: Stored(key) for key in stay}}
+    return {**read_tensors(folder, wanted), **{key: TensorRef(key) for key in stay}}
 
 
 def _read_module(path: Path) -> dict[str, torch.Tensor]:
@@ -490,7 +490,9 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def _document(record: Record, tree: Any, weights: Mapping[str, str], files: Mapping[str, int]) -> dict[str, Any]:
+def _document(
+    record: CheckpointRecord, tree: Any, weights: Mapping[str, str], files: Mapping[str, int]
+) -> dict[str, Any]:
     number, _ = flatten(record.monitored)
     return {
         "format": FORMAT,
@@ -507,8 +509,8 @@ def _document(record: Record, tree: Any, weights: Mapping[str, str], files: Mapp
     }
 
 
-def _record(document: Mapping[str, Any]) -> Record:
-    return Record(
+def _record(document: Mapping[str, Any]) -> CheckpointRecord:
+    return CheckpointRecord(
         step=document["step"],
         run=document["run"],
         replicas=tuple(document["replicas"]),

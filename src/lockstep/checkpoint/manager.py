@@ -59,7 +59,7 @@ class BackgroundWriter:
             self._error = error
 
 
-class SharedWriting:
+class ShardedSave:
     """The writing of one checkpoint. Every worker must make one, which begins it.
 
     Args:
@@ -92,11 +92,11 @@ class SharedWriting:
         Raises:
             OSError: it cannot be written.
         """
-        from lockstep.checkpoint.sharded_io import write_held
+        from lockstep.checkpoint.sharded_io import write_shards
 
         for folder, held in self._held.items():
             if held:
-                write_held(held, self._partial / folder, number=self._workers.index, of=self._workers.size)
+                write_shards(held, self._partial / folder, number=self._workers.index, of=self._workers.size)
 
     def complete(self, fault: str) -> None:
         """Gives the checkpoint its name, if all have written theirs. Every worker must call it.
@@ -185,7 +185,7 @@ class CheckpointManager:
         self._keep = keep
         self._best = best
         self._writer = BackgroundWriter() if asynchronous else None
-        self._shared: tuple[SharedWriting, int] | None = None
+        self._shared: tuple[ShardedSave, int] | None = None
         self.run = uuid.uuid4().hex
 
     @property
@@ -316,7 +316,7 @@ class CheckpointManager:
         contents, held = self._checkpoint.contents_and_held(
             step, run=self.run, monitored=monitored, copied=writer is not None
         )
-        writing = SharedWriting(self._checkpoint.workers, self._folder, contents, held)
+        writing = ShardedSave(self._checkpoint.workers, self._folder, contents, held)
         self._shared = writing, step
         if writer is not None:
             writer.start(writing.write)

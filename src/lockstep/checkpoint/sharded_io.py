@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lockstep.checkpoint.weights import own_storages
+from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
@@ -42,7 +42,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         OSError: it cannot be written, for lack of room or permission.
     """
     require("safetensors", "train")
-    own = own_storages(tensors)
+    own = contiguous_tensors(tensors)
     if not own:
         folder.mkdir(parents=True, exist_ok=True)
         return
@@ -105,7 +105,7 @@ def divide_into_files(tensors: Mapping[str, HasBytes]) -> dict[str, int]:
     return files
 
 
-class HeldTensor:
+class TensorShard:
     """What a worker holds of a tensor, as torch.distributed.checkpoint asks tensors for it.
 
     Args:
@@ -132,13 +132,13 @@ class HeldTensor:
         """Of the boxes."""
         return sum(box.elements for box in self.boxes) * self._flat.element_size()
 
-    def only(self, boxes: list[Box]) -> HeldTensor:
+    def only(self, boxes: list[Box]) -> TensorShard:
         """The same with some of the boxes."""
-        return HeldTensor(self._tensor, self._region, boxes=boxes)
+        return TensorShard(self._tensor, self._region, boxes=boxes)
 
-    def copied(self) -> HeldTensor:
+    def copied(self) -> TensorShard:
         """The same, of a copy in host memory."""
-        return HeldTensor(self._tensor.to("cpu", copy=True), self._region, boxes=self.boxes)
+        return TensorShard(self._tensor.to("cpu", copy=True), self._region, boxes=self.boxes)
 
     def settle(self) -> None:
         """After its boxes were written to: brings that to a tensor whose elements are not in row-major order."""
@@ -168,14 +168,14 @@ class HeldTensor:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorInfo:
     """A tensor in a file: its lengths and its type."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-class StoredTensors:
+class TensorReader:
     """The tensors of a safetensors file, or of a folder of such files, each of them whole or in boxes.
 
     Args:
@@ -194,12 +194,12 @@ class StoredTensors:
         self._metadata = self._reader.read_metadata()
         found = self._metadata.state_dict_metadata
         self.tensors = {
-            key: StoredTensor(each.size, each.properties.dtype)
+            key: TensorInfo(each.size, each.properties.dtype)
             for key, each in found.items()
             if isinstance(each, TensorStorageMetadata) and _is_complete(key, each, path)
         }
 
-    def read(self, wanted: Mapping[str, HeldTensor]) -> None:
+    def read(self, wanted: Mapping[str, TensorShard]) -> None:
         """Reads what is wanted of some tensors into its place; other types are converted.
 
         Raises:
@@ -218,11 +218,11 @@ class StoredTensors:
         """One tensor, all of it."""
         stored = self.tensors[key]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        self.read({key: HeldTensor(tensor)})
+        self.read({key: TensorShard(tensor)})
         return tensor
 
 
-def write_held(held: Mapping[str, HeldTensor], folder: Path, *, number: int, of: int) -> None:
+def write_shards(held: Mapping[str, TensorShard], folder: Path, *, number: int, of: int) -> None:
     """Writes boxes of tensors to files of this worker's own in ``folder``, which is made. They are on the disk then.
 
     Args:
@@ -281,7 +281,7 @@ class _FileOrFolder(FileSystem):
         return [str(path)] if Path(path).is_file() else super().ls(path)
 
 
-def _turns(held: Mapping[str, HeldTensor]) -> Iterator[dict[str, HeldTensor]]:
+def _turns(held: Mapping[str, TensorShard]) -> Iterator[dict[str, TensorShard]]:
     for turn in range(max((len(each.boxes) for each in held.values()), default=0)):
         yield {key: each.only([each.boxes[turn]]) for key, each in held.items() if turn < len(each.boxes)}
 
@@ -301,7 +301,9 @@ def _is_complete(key: str, stored: TensorStorageMetadata, path: Path) -> bool:
     return True
 
 
-def share_out(workers: Workers, held: Mapping[str, Mapping[str, HeldTensor]]) -> dict[str, dict[str, HeldTensor]]:
+def balance_writes(
+    workers: Workers, held: Mapping[str, Mapping[str, TensorShard]]
+) -> dict[str, dict[str, TensorShard]]:
     """What this worker writes of what it holds. Every worker must call it.
 
     Args:
@@ -315,7 +317,7 @@ def share_out(workers: Workers, held: Mapping[str, Mapping[str, HeldTensor]]) ->
         for box in each.boxes
     ]
     own = writers(exchange_values(workers, "who writes what", listed), workers.index)
-    found: dict[str, dict[str, HeldTensor]] = {}
+    found: dict[str, dict[str, TensorShard]] = {}
     for folder, tensors in held.items():
         chosen = {
             key: each.only([box for box in each.boxes if (folder, key, box.offsets, box.sizes) in own])

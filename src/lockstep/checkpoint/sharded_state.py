@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from lockstep.checkpoint.format import SHARED, STATE, Stored
-from lockstep.checkpoint.sharded_io import HeldTensor, StoredTensors
+from lockstep.checkpoint.format import SHARED, STATE, TensorRef
+from lockstep.checkpoint.sharded_io import TensorReader, TensorShard
 from lockstep.checkpoint.state_adapters import (
-    Part,
-    PartState,
-    SavedPart,
+    AdapterState,
+    SavedState,
+    StateAdapter,
     by_name,
     check_class,
     check_state,
@@ -38,7 +38,7 @@ from lockstep.parallel.regions import Region
 from lockstep.parallel.sharded_module import PartModule
 
 
-class DividedModulePart(Part):
+class ShardedModuleAdapter(StateAdapter):
     """A module of which this worker holds a part.
 
     Args:
@@ -47,30 +47,30 @@ class DividedModulePart(Part):
     """
 
     def __init__(self, module: MirroredModule, workers: Workers) -> None:
-        self._module, self._part, self._workers = module, part_of_model(module), workers.everyone
-        self._stored: StoredTensors | None = None
+        self._module, self._part, self._workers = module, sharded_module_of(module), workers.everyone
+        self._stored: TensorReader | None = None
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """What this worker holds of the weights; buffers are averaged in it, and each worker's own beside it."""
         self._module.exchange_buffers()
         averages = dict(self._module.named_buffers())
         regions = self._part.regions()
         tensors = {name: averages.get(name, tensor) for name, tensor in self._part.own_tensors().items()}
-        return PartState(
+        return AdapterState(
             shared={},
             worker={name: buffer for name, buffer in self._part.named_buffers() if buffer.is_floating_point()},
-            held_weights={name: HeldTensor(tensor, regions[name]) for name, tensor in tensors.items()},
+            weight_shards={name: TensorShard(tensor, regions[name]) for name, tensor in tensors.items()},
         )
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """The keys must be the whole model's, and the shapes those of what is held here. Every worker must call it."""
         on_everyone(self._workers, "weights looked at", lambda: self._look(saved))
 
     @torch.no_grad()
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Reads what this worker holds. Every worker must call it."""
         regions, stored = self._part.regions(), self._stored
-        held = {name: HeldTensor(tensor, regions[name]) for name, tensor in self._part.own_tensors().items()}
+        held = {name: TensorShard(tensor, regions[name]) for name, tensor in self._part.own_tensors().items()}
         on_everyone(self._workers, "weights read", lambda: None if stored is None else stored.read(held))
         self._stored = None
         if saved.same_layout and isinstance(saved.worker, Mapping):
@@ -78,19 +78,19 @@ class DividedModulePart(Part):
                 if name in saved.worker:
                     buffer.copy_(saved.worker[name])
 
-    def _look(self, saved: SavedPart) -> None:
+    def _look(self, saved: SavedState) -> None:
         if saved.weights_in is None:
             raise CheckpointError(
                 f"{saved.source} has for {saved.name!r} no weights; give things their names of before"
             )
         path = Path(saved.source) / saved.weights_in
-        self._stored = StoredTensors(_seen(path))
+        self._stored = TensorReader(_seen(path))
         found = self._stored.tensors
         own = {name: torch.empty(region.whole, device="meta") for name, region in self._part.regions().items()}
         check_fit(found, {name: own.get(name, found.get(name)) for name in self._part.names}, path)
 
 
-class DividedOptimizerPart(Part):
+class ShardedOptimizerAdapter(StateAdapter):
     """An optimizer over parts of models.
 
     Args:
@@ -111,15 +111,15 @@ class DividedOptimizerPart(Part):
         self._regions: dict[int, Region] = {}
         self._order: dict[str, int] = {}
         for prefix, module in modules.items():
-            self._add(prefix, part_of_model(module))
+            self._add(prefix, sharded_module_of(module))
         if any(id(each) not in self._names for group in optimizer.param_groups for each in group["params"]):
             raise ConfigError(
                 f"Checkpoint({name}=...) got the optimizer of a model that it did not get; give it the model too: "
                 "Checkpoint(model=model, optimizer=optimizer)"
             )
-        self._stored: StoredTensors | None = None
+        self._stored: TensorReader | None = None
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """As one device would give it, its tensors held by the workers that step them. Every worker must call it."""
         groups = [[self._names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
         held, described = self._held_state()
@@ -128,7 +128,7 @@ class DividedOptimizerPart(Part):
             sorted({name for theirs in everyones for name in theirs["groups"][number]}, key=self._order.__getitem__)
             for number in range(len(groups))
         ]
-        return PartState(
+        return AdapterState(
             shared={
                 "kind": kind_of(self._optimizer),
                 "names": names,
@@ -137,12 +137,12 @@ class DividedOptimizerPart(Part):
             held=held,
         )
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """Class, groups and names must be those of before. Every worker must call it."""
         check_state(saved.shared, self._optimizer)
         on_everyone(self._workers, "the optimizer's state looked at", lambda: self._look(saved))
 
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Reads what this worker keeps of it. Every worker must call it."""
         on_everyone(self._workers, "the optimizer's state read", lambda: self._read(saved))
         self._stored = None
@@ -155,9 +155,9 @@ class DividedOptimizerPart(Part):
         for name in part.names:
             self._order[f"{prefix}{name}"] = len(self._order)
 
-    def _held_state(self) -> tuple[dict[str, HeldTensor], dict[str, dict[str, Any]]]:
+    def _held_state(self) -> tuple[dict[str, TensorShard], dict[str, dict[str, Any]]]:
         """What this worker keeps: tensors by their keys, and by parameter and name what stands for each value."""
-        held: dict[str, HeldTensor] = {}
+        held: dict[str, TensorShard] = {}
         described: dict[str, dict[str, Any]] = {}
         for each in self._optimizer.held_state():
             name = self._names[id(each.parameter)]
@@ -169,10 +169,10 @@ class DividedOptimizerPart(Part):
                 described.setdefault(name, {})[slot] = plain
         return held, described
 
-    def _held(self, each: HeldState, value: torch.Tensor) -> HeldTensor:
+    def _held(self, each: HeldState, value: torch.Tensor) -> TensorShard:
         if value.ndim and value.shape == each.part.shape:
-            return HeldTensor(value, self._regions[id(each.parameter)], start=each.start)
-        return HeldTensor(value)
+            return TensorShard(value, self._regions[id(each.parameter)], start=each.start)
+        return TensorShard(value)
 
     def _whole_state(self, names: Sequence[Sequence[str]], everyones: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state_dict of one device's optimizer, with what stands for the tensors in their places."""
@@ -181,7 +181,7 @@ class DividedOptimizerPart(Part):
         return {
             "state": {
                 number: {
-                    slot: Stored(value["tensor"]) if isinstance(value, dict) else value
+                    slot: TensorRef(value["tensor"]) if isinstance(value, dict) else value
                     for slot, value in found[name].items()
                 }
                 for name, number in numbers.items()
@@ -193,7 +193,7 @@ class DividedOptimizerPart(Part):
             ],
         }
 
-    def _look(self, saved: SavedPart) -> None:
+    def _look(self, saved: SavedState) -> None:
         check_class(saved, self._optimizer)
         names, groups = saved.shared.get("names"), self._optimizer.param_groups
         if names is None:
@@ -208,14 +208,14 @@ class DividedOptimizerPart(Part):
                     f"{saved.source} has for {saved.name!r} nothing about {missing[0]}; make the optimizer as it was "
                     "when that was saved"
                 )
-        self._stored = StoredTensors(_seen(Path(saved.source) / STATE))
+        self._stored = TensorReader(_seen(Path(saved.source) / STATE))
 
     @torch.no_grad()
-    def _read(self, saved: SavedPart) -> None:
+    def _read(self, saved: SavedState) -> None:
         stored, values = self._stored, by_name(saved.shared)
         if stored is None:
             return
-        wanted: dict[str, HeldTensor] = {}
+        wanted: dict[str, TensorShard] = {}
         held = [self._blank(each, values, stored, wanted) for each in self._optimizer.held_state()]
         stored.read(wanted)
         groups = tree_map(lambda each: _read_now(each, stored), saved.shared["state"]["param_groups"])
@@ -227,14 +227,14 @@ class DividedOptimizerPart(Part):
         self,
         each: HeldState,
         values: Mapping[str, Mapping[str, Any]],
-        stored: StoredTensors,
-        wanted: dict[str, HeldTensor],
+        stored: TensorReader,
+        wanted: dict[str, TensorShard],
     ) -> HeldState:
         """What to keep of the state for one parameter; its tensors are without values, and put into ``wanted``."""
         region, found = self._regions[id(each.parameter)], {}
         for slot, value in values.get(self._names[id(each.parameter)], {}).items():
             found[slot] = value
-            if not isinstance(value, Stored):
+            if not isinstance(value, TensorRef):
                 continue
             there = stored.tensors[value.key]
             divided = bool(there.shape) and tuple(there.shape) == region.whole
@@ -242,11 +242,11 @@ class DividedOptimizerPart(Part):
             dtype = each.part.dtype if each.part.is_floating_point() and slot != "step" else there.dtype
             found[slot] = torch.empty(each.part.shape if divided else there.shape, dtype=dtype)
             key_region = region if divided else None
-            wanted[value.key] = HeldTensor(found[slot], key_region, start=each.start if divided else 0)
+            wanted[value.key] = TensorShard(found[slot], key_region, start=each.start if divided else 0)
         return HeldState(parameter=each.parameter, start=each.start, part=each.part, values=found)
 
 
-def part_of_model(module: MirroredModule) -> PartModule:
+def sharded_module_of(module: MirroredModule) -> PartModule:
     """This worker's part."""
     part: nn.Module = module.module
     if not isinstance(part, PartModule):
@@ -263,5 +263,5 @@ def _seen(path: Path) -> Path:
     return path
 
 
-def _read_now(value: Any, stored: StoredTensors) -> Any:
-    return stored.read_whole(value.key) if isinstance(value, Stored) else value
+def _read_now(value: Any, stored: TensorReader) -> Any:
+    return stored.read_whole(value.key) if isinstance(value, TensorRef) else value

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint.format import DamagedStateError, Stored, check_kind, check_like
+from lockstep.checkpoint.format import DamagedStateError, TensorRef, check_kind, check_like
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Workers
 from lockstep.collectives.reduce import sum_tensors
@@ -23,11 +23,11 @@ from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.rng.state import ReplicaGenerators
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.sharded_io import HeldTensor
+    from lockstep.checkpoint.sharded_io import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartState:
+class AdapterState:
     """What one worker's part gives.
 
     Args:
@@ -35,20 +35,20 @@ class PartState:
         replicas: one item per local replica; empty where replicas have nothing of their own.
         worker: this worker's own.
         weights: the tensors of a module's state_dict.
-        held: what this worker holds of tensors that ``shared`` says are ``nested.Stored``, by their keys.
-        held_weights: what it holds of the tensors of a module's state_dict, where ``weights`` has none.
+        held: what this worker holds of tensors that ``shared`` says are ``nested.TensorRef``, by their keys.
+        weight_shards: what it holds of the tensors of a module's state_dict, where ``weights`` has none.
     """
 
     shared: Any = None
     replicas: Sequence[Any] = ()
     worker: Any = None
     weights: Mapping[str, torch.Tensor] | None = None
-    held: Mapping[str, HeldTensor] = field(default_factory=dict)
-    held_weights: Mapping[str, HeldTensor] | None = None
+    held: Mapping[str, TensorShard] = field(default_factory=dict)
+    weight_shards: Mapping[str, TensorShard] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedPart:
+class SavedState:
     """What a checkpoint holds for one part.
 
     Args:
@@ -91,15 +91,15 @@ class SavedPart:
         return self.workers[self.worker_index if self.same_layout else 0]
 
 
-class Part(ABC):
+class StateAdapter(ABC):
     """One thing whose state a checkpoint holds."""
 
     @abstractmethod
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """The state now. Every worker must call it."""
 
     @abstractmethod
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """Looks whether ``saved`` fits, before anything is loaded.
 
         Raises:
@@ -107,7 +107,7 @@ class Part(ABC):
         """
 
     @abstractmethod
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Takes the state. Every worker must call it."""
 
 
@@ -181,7 +181,7 @@ def names_of(optimizer: Optimizer, modules: Mapping[str, MirroredModule]) -> Nam
 
 
 def check_state(shared: Any, optimizer: Optimizer) -> None:
-    """Looks whether what was saved for an optimizer is of the kinds that ``OptimizerPart`` saves.
+    """Looks whether what was saved for an optimizer is of the kinds that ``OptimizerAdapter`` saves.
 
     Raises:
         DamagedStateError: it is not.
@@ -200,7 +200,7 @@ def check_state(shared: Any, optimizer: Optimizer) -> None:
     kinds: dict[str, Any] = {}
     for number, values in state["state"].items():
         for slot, value in values.items():
-            kind = torch.Tensor if isinstance(value, (torch.Tensor, Stored)) else type(value)
+            kind = torch.Tensor if isinstance(value, (torch.Tensor, TensorRef)) else type(value)
             check_kind(value, kinds.setdefault(slot, kind), f"the optimizer.state.{number}.{slot}")
 
 
@@ -209,7 +209,7 @@ def _by_torch(optimizer: Optimizer) -> bool:
     return type(plain).__module__.startswith("torch.")
 
 
-def check_class(saved: SavedPart, optimizer: Optimizer) -> None:
+def check_class(saved: SavedState, optimizer: Optimizer) -> None:
     """An optimizer's state fits one of the same class with as many groups.
 
     Raises:
@@ -260,23 +260,23 @@ def _same(ours: Sequence[Iterable[str]], theirs: Sequence[Iterable[str]]) -> boo
     return [set(group) for group in ours] == [set(group) for group in theirs]
 
 
-class ModulePart(Part):
+class ModuleAdapter(StateAdapter):
     """A mirrored module: its state_dict as weights, and each replica's buffers."""
 
     def __init__(self, module: MirroredModule) -> None:
         self._module = module
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """The weights with averaged buffers, and the buffers of each copy, those that no state_dict has included."""
         self._module.exchange_buffers()
         state = self._module.state_dict()
-        return PartState(
+        return AdapterState(
             shared={key: value for key, value in state.items() if not isinstance(value, torch.Tensor)},
             replicas=[dict(duplicate.named_buffers()) for duplicate in self._module.copies],
             weights={key: value for key, value in state.items() if isinstance(value, torch.Tensor)},
         )
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """The keys and shapes must be the module's."""
         check_kind(saved.shared, dict[str, Any], "state_dict")
         check_kind(saved.replicas, list[dict[str, torch.Tensor]], "buffers")
@@ -285,7 +285,7 @@ class ModulePart(Part):
         check_fit(saved.weights, tensors, saved.source)
 
     @torch.no_grad()
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Each replica gets its own buffers back; on another layout all get the averages."""
         self._module.load_state_dict({**saved.weights, **saved.shared})
         own = saved.own
@@ -297,7 +297,7 @@ class ModulePart(Part):
                     buffer.copy_(values[name])
 
 
-class OptimizerPart(Part):
+class OptimizerAdapter(StateAdapter):
     """An optimizer, mirrored or not: state and hyperparameters of all groups.
 
     Args:
@@ -308,12 +308,12 @@ class OptimizerPart(Part):
     def __init__(self, optimizer: Optimizer, names: Names | None = None) -> None:
         self._optimizer, self._names = optimizer, names
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """The plain optimizer's state_dict, and the names of its parameters."""
         named = {} if self._names is None else {"names": self._names}
-        return PartState(shared={"kind": kind_of(self._optimizer), **named, "state": self._optimizer.state_dict()})
+        return AdapterState(shared={"kind": kind_of(self._optimizer), **named, "state": self._optimizer.state_dict()})
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """It must be of the same class, with as many parameters in each group."""
         check_state(saved.shared, self._optimizer)
         kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
@@ -325,22 +325,22 @@ class OptimizerPart(Part):
                 f"is a {kind_of(self._optimizer)} with {_sizes(ours)}; make the optimizer as it was when that was saved"
             )
 
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Takes state and hyperparameters, the learning rate included."""
         self._optimizer.load_state_dict(in_order(saved.shared, self._names))
 
 
-class VariablePart(Part):
+class VariableAdapter(StateAdapter):
     """A mirrored variable: every replica's value."""
 
     def __init__(self, variable: MirroredVariable) -> None:
         self._variable = variable
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """The values of the local replicas."""
-        return PartState(replicas=list(self._variable.values))
+        return AdapterState(replicas=list(self._variable.values))
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """The shapes must be the same."""
         check_kind(saved.replicas, list[torch.Tensor], "values")
         ours, theirs = self._variable.values[0].shape, saved.replicas[0].shape
@@ -351,7 +351,7 @@ class VariablePart(Part):
             )
 
     @torch.no_grad()
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Each replica gets its own value back; on another layout what a read outside gives stays the same."""
         own = saved.own
         if own is not None:
@@ -390,7 +390,7 @@ _STATES = dict[str, torch.Tensor]
 _OF_A_PROCESS: Any = {"process": _STATES, "gpus": list[torch.Tensor]}
 
 
-class RandomPart(Part):
+class RngAdapter(StateAdapter):
     """torch's default generators, Python's and numpy's, each worker's own, and those of the replicas.
 
     Args:
@@ -400,21 +400,21 @@ class RandomPart(Part):
     def __init__(self, generators: ReplicaGenerators) -> None:
         self._generators = generators
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """Where all of them stand now; each process has its own, also where several hold a replica together."""
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         on_gpus = torch.cuda.get_rng_state_all() if in_use else []
         replicas = self._generators.states()
-        return PartState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
+        return AdapterState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """Every state of the same layout has as many replicas."""
         check_kind(saved.workers, list[_OF_A_PROCESS], "random numbers")
         ours, theirs = len(self._generators.states()), len(saved.worker.get("replicas", saved.own or ()))
         if saved.same_layout and ours != theirs:
             raise DamagedStateError(f"random numbers of {theirs} replicas instead of {ours}")
 
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Puts all back; on another layout the replicas' are derived anew, and every process gets the chief's."""
         set_random_state(None, saved.worker["process"])
         on_gpus = saved.worker["gpus"]
@@ -436,17 +436,17 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
-class StatefulPart(Part):
+class StatefulAdapter(StateAdapter):
     """Anything with ``state_dict`` and ``load_state_dict``, equal on all workers."""
 
     def __init__(self, thing: Stateful) -> None:
         self._thing = thing
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """Its state_dict, and its class."""
-        return PartState(shared={"kind": type(self._thing).__name__, "state": self._thing.state_dict()})
+        return AdapterState(shared={"kind": type(self._thing).__name__, "state": self._thing.state_dict()})
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """It must be of the same class, and a scheduler's or scaler's values of the kinds that it has now."""
         check_kind(saved.shared, {"kind": str, "state": dict}, "state")
         kind, ours = saved.shared["kind"], type(self._thing).__name__
@@ -459,50 +459,50 @@ class StatefulPart(Part):
         if torchs and isinstance(self._thing, (LRScheduler, torch.amp.GradScaler)):
             check_like(saved.shared["state"], self._thing.state_dict(), "state")
 
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Hands the state over."""
         self._thing.load_state_dict(saved.shared["state"])
 
 
-class ValuesPart(Part):
+class DictAdapter(StateAdapter):
     """A dict of plain values, such as ``{"epoch": 0, "step": 0}``, restored in place."""
 
     def __init__(self, values: MutableMapping[str, Any]) -> None:
         self._values = values
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """The values."""
-        return PartState(shared=dict(self._values))
+        return AdapterState(shared=dict(self._values))
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """Any values fit."""
         check_kind(saved.shared, dict, "values")
 
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Puts the saved values into the dict; others that it holds stay."""
         self._values.update(saved.shared)
 
 
-class GeneratorPart(Part):
+class GeneratorAdapter(StateAdapter):
     """A ``torch.Generator``, each worker's own."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """Its state."""
-        return PartState(worker=self._generator.get_state())
+        return AdapterState(worker=self._generator.get_state())
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """Every state of a generator fits, until it is set."""
         check_kind(saved.workers, list[torch.Tensor], "state")
 
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Sets it; on another layout to the chief's."""
         self._generator.set_state(saved.worker)
 
 
-def part_of(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Workers) -> Part:
+def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Workers) -> StateAdapter:
     """The part for one thing given to a Checkpoint.
 
     Args:
@@ -514,23 +514,23 @@ def part_of(name: str, thing: Any, modules: Mapping[str, MirroredModule], worker
     Raises:
         ConfigError: a thing without a state that can be given back to it.
     """
-    if isinstance(thing, Part):
+    if isinstance(thing, StateAdapter):
         return thing
     if isinstance(thing, MirroredModule):
-        return _divided_module(thing, workers) if thing.is_part else ModulePart(thing)
+        return _divided_module(thing, workers) if thing.is_part else ModuleAdapter(thing)
     if isinstance(thing, Optimizer):
         named = prefixed(modules)
         if isinstance(thing, MirroredOptimizer) and (workers.layout or any(each.is_part for each in modules.values())):
             return _divided_optimizer(name, thing, named, workers)
-        return OptimizerPart(thing, names_of(thing, named))
+        return OptimizerAdapter(thing, names_of(thing, named))
     if isinstance(thing, MirroredVariable):
-        return VariablePart(thing)
+        return VariableAdapter(thing)
     if isinstance(thing, torch.Generator):
-        return GeneratorPart(thing)
+        return GeneratorAdapter(thing)
     if isinstance(thing, MutableMapping):
-        return ValuesPart(thing)
+        return DictAdapter(thing)
     if isinstance(thing, Stateful):
-        return StatefulPart(thing)
+        return StatefulAdapter(thing)
     raise ConfigError(
         f"Checkpoint({name}={thing!r}) cannot be restored in place; give a mirrored module or optimizer, a scheduler, "
         "a strategy.variable, a dict of plain values, or anything with state_dict and load_state_dict"
@@ -538,15 +538,15 @@ def part_of(name: str, thing: Any, modules: Mapping[str, MirroredModule], worker
 
 
 # Imported here: what they stand on takes 1.3 s, which a program that divides no model need not wait.
-def _divided_module(module: MirroredModule, workers: Workers) -> Part:
-    from lockstep.checkpoint.sharded_state import DividedModulePart
+def _divided_module(module: MirroredModule, workers: Workers) -> StateAdapter:
+    from lockstep.checkpoint.sharded_state import ShardedModuleAdapter
 
-    return DividedModulePart(module, workers)
+    return ShardedModuleAdapter(module, workers)
 
 
 def _divided_optimizer(
     name: str, optimizer: MirroredOptimizer, modules: Mapping[str, MirroredModule], workers: Workers
-) -> Part:
-    from lockstep.checkpoint.sharded_state import DividedOptimizerPart
+) -> StateAdapter:
+    from lockstep.checkpoint.sharded_state import ShardedOptimizerAdapter
 
-    return DividedOptimizerPart(name, optimizer, modules, workers)
+    return ShardedOptimizerAdapter(name, optimizer, modules, workers)

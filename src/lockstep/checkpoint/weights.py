@@ -34,7 +34,7 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     """
     safetensors = require("safetensors.torch", "train")
     target = Path(path)
-    tensors = own_storages(state)
+    tensors = contiguous_tensors(state)
     try:
         with atomic_file(target) as partial:
             safetensors.save_file(tensors, str(partial), metadata={"format": "pt"})
@@ -98,7 +98,7 @@ def _listed(title: str, items: list[str]) -> str:
     return f"{title}: {', '.join(items[:_SHOWN])}{more}"
 
 
-def own_storages(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def contiguous_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Each tensor contiguous and alone in its storage, as the format wants it; copied only where it is not so."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Distributed datasets: any iterable of batches, seen as structures with one value per replica, on its device.
+"""DistributedIterable datasets: any iterable of batches, seen as structures with one value per replica, on its device.
 
 ``DistributedDataset`` divides global batches; ``PerReplicaDataset`` takes batches that a function made per replica.
 Both can be iterated many times, and read ahead where that changes nothing. What the data is, and its order, stay the
@@ -20,12 +20,12 @@ from lockstep.collectives.communicator import OneWorker, Workers
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEPTH, ClosableIterator, checked_depth, read_ahead
-from lockstep.data.readers import CutBatches, LocalBatches, OwnRows, Reader, Rounds
+from lockstep.data.readers import IndexShardedReader, LocalReader, PerReplicaReader, Reader, SlicingReader
 from lockstep.data.resume import STARTED, RandomState, begin_again, random_state
 from lockstep.data.source_random import default_state, set_default_state, watched_generators
-from lockstep.data.sources import loads_by_index, own_files, read_ahead_unasked
+from lockstep.data.sources import loads_by_index, read_ahead_unasked, shard_files
 from lockstep.data.transfer import Transfer
-from lockstep.data.worker_sync import Alone, Meeting, OwnBatches, SameBatches
+from lockstep.data.worker_sync import NoSync, OwnDataSync, SameDataSync, WorkerSync
 from lockstep.errors import ConfigError, DataError
 
 
@@ -95,7 +95,7 @@ class Passes:
     """
 
     def __init__(
-        self, reader: Reader, meeting: Meeting, devices: Sequence[LogicalDevice], *, prefetch: int | None
+        self, reader: Reader, meeting: WorkerSync, devices: Sequence[LogicalDevice], *, prefetch: int | None
     ) -> None:
         self._reader = reader
         self._meeting = meeting
@@ -140,7 +140,7 @@ class Passes:
         return known
 
 
-class Distributed:
+class DistributedIterable:
     """Batches on the replicas, any number of times. Abstract: each kind says of which source, and how it is read.
 
     Args:
@@ -195,7 +195,7 @@ class _ShufflesByEpoch(Protocol):
 Shard = Literal["batch", "file", "off"]
 
 
-class DistributedDataset(Distributed):
+class DistributedDataset(DistributedIterable):
     """Global batches, each divided among the replicas: shard sizes differ by at most one, the larger ones first.
 
     Args:
@@ -251,7 +251,7 @@ class DistributedDataset(Distributed):
         super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
-class PerReplicaDataset(Distributed):
+class PerReplicaDataset(DistributedIterable):
     """Batches that are per-replica already, taken in order: replica 0 gets the first, replica 1 the second, and so on.
 
     Where the source ends in the middle of a round the remaining replicas get an empty batch, and so do all of a worker
@@ -281,30 +281,38 @@ class PerReplicaDataset(Distributed):
             num_replicas_in_sync=workers.num_replicas,
         )
         source = _checked(fn(context))
-        reader = Rounds(source, len(devices), BatchLayout.of(source, lists))
+        reader = PerReplicaReader(source, len(devices), BatchLayout.of(source, lists))
         super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
 def _shared_reader(dataset: Iterable[Any], workers: Workers, layout: BatchLayout) -> Reader:
     if workers.alone:
-        return LocalBatches(dataset, workers.num_replicas, layout)
+        return LocalReader(dataset, workers.num_replicas, layout)
     if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
         raise DataError(
             "received a DataLoader whose DistributedSampler takes one worker's part of the data already; give one "
             'without it, which Lockstep divides, or distribute it with shard="off"'
         )
-    return OwnRows(dataset, workers, layout) if loads_by_index(dataset) else CutBatches(dataset, workers, layout)
+    return (
+        IndexShardedReader(dataset, workers, layout)
+        if loads_by_index(dataset)
+        else SlicingReader(dataset, workers, layout)
+    )
 
 
 def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard, layout: BatchLayout) -> Reader:
-    own = own_files(dataset, workers) if shard == "file" else dataset
-    return LocalBatches(own, workers.replicas[workers.index], layout)
+    own = shard_files(dataset, workers) if shard == "file" else dataset
+    return LocalReader(own, workers.replicas[workers.index], layout)
 
 
-def _meeting(reader: Reader, workers: Workers) -> Meeting:
+def _meeting(reader: Reader, workers: Workers) -> WorkerSync:
     if workers.alone:
-        return Alone()
-    return SameBatches(workers) if isinstance(reader, (CutBatches, OwnRows)) else OwnBatches(workers, reader)
+        return NoSync()
+    return (
+        SameDataSync(workers)
+        if isinstance(reader, (SlicingReader, IndexShardedReader))
+        else OwnDataSync(workers, reader)
+    )
 
 
 @runtime_checkable
@@ -313,7 +321,7 @@ class _Indexed(Protocol):
 
 
 def _checked(dataset: Any) -> Iterable[Any]:
-    if isinstance(dataset, Distributed):
+    if isinstance(dataset, DistributedIterable):
         raise DataError("received a dataset that is distributed already; distribute the original once")
     numpy = sys.modules.get("numpy")
     if isinstance(dataset, (torch.Tensor, Mapping, str, bytes)) or (numpy and isinstance(dataset, numpy.ndarray)):

@@ -1,9 +1,9 @@
 """How one worker reads a source: batches in, its own replicas' shards of them out.
 
-    LocalBatches   each batch divided among the local replicas: one worker, or data of each worker's own
-    Rounds         batches that are per-replica already, one for each local replica
-    CutBatches     every worker reads the same global batches whole, and cuts its part out of each
-    OwnRows        the same, but only the part is loaded (``own_rows``)
+    LocalReader   each batch divided among the local replicas: one worker, or data of each worker's own
+    PerReplicaReader         batches that are per-replica already, one for each local replica
+    SlicingReader     every worker reads the same global batches whole, and cuts its part out of each
+    IndexShardedReader        the same, but only the part is loaded (``own_rows``)
 
 A reader runs in the thread that reads ahead, but for ``begin``.
 """
@@ -24,15 +24,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.collectives.communicator import Workers
 from lockstep.data.layout import BatchLayout
-from lockstep.data.prefetch import PASSED_OVER
+from lockstep.data.prefetch import SKIPPED
 from lockstep.data.resume import all_generators, check_skip, passing_over, sampling_generators
-from lockstep.data.sharding import LocalCut, join_batches, local_cut, local_shards, per_replica_batch, shard_sizes
+from lockstep.data.sharding import LocalRows, join_batches, local_rows, local_shards, per_replica_batch, shard_sizes
 from lockstep.data.source_random import borrowed_default
 from lockstep.data.sources import (
     batches_in,
-    begun_later,
     draws_at_first,
     index_batches,
+    iterate_from,
     persists,
     rebuilt,
     start,
@@ -89,7 +89,7 @@ Place = Callable[[Any], Any]
 """Puts a batch with PerReplica leaves on the replicas' devices."""
 
 
-class Alike(NamedTuple):
+class CheckedBatch(NamedTuple):
     """A worker's part of a batch that all workers share, and the digest of that batch."""
 
     batch: Any
@@ -136,7 +136,7 @@ class Reader(ABC):
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         """A new iteration, begun here and now in the caller's thread.
 
-        The first ``skip`` batches are PASSED_OVER or not there at all, and all that the source draws comes out as if
+        The first ``skip`` batches are SKIPPED or not there at all, and all that the source draws comes out as if
         they had been taken.
         """
 
@@ -166,7 +166,7 @@ class _OwnSource(Reader):
         start(self._dataset)
 
 
-class LocalBatches(_OwnSource):
+class LocalReader(_OwnSource):
     """Batches that are all this worker's, divided among its replicas."""
 
     @property
@@ -174,13 +174,11 @@ class LocalBatches(_OwnSource):
         return batches_in(self._dataset)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
-        source, replicas, layout = begun_later(self._dataset, skip), self._replicas, self._layout
-        return (
-            batch if batch is PASSED_OVER else place(per_replica_batch(batch, replicas, layout)) for batch in source
-        )
+        source, replicas, layout = iterate_from(self._dataset, skip), self._replicas, self._layout
+        return (batch if batch is SKIPPED else place(per_replica_batch(batch, replicas, layout)) for batch in source)
 
 
-class Rounds(_OwnSource):
+class PerReplicaReader(_OwnSource):
     """Batches that are per-replica already: a round of them is one for each local replica."""
 
     @property
@@ -191,10 +189,10 @@ class Rounds(_OwnSource):
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
         replicas, layout = self._replicas, self._layout
         rounds = passing_over(skip, _rounds(iter(self._dataset), replicas))
-        return (each if each is PASSED_OVER else place(join_batches(each, replicas, layout)) for each in rounds)
+        return (each if each is SKIPPED else place(join_batches(each, replicas, layout)) for each in rounds)
 
 
-class CutBatches(Reader):
+class SlicingReader(Reader):
     """Global batches that every worker reads whole.
 
     Args:
@@ -223,12 +221,12 @@ class CutBatches(Reader):
         start(self._dataset)
 
     def begin(self, skip: int, place: Place) -> Iterator[Any]:
-        source = begun_later(self._dataset, skip)
-        return (batch if batch is PASSED_OVER else self._part(batch, place) for batch in source)
+        source = iterate_from(self._dataset, skip)
+        return (batch if batch is SKIPPED else self._part(batch, place) for batch in source)
 
-    def _part(self, batch: Any, place: Place) -> Alike:
-        shards = local_shards(batch, lambda rows: local_cut(rows, self._workers), self._layout)
-        return Alike(place(shards), batch_digest(batch))
+    def _part(self, batch: Any, place: Place) -> CheckedBatch:
+        shards = local_shards(batch, lambda rows: local_rows(rows, self._workers), self._layout)
+        return CheckedBatch(place(shards), batch_digest(batch))
 
 
 def _rounds(source: Iterator[Any], size: int) -> Iterator[list[Any]]:
@@ -236,7 +234,7 @@ def _rounds(source: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield batches
 
 
-class OwnRows(Reader):
+class IndexShardedReader(Reader):
     """Loads this worker's rows of each global batch.
 
     Args:
@@ -291,10 +289,10 @@ class OwnRows(Reader):
                 return
             part = cuts.loaded()
             if number < skip:
-                yield PASSED_OVER
+                yield SKIPPED
             else:
                 shards = local_shards(batch, part.cut, self._layout, loaded=part.rows or 1)
-                yield Alike(place(shards), part.digest)
+                yield CheckedBatch(place(shards), part.digest)
                 del shards
             del batch
             number += 1
@@ -307,11 +305,11 @@ class _Part(NamedTuple):
     sizes: tuple[int, ...]
     digest: int
 
-    def cut(self, loaded: int) -> LocalCut:
+    def cut(self, loaded: int) -> LocalRows:
         """Of the rows that were loaded. A part of no rows was loaded as one; a collate_fn may make other numbers."""
         if not self.rows:
-            return LocalCut(start=0, sizes=self.sizes)
-        return LocalCut(start=0, sizes=self.sizes if loaded == self.rows else shard_sizes(loaded, len(self.sizes)))
+            return LocalRows(start=0, sizes=self.sizes)
+        return LocalRows(start=0, sizes=self.sizes if loaded == self.rows else shard_sizes(loaded, len(self.sizes)))
 
 
 class _Parts:
@@ -366,7 +364,7 @@ class _Cuts:
         if batch is None:
             return False
         indices = list(batch)
-        cut = local_cut(len(indices), self._workers)
+        cut = local_rows(len(indices), self._workers)
         own = indices[cut.start : cut.stop]
         self._parts.append(_Part(len(own), cut.sizes, index_digest(indices)))
         # A part of no rows still has the structure of the others, which only loading a row can tell.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.prefetch import PASSED_OVER
+from lockstep.data.prefetch import SKIPPED
 from lockstep.data.source_random import default_state, set_default_state
 from lockstep.errors import ConfigError, DataError
 
@@ -100,13 +100,13 @@ def check_skip(skip: int) -> None:
 
 
 def passing_over(skip: int, source: Iterator[T]) -> Iterator[T]:
-    """The items of ``source``, the first ``skip`` of them ``PASSED_OVER``.
+    """The items of ``source``, the first ``skip`` of them ``SKIPPED``.
 
     Raises:
         ConfigError: ``skip`` is no number of batches.
     """
     check_skip(skip)
-    return chain((PASSED_OVER for _ in islice(source, skip)), source) if skip else source
+    return chain((SKIPPED for _ in islice(source, skip)), source) if skip else source
 
 
 def _held(holder: Any) -> Iterator[torch.Generator]:

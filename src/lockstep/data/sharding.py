@@ -22,9 +22,9 @@ from lockstep.data.structure import (
     leaf_has_rows,
     map_leaves,
     named_leaves,
+    replica_leaves,
     rows_of,
-    rows_taken,
-    view_leaves,
+    take_rows,
 )
 from lockstep.errors import DataError
 
@@ -67,12 +67,12 @@ def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None 
             a leaf that cannot be divided.
     """
     return local_shards(
-        batch, lambda rows: LocalCut(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
+        batch, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalCut:
+class LocalRows:
     """One worker's part of the rows of a batch.
 
     Args:
@@ -89,19 +89,19 @@ class LocalCut:
         return self.start + sum(self.sizes)
 
 
-def local_cut(rows: int, workers: Workers) -> LocalCut:
+def local_rows(rows: int, workers: Workers) -> LocalRows:
     """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
 
     Example:
         >>> from lockstep.collectives.communicator import OneWorker
-        >>> local_cut(4, OneWorker(3))
-        LocalCut(start=0, sizes=(2, 1, 1))
+        >>> local_rows(4, OneWorker(3))
+        LocalRows(start=0, sizes=(2, 1, 1))
     """
     sizes, first = shard_sizes(rows, workers.num_replicas), workers.first_replica
-    return LocalCut(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
+    return LocalRows(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
 
 
-def local_shards(batch: Any, cut: Callable[[int], LocalCut], layout: BatchLayout, *, loaded: int | None = None) -> Any:
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
     """Some of the rows of a batch, as ``per_replica_batch`` divides all.
 
     Args:
@@ -118,9 +118,9 @@ def local_shards(batch: Any, cut: Callable[[int], LocalCut], layout: BatchLayout
     return map_leaves(lambda _, leaf: PerReplica(_divide(leaf, part)), tensors)
 
 
-def emptied(batch: Any) -> Any:
+def with_no_rows(batch: Any) -> Any:
     """The batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
-    return map_leaves(lambda _, leaf: rows_taken(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
+    return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
 
 
 def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
@@ -143,7 +143,7 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout 
     """
     layout = layout or BatchLayout()
     given = [_with_tensors(layout.marked(batch)) for batch in batches]
-    empty = emptied(given[0])
+    empty = with_no_rows(given[0])
     flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]
     names = [[name for name, _ in leaves] for leaves in flat]
     for replica, other in enumerate(names):
@@ -156,11 +156,11 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout 
     return map_leaves(lambda *_: next(columns), given[0])
 
 
-def _divide(leaf: Any, part: LocalCut) -> tuple[Any, ...]:
+def _divide(leaf: Any, part: LocalRows) -> tuple[Any, ...]:
     if not leaf_has_rows(leaf):
         return (leaf,) * len(part.sizes)
     starts = accumulate(part.sizes, initial=part.start)
-    return tuple(rows_taken(leaf, start, size) for start, size in zip(starts, part.sizes, strict=False))
+    return tuple(take_rows(leaf, start, size) for start, size in zip(starts, part.sizes, strict=False))
 
 
 def _rows(tensors: Any) -> int:
@@ -241,7 +241,7 @@ def has_rows(batch: Any) -> bool:
         >>> ls.has_rows((torch.zeros(0, 3), torch.zeros(0)))
         False
     """
-    rows = [number for leaf in view_leaves(batch) if (number := rows_of(leaf)) is not None]
+    rows = [number for leaf in replica_leaves(batch) if (number := rows_of(leaf)) is not None]
     if not rows:
         raise DataError(
             f"has_rows got a {type(batch).__name__} in which nothing has rows; give the batch as the step gets it, or "
@@ -250,7 +250,7 @@ def has_rows(batch: Any) -> bool:
     return any(rows)
 
 
-def told_of_no_rows(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
+def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
     """``body``, whose errors get a note where a tensor among its arguments has no rows.
 
     Args:
@@ -265,6 +265,6 @@ def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
     try:
         return body()
     except Exception as error:
-        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in view_leaves(view)):
+        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
             error.add_note(_NOTE.format(replicas=replicas))
         raise

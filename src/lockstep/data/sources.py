@@ -47,8 +47,8 @@ def batches_in(dataset: object) -> int | None:
         return None
 
 
-def begun_later(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
-    """A new iteration of ``dataset``, begun here and now, without its first ``skip`` items or with them PASSED_OVER."""
+def iterate_from(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
+    """A new iteration of ``dataset``, begun here and now, without its first ``skip`` items or with them SKIPPED."""
     check_skip(skip)
     if skip and loads_by_index(dataset) and draws_at_first(dataset):
         seeds = torch.Generator() if started(dataset) else dataset.generator
@@ -184,7 +184,7 @@ class _Counted(Protocol):
     def num_shards(self) -> int: ...
 
 
-def own_files(dataset: Iterable[Any], workers: Workers) -> Iterable[Any]:
+def shard_files(dataset: Iterable[Any], workers: Workers) -> Iterable[Any]:
     """This worker's part of the data; batches are then made of it alone.
 
     Args:

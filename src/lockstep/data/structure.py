@@ -118,7 +118,7 @@ def leaf_has_rows(leaf: Any) -> bool:
     return rows_of(leaf) is not None
 
 
-def view_leaves(view: Any) -> list[Any]:
+def replica_leaves(view: Any) -> list[Any]:
     """The leaves of a replica's arguments; a list of rows is one."""
     return tree_leaves(view, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
 
@@ -141,7 +141,7 @@ def check_layout(name: str, leaf: Tensor) -> None:
         )
 
 
-def rows_taken(leaf: Any, start: int, size: int) -> Any:
+def take_rows(leaf: Any, start: int, size: int) -> Any:
     """``size`` rows of a leaf that has rows, from row ``start`` on.
 
     Raises:

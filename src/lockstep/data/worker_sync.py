@@ -1,9 +1,9 @@
 """What the workers have to say to each other while they iterate over data together.
 
-    SameBatches   begin: lengths compared, the chief's generators for all
+    SameDataSync   begin: lengths compared, the chief's generators for all
                   each batch: its digest rides on the next exchange, whatever that is for
                   end: all have come to it, after as many batches
-    OwnBatches    before each batch an exchange: who has one? Those who have none get an empty one
+    OwnDataSync    before each batch an exchange: who has one? Those who have none get an empty one
 
 All of it happens in the consumer's thread, where the batches are handed out, never in the thread that reads ahead:
 there the order of the calls would differ between workers.
@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.collectives.communicator import Workers
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.readers import Alike, Place, Reader
-from lockstep.data.sharding import emptied
+from lockstep.data.readers import CheckedBatch, Place, Reader
+from lockstep.data.sharding import with_no_rows
 from lockstep.data.source_random import default_state, set_default_state
 from lockstep.data.sources import batches_in
 from lockstep.data.structure import RowList, RowTuple, is_plain, leaf_has_rows, map_leaves
@@ -35,7 +35,7 @@ _SIZE = struct.Struct("<I")
 _CALL = "the beginning of an iteration over the data"
 
 
-def begin_alike(workers: Workers, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
+def start_together(workers: Workers, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
     """Compares what the workers are to iterate over, and gives all the chief's generators. Every worker must call it.
 
     Args:
@@ -105,7 +105,7 @@ _VALUES = (bool, int, float, str, type(None))
 
 def without_rows(batch: Any) -> Any:
     """A batch with PerReplica leaves, with 0 rows for every replica."""
-    return map_leaves(lambda _, leaf: PerReplica([emptied(value) for value in leaf]), batch)
+    return map_leaves(lambda _, leaf: PerReplica([with_no_rows(value) for value in leaf]), batch)
 
 
 def packed(batch: Any) -> bytes:
@@ -173,7 +173,7 @@ def _unsendable(what: str) -> DataError:
     )
 
 
-class Meeting(ABC):
+class WorkerSync(ABC):
     """How the workers keep together while they iterate over one source."""
 
     @abstractmethod
@@ -189,7 +189,7 @@ class Meeting(ABC):
         """The number of batches that the consumer gets, or None where it is unknown."""
 
 
-class Alone(Meeting):
+class NoSync(WorkerSync):
     """One worker: nobody to meet."""
 
     def begin(self, reader: Reader) -> None:
@@ -204,7 +204,7 @@ class Alone(Meeting):
         return reader.length
 
 
-class SameBatches(Meeting):
+class SameDataSync(WorkerSync):
     """All workers read the same global batches, and each gets its part."""
 
     def __init__(self, workers: Workers) -> None:
@@ -212,7 +212,7 @@ class SameBatches(Meeting):
 
     def begin(self, reader: Reader) -> None:
         """Compares the lengths and takes the chief's generators."""
-        begin_alike(self._workers, reader.dataset, reader.generators)
+        start_together(self._workers, reader.dataset, reader.generators)
 
     def hand_out(self, batches: ClosableIterator[Any], place: Place) -> ClosableIterator[Any]:
         """The batches, whose digests are compared; they must end on all workers together."""
@@ -223,7 +223,7 @@ class SameBatches(Meeting):
         return reader.length
 
 
-class OwnBatches(Meeting):
+class OwnDataSync(WorkerSync):
     """Each worker reads batches of its own; the iteration ends when the last one has ended.
 
     Args:
@@ -250,7 +250,7 @@ class OwnBatches(Meeting):
 
 
 class _Compared:
-    def __init__(self, batches: ClosableIterator[Alike], workers: Workers) -> None:
+    def __init__(self, batches: ClosableIterator[CheckedBatch], workers: Workers) -> None:
         self._batches = batches
         self._workers = workers
         self._taken = 0

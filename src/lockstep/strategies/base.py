@@ -24,8 +24,8 @@ from lockstep.collectives.tensor_like import by_replica, for_reduction
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.sharding import told_of_no_rows
-from lockstep.data.structure import rows_of, view_leaves
+from lockstep.data.sharding import note_empty_shard
+from lockstep.data.structure import replica_leaves, rows_of
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
@@ -159,7 +159,7 @@ class Strategy(Executor):
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [told_of_no_rows(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
+        bodies = [note_empty_shard(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
         rows = [_rows(view) for view in views]
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
@@ -383,7 +383,7 @@ class Strategy(Executor):
 
 def _rows(view: Any) -> int | None:
     """The rows of the first of a replica's arguments that has any: its shard's, for messages."""
-    for leaf in view_leaves(view):
+    for leaf in replica_leaves(view):
         if (rows := rows_of(leaf)) is not None:
             return rows
     return None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.data.dataset import Distributed
+from lockstep.data.dataset import DistributedIterable
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -71,7 +71,7 @@ def refuse_own_steps(names: Iterable[str], where: str) -> None:
         )
 
 
-Data = Iterable[Any] | Distributed
+Data = Iterable[Any] | DistributedIterable
 
 
 class Model:

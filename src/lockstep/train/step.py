@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.sharding import batch_rows
-from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, rows_taken
+from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
@@ -190,7 +190,7 @@ class _MicrobatchSums:
         """The loss of some rows of the shard, which are counted."""
         number = rows.stop - rows.start
         y, weight = map_leaves(
-            lambda _, leaf: rows_taken(leaf, rows.start, number) if leaf_has_rows(leaf) else leaf,
+            lambda _, leaf: take_rows(leaf, rows.start, number) if leaf_has_rows(leaf) else leaf,
             (self._batch.y, self._batch.sample_weight),
         )
         part = LabelledBatch(self._batch.x, y, weight)

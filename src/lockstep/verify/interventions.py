@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.sharding import has_rows, shard_sizes
-from lockstep.data.structure import rows_of, rows_taken
+from lockstep.data.structure import rows_of, take_rows
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
@@ -214,7 +214,7 @@ def one_shard(shard: int | None, number: int) -> Iterator[None]:
         def cut(leaf: Any) -> Any:
             if not _has_rows(leaf) or rows_of(leaf[0]) != rows:
                 return leaf
-            return PerReplica([rows_taken(leaf[0], start, sizes[shard])])
+            return PerReplica([take_rows(leaf[0], start, sizes[shard])])
 
         return original(self, fn, tree_map(cut, args), tree_map(cut, kwargs))
 
