@@ -1,7 +1,7 @@
 """Draws parity.svg, the plot of the README, from a real run: ``python docs/draw_parity.py``, one minute on two cores.
 
-A small convolutional network learns scikit-learn's digits: once in a loop of plain PyTorch on one device, and once each on
-2, 4 and 8 replicas. 1,797 images in batches of 100, so that the last batch of each epoch has 97.
+A small convolutional network learns scikit-learn's digits in a loop of plain PyTorch on one device, then on 2, 4 and 8
+replicas. 1,797 images in batches of 100, so that the last batch of each epoch has 97.
 """
 
 from __future__ import annotations
