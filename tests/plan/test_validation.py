@@ -1,9 +1,9 @@
 """Predictions compared with published results, from one set of constants; docs/plan.md shows the tables made here.
 
-Sources: Narayanan et al. 2021, arXiv 2104.04473 ("PTD"), tables 1 and 2; layouts of table 1 are those of the scripts by
-which its authors made it, Megatron-LM's examples/sc21/run_table_1.sh. Korthikanti et al. 2022, arXiv 2205.05198,
-tables 3 and 5. All on A100-80GB of Selene (DGX A100: NVLink 3 inside a host, a port of 200 Gb/s InfiniBand for each device), sequence 2048,
-vocabulary 51,200, fp16.
+Sources: Narayanan et al. 2021, arXiv 2104.04473 ("PTD"), tables 1 and 2; layouts of table 1 are those of the scripts
+by which its authors made it, Megatron-LM's examples/sc21/run_table_1.sh. Korthikanti et al. 2022, arXiv 2205.05198,
+tables 3 and 5. All on A100-80GB of Selene (DGX A100: NVLink 3 inside a host, a port of 200 Gb/s InfiniBand for each
+device), sequence 2048, vocabulary 51,200, fp16.
 """
 
 from __future__ import annotations

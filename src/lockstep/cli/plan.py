@@ -19,7 +19,7 @@ from lockstep.plan.search import LOCKSTEP, Choices, Plan, Setting, usual_network
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
 from lockstep.plan.software import PrecisionName, precision_named
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 if TYPE_CHECKING:
     from lockstep.plan.measure import Measured
