@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from lockstep.parallel.pipeline_config import ScheduleName
-from lockstep.parallel.pipeline_trace import ActionKind, Orders, Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, simulate, textbook_bubble
 from lockstep.scaling.pipeline.settings import PipelineSettings
 from lockstep.scaling.pipeline.trial import Sample
 
@@ -43,7 +43,7 @@ class Row:
     textbook: float
     own: float
     with_costs: float
-    typical: Timetable
+    typical: PipelineTrace
 
 
 def rows_of(settings: PipelineSettings, samples: Sequence[Sample], orders: dict[ScheduleName, Orders]) -> list[Row]:
@@ -68,13 +68,13 @@ def _row(settings: PipelineSettings, schedule: ScheduleName, samples: Sequence[S
         lowest=min(rounds),
         highest=max(rounds),
         textbook=textbook_bubble(settings.workers, settings.microbatches),
-        own=timetable(orders).bubble,
+        own=simulate(orders).bubble,
         with_costs=_with_costs(orders, steps).bubble,
         typical=in_order[len(in_order) // 2],
     )
 
 
-def _with_costs(orders: Orders, steps: Sequence[Timetable]) -> Timetable:
+def _with_costs(orders: Orders, steps: Sequence[PipelineTrace]) -> PipelineTrace:
     """The timetable in which every action takes what those of its kind and stage took on average."""
     taken: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for step in steps:
@@ -82,4 +82,4 @@ def _with_costs(orders: Orders, steps: Sequence[Timetable]) -> Timetable:
             for slot in slots:
                 taken[slot.action.kind, slot.action.stage].append(slot.end - slot.begin)
     mean = {key: fmean(values) for key, values in taken.items()}
-    return timetable(orders, lambda action: mean[action.kind, action.stage])
+    return simulate(orders, lambda action: mean[action.kind, action.stage])

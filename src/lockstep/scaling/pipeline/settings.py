@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.pipeline_config import SCHEDULES, Pipelining, ScheduleName, check_layers, choose_pipelining
+from lockstep.parallel.pipeline_config import (
+    SCHEDULES,
+    PipelineConfig,
+    ScheduleName,
+    check_layers,
+    choose_pipeline_config,
+)
 from lockstep.recipes.config_checks import at_least, one_of
 
 
@@ -56,9 +62,9 @@ class PipelineSettings:
         """Attention heads."""
         return self.hidden // _HEAD
 
-    def pipelining(self, schedule: ScheduleName) -> Pipelining:
+    def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
         """How the strategy runs a schedule."""
-        return choose_pipelining(schedule, self.microbatches, self.workers)
+        return choose_pipeline_config(schedule, self.microbatches, self.workers)
 
 
 _HEAD = 32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import ScheduleName
-from lockstep.parallel.pipeline_trace import Timetable
+from lockstep.parallel.pipeline_trace import PipelineTrace
 from lockstep.scaling.pipeline.settings import PipelineSettings
 
 TRIAL_LIMIT_S = 1200.0
@@ -33,7 +33,7 @@ class Sample:
 
     schedule: ScheduleName
     round: int
-    steps: tuple[Timetable, ...]
+    steps: tuple[PipelineTrace, ...]
 
 
 def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int) -> Sample:
@@ -50,7 +50,7 @@ def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int)
     return Sample(schedule=schedule, round=round, steps=tuple(steps))
 
 
-def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> list[Timetable]:
+def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> list[PipelineTrace]:
     """The timed steps. Every worker must run it; all return the same."""
     torch.manual_seed(0)
     pipelining = settings.pipelining(schedule)
@@ -58,7 +58,7 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
         data=1, pipeline=settings.workers, microbatches=settings.microbatches, schedule=schedule,
         stages_per_worker=pipelining.stages_per_worker,
     )  # fmt: skip
-    steps: list[Timetable] = []
+    steps: list[PipelineTrace] = []
     with closing(strategy), strategy.scope():
         model = ls.Model(_model(settings))
         model.compile(_optimizer, _loss)
@@ -69,9 +69,9 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
     return steps[settings.warm_up :]
 
 
-def _timetable(model: ls.Model) -> Timetable:
+def _timetable(model: ls.Model) -> PipelineTrace:
     part: Any = model.module
-    table: Timetable = part.timetable()
+    table: PipelineTrace = part.timetable()
     return table
 
 
