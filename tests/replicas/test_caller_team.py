@@ -96,7 +96,7 @@ def test_a_team_that_has_been_ended_is_made_again_where_it_is_needed():
 
     def body() -> None:
         before = numbers.sum()
-        openmp_team.end_own_team()
+        openmp_team.end_openmp_team()
 
         assert len(own_team()) == 1
         assert torch.equal(numbers.sum(), before)

@@ -350,7 +350,7 @@ class StepGuard:
         if func == _GRAD:
             if known.divided:
                 raise UsageError(
-                    f"the step reads {known.name}.grad at {call_site()}, and this worker holds only a part of the model; "
+                    f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
                     "call optimizer.sum_gradients() there, and optimizer.clip_sums(norm) and optimizer.step() after "
                     "strategy.run, on every worker"
                 )
