@@ -10,7 +10,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import REST, MeshCoordinate, MeshLayout, choose_mesh_layout
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 from lockstep.strategies.parallel import ParallelStrategy
 
 

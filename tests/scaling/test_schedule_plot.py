@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.parallel.pipeline_trace import Action, PipelineTrace, Slot
-from lockstep.report.schedule_picture import Scale, draw_timetable, draw_timetables
+from lockstep.scaling.schedule_plot import Scale, draw_timetable, draw_timetables
 
 SVG = "{http://www.w3.org/2000/svg}"
 
