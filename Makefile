@@ -35,7 +35,7 @@ check: $(STAMP) ## lint, formatting, types and import order
 	@$(BIN)/python -m pytest -q tests/test_architecture.py
 
 bench: $(STAMP) ## measure step time and memory beside the peers; writes a dated table
-	@$(BIN)/python -m lockstep.bench
+	@$(BIN)/python -m benchmarks
 
 # Each peer's environment is its own. One that cannot be made is told, and the table says that the peer did not run.
 $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
@@ -45,25 +45,25 @@ $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
 
 bench-peers: $(STAMP) $(PEER_STAMPS) ## the same beside Accelerate, Fabric, TensorFlow and JAX too, in .venv-peers
-	@$(BIN)/python -m lockstep.bench --peers also
+	@$(BIN)/python -m benchmarks --peers also
 
 bench-workers: $(STAMP) ## measure many workers beside DDP, on one host and on two that a slowed link joins
-	@$(BIN)/python -m lockstep.bench --workers
+	@$(BIN)/python -m benchmarks --workers
 
 bench-trainer: $(STAMP) ## measure the recipe reviews' step beside the original Transformers Trainer
-	@$(BIN)/python -m lockstep.bench --trainer
+	@$(BIN)/python -m benchmarks --trainer
 
 bench-memory: $(STAMP) ## measure the memory that LoRA, bf16 and gradient checkpointing save
-	@$(BIN)/python -m lockstep.bench --memory
+	@$(BIN)/python -m benchmarks --memory
 
 bench-layouts: $(STAMP) ## measure each worker's memory by layout of a divided model, beside the estimate
-	@$(BIN)/python -m lockstep.bench --layouts
+	@$(BIN)/python -m benchmarks --layouts
 
 # Any machine with a CUDA GPU, whatever else it has: nothing is installed, nothing fetched. docs/gpu.md says more.
 gpu: ## run the tests that need a GPU and measure on it, with ten minutes to spend: make gpu GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
 	    || { echo "$(GPU_PYTHON) is no Python 3.11 or later with torch; name one that is: make gpu GPU_PYTHON=~/venv/bin/python"; exit 1; }
-	@PYTHONPATH=src $(GPU_PYTHON) -m lockstep.bench --gpu --tests tests
+	@PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks --gpu --tests tests
 
 docs: $(STAMP) ## build the documentation, warnings being errors
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
@@ -71,4 +71,4 @@ docs: $(STAMP) ## build the documentation, warnings being errors
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) $(PEERS_VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 # Not when it is asked for: by then the room of that name may stand in its place.
-from lockstep.launch.launch import launch
+from lockstep.launch.api import launch
 
 if TYPE_CHECKING:
     from lockstep import config, errors

@@ -67,7 +67,7 @@ def test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named():
     assert isinstance(cause, ValueError)
     shown = str(cause.__cause__)
     assert "raise error" in shown
-    assert "function_worker.py" not in shown
+    assert "launch/worker.py" not in shown
 
 
 class Stubborn(Exception):

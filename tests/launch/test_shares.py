@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.cluster.local_place import local_place
+from lockstep.cluster.local import local_place
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
-from lockstep.launch.shares import share_host, visible_gpus
+from lockstep.launch.resources import share_host, visible_gpus
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from lockstep.verify.compare import compare_batches, shard_sizes
-from lockstep.verify.trace import BatchRecord, Leaf
+from lockstep.verify.trace import BatchRecord, BatchTensor
 
 
 def batch(*replicas: tuple[int, ...]) -> BatchRecord:
-    return BatchRecord(leaves=(Leaf(name="x", replicas=replicas),))
+    return BatchRecord(arguments=(BatchTensor(name="x", replicas=replicas),))
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def test_another_number_of_batches_is_counted():
 
 
 def test_a_constant_beside_divided_rows_is_no_fault():
-    constant = Leaf(name="weights", replicas=((7, 8), (7, 8)))
-    ours = BatchRecord(leaves=(constant, *batch((1,), (2,)).leaves))
-    reference = BatchRecord(leaves=(Leaf(name="weights", replicas=((7, 8),)), *batch((1, 2)).leaves))
+    constant = BatchTensor(name="weights", replicas=((7, 8), (7, 8)))
+    ours = BatchRecord(arguments=(constant, *batch((1,), (2,)).arguments))
+    reference = BatchRecord(arguments=(BatchTensor(name="weights", replicas=((7, 8),)), *batch((1, 2)).arguments))
 
     assert compare_batches([ours], [reference]).verdict == "same"
     assert compare_batches([ours], [reference]).name == "x"
@@ -44,9 +44,11 @@ def test_a_constant_beside_divided_rows_is_no_fault():
 
 
 def test_a_batch_that_came_past_the_arguments_is_known_by_what_the_module_got():
-    constant = Leaf(name="weights", replicas=((7, 8), (7, 8)))
-    ours = BatchRecord(leaves=(constant,), inputs=batch((1,), (2,)).leaves)
-    reference = BatchRecord(leaves=(Leaf(name="weights", replicas=((7, 8),)),), inputs=batch((1, 2)).leaves)
+    constant = BatchTensor(name="weights", replicas=((7, 8), (7, 8)))
+    ours = BatchRecord(arguments=(constant,), inputs=batch((1,), (2,)).arguments)
+    reference = BatchRecord(
+        arguments=(BatchTensor(name="weights", replicas=((7, 8),)),), inputs=batch((1, 2)).arguments
+    )
 
     assert compare_batches([ours], [reference]).verdict == "same"
 

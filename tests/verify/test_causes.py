@@ -26,7 +26,12 @@ Verified = Callable[..., VerifyReport]
         ("unseeded", ("rows", 1), "not reproducible", "ran it twice on one replica"),
         ("centred_loss", ("loss", 1), "loss not per example", "replica 0 and replica 1 alone: the gradients are those"),
         ("weight_penalty", ("loss", 1), "weight penalty", "the sum less 0.1 times the weights"),
-        ("decay_by_hand", ("settled weight", 1), "changed outside the optimizer", "in both runs: the difference"),
+        (
+            "decay_by_hand",
+            ("weight changed after update", 1),
+            "changed outside the optimizer",
+            "in both runs: the difference",
+        ),
         ("learning_rate", ("weight", 1), "learning rate", "fitted one factor"),
         ("centred_module", ("output", 1), "rows mixed in the module", "its outputs are those of the replicas"),
     ],
@@ -57,7 +62,7 @@ def test_the_cause_is_found_and_tested(
     ],
 )
 def test_the_cause_is_said_in_this_program_s_terms(program: str, said: str, verified: Verified):
-    assert said in verified(program).findings[0].said
+    assert said in verified(program).findings[0].description
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,7 @@ def test_the_experiments_are_listed_with_what_came_of_them(verified: Verified):
 def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
     report = verified("learning_rate")
 
-    assert report.allowance.noise
+    assert report.tolerance.noise
     assert "one replica with itself, weights moved by one rounding error" in [each.what for each in report.experiments]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep.verify.compare import NOISE_FACTOR, ROUNDING_UNITS, Allowance, Difference, tensor_difference
+from lockstep.verify.compare import NOISE_FACTOR, ROUNDING_UNITS, Difference, Tolerance, tensor_difference
 
 UNIT = 2.0**-23
 
@@ -32,13 +32,13 @@ def test_a_missing_tensor_counts_as_zeros_and_another_shape_cannot_be_compared()
 def test_rounding_is_granted_relative_to_the_size_or_as_measured():
     edge = ROUNDING_UNITS * UNIT * 2.0
 
-    assert Allowance(unit=UNIT).explains(difference(edge))
-    assert not Allowance(unit=UNIT).explains(difference(1.01 * edge))
-    measured = Allowance(unit=UNIT, noise={(1, "gradient", "w"): edge})
-    assert measured.explains(difference(NOISE_FACTOR * edge))
-    assert not measured.explains(difference(1.01 * NOISE_FACTOR * edge))
+    assert Tolerance(unit=UNIT).covers(difference(edge))
+    assert not Tolerance(unit=UNIT).covers(difference(1.01 * edge))
+    measured = Tolerance(unit=UNIT, noise={(1, "gradient", "w"): edge})
+    assert measured.covers(difference(NOISE_FACTOR * edge))
+    assert not measured.covers(difference(1.01 * NOISE_FACTOR * edge))
 
 
 @pytest.mark.parametrize("amount", [1.0, 1e-9])
 def test_rows_are_never_rounding(amount: float):
-    assert not Allowance(unit=1.0).explains(Difference(step=1, kind="rows", name="x", amount=amount, size=8.0))
+    assert not Tolerance(unit=1.0).covers(Difference(step=1, kind="rows", name="x", amount=amount, size=8.0))

@@ -32,7 +32,7 @@ def encoder() -> nn.Module:
 def test_no_module_drops_anything(make: Callable[[], nn.Module]):
     torch.manual_seed(0)
     module = make().train()
-    with without_randomness("dropout"):
+    with without_randomness("no dropout"):
         first, second = (module(X[None])[0] for _ in range(2))
         expected = module.eval()(X[None])[0]
     module.train()
@@ -44,7 +44,7 @@ def test_no_module_drops_anything(make: Callable[[], nn.Module]):
 
 def test_attention_drops_nothing():
     query = torch.randn(1, 2, 3, 4)
-    with without_randomness("dropout"):
+    with without_randomness("no dropout"):
         first = F.scaled_dot_product_attention(query, query, query, dropout_p=0.9)
         positional = F.scaled_dot_product_attention(query, query, query, None, 0.9, True)
 
@@ -75,5 +75,5 @@ def test_in_replicas_draws_become_constants(draw: Callable[[], Any], make_strate
 
 def test_as_written_nothing_is_replaced():
     before = F.dropout
-    with without_randomness("as written"):
+    with without_randomness("unchanged"):
         assert F.dropout is before

@@ -59,7 +59,7 @@ def test_half_precision_and_the_workers_of_a_data_loader_are_judged_by_its_round
     report = verified("sound_fit", "bf16", "2", devices=None)
 
     assert report.equal, report.first
-    assert report.allowance.granted == 4 * 2.0**-7
+    assert report.tolerance.relative == 4 * 2.0**-7
     assert report.comparison.ends[0].unit == 2.0**-23
 
 

@@ -13,9 +13,11 @@ parameters do not travel; which ones are frozen is looked at in every update.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,18 +26,20 @@ from typing import Any
 from weakref import WeakMethod, finalize
 
 import torch
+from torch import nn
 
 from lockstep.collectives.communicator import Workers
 from lockstep.collectives.process_group import Group
 from lockstep.errors import UsageError
 from lockstep.mirroring.bucket_plan import plan_buckets
-from lockstep.mirroring.exchange import Copies, GradientExchange, joined_norm
+from lockstep.mirroring.exchange import Copies, GradientExchange, Settings, joined_norm
 from lockstep.mirroring.flat import views_of
 from lockstep.mirroring.gradient_marks import GradientMarks
 from lockstep.mirroring.parameter_hooks import EngineHook
 from lockstep.replicas.context import ReplicaContext
 
 _LOG = logging.getLogger("lockstep")
+_SAMPLED_BYTES = 32
 _Taken = tuple[torch.Tensor, torch.Tensor | None, int]
 """A parameter, its gradient at some time, and how often that had been written to."""
 
@@ -79,8 +83,14 @@ class BucketExchange(GradientExchange):
         finalize(self, _remove, self._handles)
         self._make_plan()
 
-    def open(self, total: float, count: float) -> tuple[float, float]:
-        """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
+    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
+        """Exchanges the sums, and completes the exchange of gradients. Every worker must call it.
+
+        Raises:
+            CollectiveError: another worker has other settings of the optimizer, other frozen parameters, or other
+                weights, as far as a few bytes of each show it.
+        """
+        self._workers.attach(self._digest(settings))
         changed = any(bucket.changed for bucket in self._under_way)
         outdated = _trained(self._parameters) != self._trained
         too_soon = changed or self._again or any(map(_is_changed, self._noted))
@@ -92,6 +102,21 @@ class BucketExchange(GradientExchange):
         self._overlaps = not too_soon
         self._finish(changed=changed, outdated=outdated)
         return sum(totals), sum(counts)
+
+    def _digest(self, settings: Settings) -> int:
+        """What must be equal on all workers before an update: settings, which weights are trained, and some of each.
+
+        Of weights on a CPU the first bytes are taken: a program that writes weights on one worker alone rarely leaves
+        these. Weights on GPUs are not read, for that would wait for the GPU.
+        """
+        weights = [copies[0] for copies in self._parameters]
+        digest = zlib.crc32("\n".join(settings()).encode())
+        digest = zlib.crc32(bytes([weight.requires_grad for weight in weights]), digest)
+        sampled = (weight for weight in weights if weight.is_cpu and type(weight) is nn.Parameter)
+        for weight in sampled:
+            if weight.layout is torch.strided and (size := min(weight.nbytes, _SAMPLED_BYTES)):
+                digest = zlib.crc32(ctypes.string_at(weight.data_ptr(), size), digest)
+        return digest
 
     @contextmanager
     def held(self, replicas: Sequence[int]) -> Iterator[None]:

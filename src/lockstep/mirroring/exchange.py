@@ -10,7 +10,7 @@ leader's ``.grad``; the other members' gradients become None. A parameter withou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,12 +25,22 @@ Copies = Sequence[nn.Parameter]
 """One parameter's copies, one per local replica."""
 
 
+Settings = Callable[[], Sequence[str]]
+"""Gives an optimizer's settings: a line for its kind, and one for each group of parameters."""
+
+
 class GradientExchange(ABC):
     """How the gradients of one optimizer's parameters are summed over all replicas."""
 
     @abstractmethod
-    def open(self, total: float, count: float) -> tuple[float, float]:
-        """The total and the count over all replicas, given the local replicas' sums. Called once, while these wait."""
+    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
+        """The total and the count over all replicas, given the local replicas' sums. Called once, while these wait.
+
+        Args:
+            total: the sum of the local replicas' losses.
+            count: what the summed loss is to be divided by, of the local replicas.
+            settings: gives the optimizer's settings, which must be equal on all workers.
+        """
 
     @abstractmethod
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
@@ -84,7 +94,7 @@ class LocalExchange(GradientExchange):
         over_nccl = choose_sum(devices, nccl=has_nccl()) == "nccl"
         self._sum_between = NcclSums() if over_nccl else sum_by_copies
 
-    def open(self, total: float, count: float) -> tuple[float, float]:
+    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         """There are no others."""
         return total, count
 

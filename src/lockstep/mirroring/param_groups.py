@@ -13,6 +13,18 @@ from torch.optim import Optimizer
 from lockstep.errors import UsageError
 from lockstep.replicas.context import get_replica_context
 
+_PLAIN = (int, float, str, bool, tuple, type(None))
+
+
+def plain_settings(optimizer: Optimizer) -> list[str]:
+    """What is alike in equal optimizers: a line for the kind, and one per group of parameters."""
+    groups = [
+        ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if isinstance(value, _PLAIN))
+        + f", {len(group['params'])} parameters"
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]
+
 
 def guard_groups(optimizer: Optimizer) -> None:
     """Refuses from now on what sets a hyperparameter in a replica, one of several of this process. Idempotent."""

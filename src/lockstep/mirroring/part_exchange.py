@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.collectives.communicator import Workers
-from lockstep.mirroring.exchange import GradientExchange
+from lockstep.mirroring.exchange import GradientExchange, Settings
 from lockstep.mirroring.sharing import Sharing
 from lockstep.replicas.context import ReplicaContext
 
@@ -51,10 +51,10 @@ class PartExchange(GradientExchange):
         self._holders = holders
         self._counted = counted
 
-    def open(self, total: float, count: float) -> tuple[float, float]:
+    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
         met = self._workers.exchange("optimizer update", [total, count])
-        self._between_replicas.open(0.0, 0.0)
+        self._between_replicas.open(0.0, 0.0, settings)
         self._sum_tied()
         return sum(each for each, _ in met), sum(each for _, each in met)
 

@@ -25,7 +25,7 @@ from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.mirror import MemoryFormat, mirror_module
 from lockstep.mirroring.module import MirroredModule
 from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
-from lockstep.mirroring.param_groups import guard_groups
+from lockstep.mirroring.param_groups import guard_groups, plain_settings
 from lockstep.mirroring.parameter_hooks import HeldHook, hold, release
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
@@ -146,7 +146,7 @@ class MirroredObjects:
             UsageError: it holds parameters of modules that are not mirrored here.
         """
         self._holding.check(optimizer)
-        agree(workers, "the optimizer", _settings(optimizer))
+        agree(workers, "the optimizer", plain_settings(optimizer))
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
@@ -396,14 +396,3 @@ class _Gradients:
 def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:
     """Whether two optimizers have a parameter in common."""
     return bool({id(copies[0]) for copies in first.parameters} & {id(copies[0]) for copies in second.parameters})
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What is alike in equal optimizers: a line for the kind, and one per group of parameters."""
-    plain = (int, float, str, bool, tuple, type(None))
-    groups = [
-        ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if isinstance(value, plain))
-        + f", {len(group['params'])} parameters"
-        for group in optimizer.param_groups
-    ]
-    return [type(optimizer).__name__, *groups]

@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.collectives.communicator import Workers, caller
 from lockstep.collectives.tensor_like import as_read
@@ -104,7 +105,7 @@ class _Known:
     """A tensor of a mirrored module's copy.
 
     Args:
-        tensor: it; a weak reference, for numbers of dead objects are used again.
+        tensor: a weak reference to it: the id of a tensor that is gone may be another one's.
         replica: whose copy it is of.
         name: its name in the module.
         module: the class of the user's module.
@@ -118,7 +119,7 @@ class _Known:
     divided: bool
 
     def is_of(self, tensor: Any) -> bool:
-        """Whether this is about a tensor, and not about a dead one of the same number."""
+        """Whether this is about a tensor, and not about one that is gone and had the same id."""
         return self.tensor() is tensor
 
 
@@ -155,6 +156,32 @@ class Ownership:
         return any((weight := each()) is not None and _storage(weight) == _storage(tensor) for each in found)
 
 
+class _Written:
+    """What replicas have written of one storage: of each the bytes from the first to the last.
+
+    Args:
+        storage: held weakly, so that what the step is done with can go.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._spans: dict[int, tuple[int, int]] = {}
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the storage has been freed."""
+        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
+
+    def other(self, start: int, end: int, replica: int) -> int | None:
+        """Notes a write of a replica from address to address; the number of another that wrote there, or None."""
+        first, last = self._spans.get(replica, (start, end))
+        self._spans[replica] = (min(first, start), max(last, end))
+        for other, (first, last) in tuple(self._spans.items()):
+            if other != replica and start < last and first < end:
+                return other
+        return None
+
+
 class Claims:
     """Which replica was the first, in the run under way, to use a tensor that is no replica's own.
 
@@ -163,6 +190,7 @@ class Claims:
     """
 
     def __init__(self) -> None:
+        self._written: dict[int, _Written] = {}
         self._of: dict[int, tuple[Any, int]] = {}
         self._watched: dict[tuple[int, int], Any] = {}
         self._used_before: dict[int, Any] = {}
@@ -173,6 +201,7 @@ class Claims:
         if one_replica:
             self._used_before = {number: used for number, (used, _) in self._of.items() if used() is not None}
         self._of.clear()
+        self._written.clear()
         while self._watched:
             self._watched.popitem()[1].remove()
 
@@ -186,6 +215,25 @@ class Claims:
                     raise UsageError(message)
 
             self._watched[id(tensor), replica] = tensor.register_hook(EngineHook(refuse))  # type: ignore[no-untyped-call]
+
+    def other_writer(self, tensor: torch.Tensor, replica: int) -> int | None:
+        """Notes a write; the number of another replica that has written to the same memory in this run, or None.
+
+        Views of one tensor are other objects on each replica, so what counts is the memory: rows of a batch are apart.
+        """
+        try:
+            storage = tensor.untyped_storage()
+            start = tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of torch.func
+            return self.other(tensor, replica)
+        if not tensor.numel():
+            return None
+        items = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        known = self._written.get(storage._cdata)
+        if known is None or known.is_gone:
+            self._written.pop(storage._cdata, None)
+            known = self._written.setdefault(storage._cdata, _Written(storage))
+        return known.other(start, start + items * tensor.element_size(), replica)
 
     def used_before(self, thing: Any) -> bool:
         """Whether the only local replica has used an object in the run before this."""
@@ -202,7 +250,7 @@ class Claims:
 
 
 class StepGradients(Protocol):
-    """Hears what a step does with its weights' gradients before the update."""
+    """What is called when a step reads or assigns the ".grad" of its weights, before the optimizer's step."""
 
     def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
         """A replica reads the ".grad" of one of its weights; called before it gets it."""
@@ -218,7 +266,7 @@ class StepGuard:
         replica: its number among the local ones.
         ownership: of all mirrored tensors.
         claims: of the run under way.
-        gradients: hears of the step's reads and writes of ".grad".
+        gradients: called when the step reads or assigns a ".grad".
     """
 
     def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: StepGradients) -> None:
@@ -408,7 +456,7 @@ class StepGuard:
             context.meet(name, write, partial(_write_once, context.workers, self._ownership))
             return target
         for tensor in tensors:
-            other = self._claims.other(tensor, self._replica)
+            other = None if id(tensor) in self._own else self._claims.other_writer(tensor, self._replica)
             if other is not None:
                 raise UsageError(
                     f"{self._both(other)} both change one tensor of shape {tuple(tensor.shape)} in "

@@ -18,12 +18,14 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
 
 from lockstep.mirroring.every_storage import EveryStorage
 from lockstep.mirroring.exchange import Copies, GradientExchange, divide, gradients_of
+from lockstep.mirroring.param_groups import plain_settings
 from lockstep.mirroring.parameter_hooks import hooked, run_hooks
 from lockstep.mirroring.skipping import Number, Skips, check_finite, divisor, on_device, summed
 from lockstep.mirroring.slices import balance
@@ -87,6 +89,7 @@ class LockstepUpdate:
         on_gpus: bool = False,
     ) -> None:
         self._exchange = exchange
+        self._settings = partial(plain_settings, optimizer)
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
@@ -146,7 +149,7 @@ class LockstepUpdate:
             if observer is not None:
                 own = [copies[replica] for copies in self._parameters]
                 observer.update_begins(context, own, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
-            context.meet("sum of gradients", None, lambda _: self._exchange.open(0.0, 1.0))
+            context.meet("sum of gradients", None, lambda _: self._exchange.open(0.0, 1.0, self._settings))
             self._exchange.run(context, self._slices[replica])
             context.meet("end of the sum of gradients", None, self._end_sum)
 
@@ -228,7 +231,7 @@ class LockstepUpdate:
         total = summed([each.total for each in totals], home)
         count = summed([each.count for each in totals], home)
         if home is None:
-            total, count = self._exchange.open(float(total), float(count))
+            total, count = self._exchange.open(float(total), float(count), self._settings)
         if not isinstance(total, torch.Tensor):
             check_finite(total)
         self.updaters.align()

@@ -42,6 +42,19 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(_line(cells, widths, right) for cells in lines)
 
 
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, first column to the left, others to the right.
+
+    Example:
+        >>> print(markdown_table(["who", "ms"], [["ours", "1"]]))
+        | who | ms |
+        | --- | ---: |
+        | ours | 1 |
+    """
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
+
+
 def epochs_table(history: Mapping[str, Sequence[float]]) -> str:
     """The table of a run: a row an epoch, a column for everything that the history recorded.
 

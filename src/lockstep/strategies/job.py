@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lockstep.cluster.local_cores import core_card, divide_cores
+from lockstep.cluster.local import core_card, divide_cores
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import OneWorker, Workers, agree
 from lockstep.collectives.distributed import RemoteWorkers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cluster.local_place import place_here
+from lockstep.cluster.local import place_here
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices
 from lockstep.errors import ClusterError

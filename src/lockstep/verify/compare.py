@@ -1,4 +1,8 @@
-"""Compares the records of two runs: what belongs together, in the order in which a step makes it. Pure."""
+"""Compares the records of two runs, in the order in which a step computes things. Pure functions.
+
+The first difference beyond rounding is the nearest to the cause. Where gradients differ, ``fit_gradients`` tries which
+factors of the replicas' gradients would give those of the single replica.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,30 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lockstep.verify.trace import BatchRecord, EndRecord, Leaf, OutputRecord, Rows, StartRecord, UpdateRecord
+from lockstep.verify.trace import BatchRecord, BatchTensor, EndRecord, OutputRecord, Rows, StartRecord, UpdateRecord
+
+# Batches.
 
 Verdict = Literal["same", "undistributed", "scaled", "reordered", "different", "count"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchComparison:
-    """What became of a step's global batch on N replicas.
+    """The global batch of one update, on N replicas and on one. N replicas' rows are taken one after another.
 
     Args:
-        verdict: "same" rows in the same order; "undistributed": every replica got all of it; "scaled": as many times
-            the rows as there are replicas; "reordered": the same rows in another order; "different" rows; another
-            "count" of batches.
-        name: of the first argument that is not the same.
-        rows: the fingerprints of the batch on N replicas, all together.
-        reference_rows: of the batch on one.
-        batches: how many there were for this update, on N replicas and on one.
+        verdict: "same": the same rows in the same order. "undistributed": every replica got the whole batch.
+            "scaled": N times as many rows. "reordered": the same rows in another order. "different": other rows.
+            "count": another number of batches.
+        name: the first tensor that is not the same.
+        rows: fingerprints of the rows on N replicas.
+        reference_rows: fingerprints of the rows on one.
+        batches: number of batches on N replicas and on one.
     """
 
     verdict: Verdict
@@ -39,104 +45,100 @@ class BatchComparison:
 
     @property
     def common(self) -> int:
-        """How many rows are in both."""
+        """Number of rows that are in both."""
         return sum((Counter(self.rows) & Counter(self.reference_rows)).values())
 
 
-SAME = BatchComparison(verdict="same")
+SAME_BATCH = BatchComparison(verdict="same")
 
 
 def compare_batches(ours: Sequence[BatchRecord], reference: Sequence[BatchRecord]) -> BatchComparison:
-    """Compares the batches of one update, those on N replicas with those on one."""
+    """Compares the batches of one update on N replicas with those on one."""
     if len(ours) != len(reference):
         return BatchComparison(verdict="count", name="batches", batches=(len(ours), len(reference)))
     found = [_compare_batch(mine, other) for mine, other in zip(ours, reference, strict=True)]
-    return next((each for each in found if each.verdict != "same"), found[0] if found else SAME)
+    return _first_not_same(found) or (found[0] if found else SAME_BATCH)
 
 
 def shard_sizes(batches: Sequence[BatchRecord]) -> tuple[int, ...] | None:
-    """The rows that each replica got for an update; None where nothing with rows was seen."""
-    sizes = [
-        tuple(len(rows) for rows in tensor.replicas)
-        for batch in batches
-        for tensor in _divided(batch.leaves)[:1] or batch.inputs[:1]
-    ]
+    """The number of rows that each replica got for an update; None if no tensor with rows was seen."""
+    sizes = []
+    for batch in batches:
+        # A tensor that all replicas have whole, such as class weights, says nothing about shards.
+        divided = [leaf for leaf in batch.arguments if len(leaf.replicas) == 1 or len(set(leaf.replicas)) > 1]
+        sizes += [tuple(map(len, leaf.replicas)) for leaf in divided[:1] or batch.inputs[:1]]
     return tuple(sum(column) for column in zip(*sizes, strict=True)) if sizes else None
 
 
-def _divided(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """The tensors of which every replica has its own part; others, such as class weights, all replicas have whole."""
-    return [leaf for leaf in leaves if len(leaf.replicas) == 1 or len(set(leaf.replicas)) > 1]
-
-
 def _compare_batch(ours: BatchRecord, reference: BatchRecord) -> BatchComparison:
-    compared = [_compare_leaf(mine, other) for mine, other in zip(ours.leaves, reference.leaves, strict=False)]
-    if len(ours.leaves) == len(reference.leaves) and any(each.verdict == "same" for each in compared):
+    compared = [_compare_tensor(mine, other) for mine, other in zip(ours.arguments, reference.arguments, strict=False)]
+    if len(ours.arguments) == len(reference.arguments) and any(each.verdict == "same" for each in compared):
         # Beside a tensor that is divided, one that all replicas have whole is a constant of the step.
         same = next(each for each in compared if each.verdict == "same")
         return next((each for each in compared if each.verdict not in ("same", "undistributed")), same)
-    inputs = [_compare_leaf(mine, other) for mine, other in zip(ours.inputs, reference.inputs, strict=False)]
-    if all(each.verdict == "undistributed" for each in compared) and inputs:
-        return next((each for each in inputs if each.verdict != "same"), SAME)  # the batch came as a closure, perhaps
-    return next((each for each in [*compared, *inputs] if each.verdict != "same"), SAME)
+    inputs = [_compare_tensor(mine, other) for mine, other in zip(ours.inputs, reference.inputs, strict=False)]
+    if inputs and all(each.verdict == "undistributed" for each in compared):  # the batch may have come as a closure
+        return _first_not_same(inputs) or SAME_BATCH
+    return _first_not_same([*compared, *inputs]) or SAME_BATCH
 
 
-def _compare_leaf(ours: Leaf, reference: Leaf) -> BatchComparison:
+def _first_not_same(found: Sequence[BatchComparison]) -> BatchComparison | None:
+    return next((each for each in found if each.verdict != "same"), None)
+
+
+def _compare_tensor(ours: BatchTensor, reference: BatchTensor) -> BatchComparison:
     mine: Rows = tuple(chain.from_iterable(ours.replicas))
     other: Rows = tuple(chain.from_iterable(reference.replicas))
-
-    def result(verdict: Verdict) -> BatchComparison:
-        return BatchComparison(verdict=verdict, name=ours.name, rows=mine, reference_rows=other)
-
     replicas = len(ours.replicas)
+    verdict: Verdict = "different"
     if mine == other:
-        return result("same")
-    if replicas > 1 and all(rows == other for rows in ours.replicas):
-        return result("undistributed")
-    if replicas > 1 and len(mine) == replicas * len(other):
-        return result("scaled")
-    if Counter(mine) == Counter(other):
-        return result("reordered")
-    return result("different")
+        verdict = "same"
+    elif replicas > 1 and all(rows == other for rows in ours.replicas):
+        verdict = "undistributed"
+    elif replicas > 1 and len(mine) == replicas * len(other):
+        verdict = "scaled"
+    elif Counter(mine) == Counter(other):
+        verdict = "reordered"
+    return BatchComparison(verdict=verdict, name=ours.name, rows=mine, reference_rows=other)
 
+
+# Tensors.
 
 Kind = Literal[
-    "initial weight", "rows", "moved weight", "output", "loss", "gradient", "weight", "settled weight", "buffer"
-]
-KINDS: tuple[Kind, ...] = (
     "initial weight",
     "rows",
-    "moved weight",
+    "weight changed before update",
     "output",
     "loss",
     "gradient",
     "weight",
-    "settled weight",
+    "weight changed after update",
     "buffer",
-)
-"""In the order in which a step makes them: of one step, the first that differs is nearest to the cause."""
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""In the order in which a step computes them."""
 
 ROUNDING_UNITS = 64
-"""Rounding errors, relative to a tensor's largest value, that the order of additions is granted everywhere."""
+"""Tolerance of every tensor, in rounding errors of its largest value, since sums are added in another order."""
 COARSE_UNITS = 4
-"""Likewise, rounding errors of a half-precision type: values are rounded to it, while sums are made in float32."""
+"""Tolerance in rounding errors of a half-precision dtype: values are rounded to it, but sums are made in float32."""
 NOISE_FACTOR = 32
-"""How much more than a measured rounding error, grown by the program itself, is granted."""
+"""Tolerance relative to a measured rounding error, which has grown through the program itself."""
 
-Key = tuple[int, Kind, str]
+DifferenceKey = tuple[int, Kind, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far two runs are apart in one thing.
+    """The difference of one tensor between two runs.
 
     Args:
-        step: 1 for the first update, 0 for what was there before.
-        kind: what it is.
-        name: of the parameter, buffer, output or argument.
-        amount: the largest difference of any value; infinite where the values cannot be compared.
-        size: the largest value of the second run.
-        note: what is to be said of it beside the amount.
+        step: number of the update, from 1; 0 before the first.
+        kind: what the tensor is.
+        name: name of the parameter, buffer, output or argument.
+        amount: largest absolute difference of any value; infinite if the values cannot be compared.
+        size: largest absolute value in the second run.
+        note: what the report adds to the amount.
     """
 
     step: int
@@ -147,131 +149,127 @@ class Difference:
     note: str = ""
 
     @property
-    def key(self) -> Key:
-        """By which it is found again in another comparison of the same program."""
+    def key(self) -> DifferenceKey:
+        """Identifies the tensor in another comparison of the same program."""
         return self.step, self.kind, self.name
 
     @property
     def relative(self) -> float:
-        """The amount over the size."""
+        """``amount / size``."""
         if self.amount == 0:
             return 0.0
         return self.amount / self.size if self.size > 0 else math.inf
 
     @property
     def order(self) -> tuple[int, int]:
-        """Step, and kind within it."""
+        """Orders differences by step, and by kind within a step."""
         return self.step, KINDS.index(self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allowance:
-    """What counts as rounding.
+class Tolerance:
+    """How large a difference may be and still count as rounding.
 
     Args:
-        unit: the relative rounding error of the parameters' type.
-        coarse: that of the coarsest type that was computed in; 0 for no other.
-        noise: the measured differences of two runs on one replica that differ by rounding alone.
+        unit: machine epsilon of the parameters' dtype.
+        coarse: machine epsilon of the coarsest dtype in use; 0 if there is no other.
+        noise: measured differences between two runs on one replica that differ by rounding only.
     """
 
     unit: float
     coarse: float = 0.0
-    noise: Mapping[Key, float] = field(default_factory=dict)
+    noise: Mapping[DifferenceKey, float] = field(default_factory=dict)
 
     @property
-    def granted(self) -> float:
-        """What every tensor is granted, relative to its size."""
+    def relative(self) -> float:
+        """The tolerance of every tensor, relative to its size."""
         return max(ROUNDING_UNITS * self.unit, COARSE_UNITS * self.coarse)
 
-    def allowed(self, difference: Difference) -> float:
+    def of(self, difference: Difference) -> float:
         """The largest amount that rounding may explain."""
         if difference.kind == "rows":
             return 0.0
-        measured = self.noise.get(difference.key, 0.0)
-        return max(self.granted * difference.size, NOISE_FACTOR * measured)
+        return max(self.relative * difference.size, NOISE_FACTOR * self.noise.get(difference.key, 0.0))
 
-    def explains(self, difference: Difference) -> bool:
-        """Whether it is no more than rounding."""
-        return difference.amount <= self.allowed(difference)
+    def covers(self, difference: Difference) -> bool:
+        """Whether the difference may be rounding."""
+        return difference.amount <= self.of(difference)
 
 
 def tensor_difference(step: int, kind: Kind, name: str, ours: Tensor | None, reference: Tensor | None) -> Difference:
-    """The difference of two tensors of one name; one that is missing counts as zeros."""
+    """The difference of two tensors with the same name; a missing one counts as zeros."""
     if ours is None and reference is None:
         return Difference(step=step, kind=kind, name=name, amount=0.0, size=0.0)
     ours = torch.zeros_like(reference) if ours is None else ours  # type: ignore[arg-type]
     reference = torch.zeros_like(ours) if reference is None else reference
-    if ours.shape != reference.shape:
-        shapes = f"shape {tuple(ours.shape)} and {tuple(reference.shape)}"
-        return Difference(step=step, kind=kind, name=name, amount=math.inf, size=largest(reference), note=shapes)
-    amount = largest(ours.double() - reference.double())
-    return Difference(
-        step=step,
-        kind=kind,
-        name=name,
-        amount=math.inf if math.isnan(amount) else amount,
-        size=largest(reference),
-    )
+    amount, note = math.inf, ""
+    if ours.shape == reference.shape:
+        amount = _largest(ours.double() - reference.double())
+    else:
+        note = f"shape {tuple(ours.shape)} and {tuple(reference.shape)}"
+    amount = math.inf if math.isnan(amount) else amount
+    return Difference(step=step, kind=kind, name=name, amount=amount, size=_largest(reference), note=note)
 
 
-def largest(tensor: Tensor) -> float:
-    """The largest absolute value; 0 of no values."""
+def _largest(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
-WeightingKind = Literal["shares", "uniform", "weight penalty", "per replica"]
+# Gradients.
+
+FitKind = Literal["shares", "uniform", "weight penalty", "per replica"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighting:
-    """One candidate.
+class GradientFit:
+    """Factors for the replicas' gradients, and how close their weighted sum comes to the single replica's gradients.
 
     Args:
-        kind: the replicas' "shares" of the batch; one "uniform" factor; 1 each, less a multiple of the weights (a
-            "weight penalty" that each replica adds); or one factor "per replica".
-        factors: one for each replica.
-        penalty: the multiple of the weights that is taken off.
-        residuals: how far the weighted sum is from the one replica's gradients, by name.
+        kind: "shares": each replica's share of the batch, as after a mean over each shard. "uniform": one factor.
+            "weight penalty": 1 each, minus a multiple of the weights. "per replica": one factor each.
+        factors: one per replica.
+        penalty: the multiple of the weights that is subtracted.
+        residuals: what is left of each gradient.
     """
 
-    kind: WeightingKind
+    kind: FitKind
     factors: tuple[float, ...]
     penalty: float = 0.0
     residuals: tuple[Difference, ...] = ()
 
 
-def summed(update: UpdateRecord) -> dict[str, Tensor]:
-    """The gradients as the optimizer gets them: added up over the replicas, divided once by the count; float64."""
-    return _weighted(update, [1.0] * len(update.gradients))
+def summed_gradients(update: UpdateRecord) -> dict[str, Tensor]:
+    """The gradients as the optimizer gets them: summed over the replicas, divided once by the count; float64."""
+    return _weighted_sum(update, [1.0] * len(update.gradients))
 
 
-def weightings(
+def fit_gradients(
     update: UpdateRecord, reference: Mapping[str, Tensor], shards: tuple[int, ...] | None, weights: Mapping[str, Tensor]
-) -> tuple[Weighting, ...]:
-    """The candidates with what each leaves unexplained.
+) -> tuple[GradientFit, ...]:
+    """All fits, from the simplest to the most general.
 
     Args:
-        update: of N replicas.
-        reference: the one replica's gradients.
-        shards: the rows of each replica; None if unknown.
+        update: the update of N replicas.
+        reference: the single replica's gradients.
+        shards: number of rows of each replica; None if unknown.
         weights: the parameters before the update.
     """
     replicas = len(update.gradients)
-    found = []
+    fits = []
     if shards is not None and any(shards):
-        found.append(_weighting("shares", update, reference, [rows / sum(shards) for rows in shards]))
-    total = summed(update)
+        fits.append(_fit("shares", update, reference, [rows / sum(shards) for rows in shards]))
+    total = summed_gradients(update)
     (factor,) = _least_squares([total], reference)
-    found.append(_weighting("uniform", update, reference, [factor] * replicas))
+    fits.append(_fit("uniform", update, reference, [factor] * replicas))
     rest = {name: gradient - reference[name] for name, gradient in total.items() if name in reference}
     (penalty,) = _least_squares([{name: weights[name] for name in rest if name in weights}], rest)
-    found.append(_weighting("weight penalty", update, reference, [1.0] * replicas, penalty, weights))
-    columns = [_weighted(update, [float(own == replica) for own in range(replicas)]) for replica in range(replicas)]
-    found.append(_weighting("per replica", update, reference, _least_squares(columns, reference)))
-    return tuple(found)
+    fits.append(_fit("weight penalty", update, reference, [1.0] * replicas, penalty, weights))
+    columns = [_weighted_sum(update, [float(own == replica) for own in range(replicas)]) for replica in range(replicas)]
+    fits.append(_fit("per replica", update, reference, _least_squares(columns, reference)))
+    return tuple(fits)
 
 
-def _weighted(update: UpdateRecord, factors: Sequence[float]) -> dict[str, Tensor]:
+def _weighted_sum(update: UpdateRecord, factors: Sequence[float]) -> dict[str, Tensor]:
     count = sum(update.counts) or 1.0
     result: dict[str, Tensor] = {}
     for factor, gradients in zip(factors, update.gradients, strict=True):
@@ -293,37 +291,40 @@ def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return sum(float(a[name].double().flatten() @ b[name].double().flatten()) for name in a if name in b)
 
 
-def _weighting(
-    kind: WeightingKind,
+def _fit(
+    kind: FitKind,
     update: UpdateRecord,
     reference: Mapping[str, Tensor],
     factors: Sequence[float],
     penalty: float = 0.0,
     weights: Mapping[str, Tensor] | None = None,
-) -> Weighting:
-    weighted = _weighted(update, factors)
+) -> GradientFit:
+    weighted = _weighted_sum(update, factors)
     residuals = []
     for name, expected in reference.items():
         found = weighted.get(name, torch.zeros_like(expected))
         if weights is not None and name in weights:
             found = found - penalty * weights[name].double()
-        amount, size = largest(found - expected), largest(expected)
+        amount, size = _largest(found - expected), _largest(expected)
         residuals.append(Difference(step=update.step, kind="gradient", name=name, amount=amount, size=size))
-    return Weighting(kind=kind, factors=tuple(factors), penalty=penalty, residuals=tuple(residuals))
+    return GradientFit(kind=kind, factors=tuple(factors), penalty=penalty, residuals=tuple(residuals))
+
+
+# Runs.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Before:
-    """Parameters by name, of both runs."""
+class ParameterPair:
+    """The parameters of both runs, by name."""
 
     ours: Mapping[str, Tensor]
     reference: Mapping[str, Tensor]
 
-    def then(self, ours: UpdateRecord, reference: UpdateRecord) -> Before:
-        """What they are after an update and what followed it."""
-        return Before(
-            ours={**self.ours, **ours.parameters, **ours.settled},
-            reference={**self.reference, **reference.parameters, **reference.settled},
+    def after(self, ours: UpdateRecord, reference: UpdateRecord) -> ParameterPair:
+        """The parameters after an update and what changed after it."""
+        return ParameterPair(
+            ours={**self.ours, **ours.parameters, **ours.changed_after},
+            reference={**self.reference, **reference.parameters, **reference.changed_after},
         )
 
 
@@ -332,36 +333,36 @@ class StepComparison:
     """One update of both runs.
 
     Args:
-        step: 1 for the first.
-        batch: whether the rows are the same.
-        differences: of everything, in the order in which a step makes it, what is equal too.
-        weightings: what explains a difference of the gradients, if there is one beyond rounding.
-        stride: how much further the weights went than on one replica; None if not all by one factor.
+        step: number of the update, from 1.
+        batch: whether both got the same rows.
+        differences: of every tensor, in the order of a step, equal ones included.
+        fits: what explains the difference of the gradients, if there is one beyond rounding.
+        update_scale: the factor by which all weights moved further than on one replica; None if there is no one factor.
         changed: parameters that changed outside the optimizer, in either run.
         losses: what each replica back-propagated in the first run.
     """
 
     step: int
-    batch: BatchComparison = SAME
+    batch: BatchComparison = SAME_BATCH
     differences: tuple[Difference, ...] = ()
-    weightings: tuple[Weighting, ...] = ()
-    stride: float | None = None
+    fits: tuple[GradientFit, ...] = ()
+    update_scale: float | None = None
     changed: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs.
+    """Two runs, the second of which is taken to be right.
 
     Args:
-        start: of the first run.
-        reference: of the second run, the one that is taken to be right.
+        start: start of the first run.
+        reference: start of the second run.
         initial: differences of the parameters before the first step.
-        steps: the updates that both made.
-        ends: how both ended.
-        extra: updates that the first made and the second did not; negative the other way round.
-        draws: whether random numbers were drawn in a replica's step.
+        steps: the updates that both runs made.
+        ends: how both runs ended.
+        extra: number of updates that only the first run made; negative if the second made more.
+        draws: whether a replica drew random numbers.
     """
 
     start: StartRecord
@@ -374,77 +375,74 @@ class Comparison:
 
     @property
     def unit(self) -> float:
-        """The relative rounding error of the parameters' type."""
+        """Machine epsilon of the parameters' dtype."""
         return max(end.unit for end in self.ends)
 
     @property
     def coarse(self) -> float:
-        """That of the coarsest type that was computed in, in either run."""
+        """Machine epsilon of the coarsest dtype in use in either run."""
         return max(end.coarse for end in self.ends)
 
     @property
     def differences(self) -> Iterator[Difference]:
-        """All of them, in order."""
+        """All differences, in order."""
         yield from self.initial
         for step in self.steps:
             yield from step.differences
 
-    def first(self, allowance: Allowance) -> Difference | None:
-        """The first that rounding does not explain; of one kind and step, the largest relative to its size."""
-        beyond = [difference for difference in self.differences if not allowance.explains(difference)]
-        if not beyond:
-            return None
-        earliest = min(difference.order for difference in beyond)
-        return max((each for each in beyond if each.order == earliest), key=lambda each: each.relative)
+    def first(self, tolerance: Tolerance) -> Difference | None:
+        """The first difference beyond rounding; among several of one step and kind, the largest relative one."""
+        beyond = [difference for difference in self.differences if not tolerance.covers(difference)]
+        return min(beyond, key=lambda each: (each.order, -each.relative), default=None)
 
     def step(self, number: int) -> StepComparison:
-        """The comparison of update ``number``, from 1."""
+        """The comparison of one update, from 1."""
         return next(step for step in self.steps if step.step == number)
 
 
 def compare_starts(ours: StartRecord, reference: StartRecord) -> tuple[Difference, ...]:
-    """The parameters before the first step."""
+    """Compares the parameters before the first step."""
     return tuple(_by_name(0, "initial weight", ours.parameters, reference.parameters))
 
 
-def compare_updates(ours: UpdateRecord, reference: UpdateRecord, before: Before, unit: float) -> StepComparison:
-    """One update of both runs.
+def compare_updates(
+    ours: UpdateRecord, reference: UpdateRecord, before: ParameterPair, tolerance: Tolerance
+) -> StepComparison:
+    """Compares one update of both runs.
 
     Args:
-        ours: on N replicas.
-        reference: on one.
-        before: the parameters of both before this update.
-        unit: the relative rounding error of the parameters' type, which says when a difference is worth explaining.
+        ours: the update on N replicas.
+        reference: the update on one.
+        before: the parameters of both runs before this update.
+        tolerance: gradients that differ by more are fitted.
     """
     step = ours.step
     batch = compare_batches(ours.batches, reference.batches)
-    mine, other = summed(ours), summed(reference)
+    mine, other = summed_gradients(ours), summed_gradients(reference)
     gradients = tuple(_by_name(step, "gradient", mine, other))
-    parameters = tuple(_by_name(step, "weight", ours.parameters, reference.parameters))
-    rounding = Allowance(unit=unit)
-    worth = any(not rounding.explains(each) for each in gradients)
+    updated = ParameterPair(ours=ours.parameters, reference=reference.parameters)
+    changed_before = ParameterPair(ours=ours.changed_before, reference=reference.changed_before)
+    changed_after = ParameterPair(ours=ours.changed_after, reference=reference.changed_after)
     differences = (
         _rows_difference(step, batch),
-        *_changed(step, "moved weight", before, Before(ours=ours.moved, reference=reference.moved)),
+        *_changed(step, "weight changed before update", before, changed_before),
         *(_compare_outputs(step, ours, reference) if batch.verdict == "same" else ()),
         _loss_difference(ours, reference),
         *gradients,
-        *parameters,
-        *_changed(
-            step,
-            "settled weight",
-            Before(ours=ours.parameters, reference=reference.parameters),
-            Before(ours=ours.settled, reference=reference.settled),
-        ),
+        *_by_name(step, "weight", ours.parameters, reference.parameters),
+        *_changed(step, "weight changed after update", updated, changed_after),
         *_by_name(step, "buffer", ours.buffers, reference.buffers),
     )
+    equal = all(tolerance.covers(each) for each in gradients)
     return StepComparison(
         step=step,
         batch=batch,
         differences=differences,
-        weightings=weightings(ours, other, shard_sizes(ours.batches), before.reference) if worth else (),
-        stride=_stride(ours.parameters, reference.parameters, before),
-        changed=tuple({**ours.moved, **ours.settled, **reference.moved, **reference.settled}),
+        fits=() if equal else fit_gradients(ours, other, shard_sizes(ours.batches), before.reference),
+        update_scale=_update_scale(updated, before),
+        changed=tuple(
+            {**changed_before.ours, **changed_after.ours, **changed_before.reference, **changed_after.reference}
+        ),
         losses=ours.losses,
     )
 
@@ -456,8 +454,8 @@ def _by_name(
         yield tensor_difference(step, kind, name, ours.get(name), reference.get(name))
 
 
-def _changed(step: int, kind: Kind, before: Before, now: Before) -> Iterator[Difference]:
-    """The parameters that changed in either run; one that did not in the other is there what it was."""
+def _changed(step: int, kind: Kind, before: ParameterPair, now: ParameterPair) -> Iterator[Difference]:
+    """The parameters that changed in either run; the other run may still have the value from before."""
     for name in {**now.reference, **now.ours}:
         ours = now.ours.get(name, before.ours.get(name))
         yield tensor_difference(step, kind, name, ours, now.reference.get(name, before.reference.get(name)))
@@ -471,43 +469,30 @@ def _rows_difference(step: int, batch: BatchComparison) -> Difference:
 
 
 def _compare_outputs(step: int, ours: UpdateRecord, reference: UpdateRecord) -> Iterator[Difference]:
-    """Row by row, where the replicas' rows one after another are as many as on one replica."""
+    """Compares row by row, if all replicas together have as many rows as the single replica."""
     for mine, other in zip(ours.outputs, reference.outputs, strict=False):
-        whole, single = _joined(mine), _joined(other)
+        whole, single = _joined_rows(mine), _joined_rows(other)
         if mine.name == other.name and whole is not None and single is not None and whole.shape == single.shape:
             yield tensor_difference(step, "output", mine.name, whole, single)
 
 
-def _joined(output: OutputRecord) -> Tensor | None:
-    parts = [part for part in output.replicas if part is not None]
-    widths = {part.shape[1] for part in parts if len(part)}
-    return torch.cat([part for part in parts if len(part)]) if len(widths) == 1 else None
+def _joined_rows(output: OutputRecord) -> Tensor | None:
+    parts = [part for part in output.replicas if part is not None and len(part)]
+    return torch.cat(parts) if len({part.shape[1] for part in parts}) == 1 else None
 
 
 def _loss_difference(ours: UpdateRecord, reference: UpdateRecord) -> Difference:
-    mine, other = _loss(ours), _loss(reference)
-    amount = abs(mine - other)
-    return Difference(
-        step=ours.step,
-        kind="loss",
-        name="total",
-        amount=math.inf if math.isnan(amount) else amount,
-        size=abs(other),
-        note=f"{mine:.6g} and {other:.6g}",
-    )
+    mine, other = (sum(u.totals) / sum(u.counts) if any(u.totals) else sum(u.losses) for u in (ours, reference))
+    amount = math.inf if math.isnan(mine - other) else abs(mine - other)
+    note = f"{mine:.6g} and {other:.6g}"
+    return Difference(step=ours.step, kind="loss", name="total", amount=amount, size=abs(other), note=note)
 
 
-def _loss(update: UpdateRecord) -> float:
-    if any(update.totals):
-        return sum(update.totals) / sum(update.counts)
-    return sum(update.losses)
-
-
-def _stride(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], before: Before) -> float | None:
-    """The one factor between both runs' changes of all weights, to 1 %."""
-    names = [name for name in reference if name in ours and name in before.ours and name in before.reference]
-    mine = [(ours[name].double() - before.ours[name].double()).flatten() for name in names]
-    other = [(reference[name].double() - before.reference[name].double()).flatten() for name in names]
+def _update_scale(after: ParameterPair, before: ParameterPair) -> float | None:
+    """The one factor between the changes of all weights in both runs, to 1 %."""
+    names = [name for name in after.reference if all(name in m for m in (after.ours, before.ours, before.reference))]
+    mine = [(after.ours[name].double() - before.ours[name].double()).flatten() for name in names]
+    other = [(after.reference[name].double() - before.reference[name].double()).flatten() for name in names]
     square = sum(float(each @ each) for each in other)
     if not square:
         return None

@@ -1,4 +1,4 @@
-"""What to verify: the program, how far, on which devices. Values that reject bad ones themselves; nothing runs here."""
+"""What to verify (program, steps, devices), and what one run of it is: on how many replicas, with what changed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program as a person starts it.
+    """A program and its command line.
 
     Args:
-        name: how the report calls it.
-        target: the path of a script, or the dotted name of a module that can be run.
-        kind: which of the two.
-        arguments: its command line, after its own name.
-        scratch_flag: a flag that gets the name of a temporary folder, for a program that would write files.
+        name: its name in the report.
+        target: path of a script, or dotted name of a module that ``python -m`` can run.
+        kind: whether ``target`` is a script or a module.
+        arguments: the program's command-line arguments.
+        scratch_flag: a flag of the program that takes an output folder; it is given a temporary one.
     """
 
     name: str
@@ -34,13 +34,13 @@ class VerifyConfig:
     """One verification.
 
     Args:
-        program: what to run.
-        steps: updates to compare, at least 1.
-        devices: ``cpu:4`` and the like: how to divide the devices before the program starts; None leaves it to it.
-        timeout_s: seconds after which a run is ended.
+        program: the program to run.
+        steps: number of optimizer updates to compare, at least 1.
+        devices: how to divide the devices before the program starts, such as ``cpu:4``; None leaves it to the program.
+        timeout_s: time limit of each run, in seconds.
 
     Raises:
-        ConfigError: a value that cannot be used, or a script that is no file.
+        ConfigError: a value is out of range, or the script is not a file.
     """
 
     program: Program
@@ -55,35 +55,34 @@ class VerifyConfig:
             raise ConfigError(f"timeout_s={self.timeout_s:g} was given, expected a number of seconds above 0")
         if self.devices is not None:
             parse_device_request(self.devices)
-        if self.program.kind == "script" and not Path(self.program.target).is_file():
-            what = "is a folder" if Path(self.program.target).is_dir() else "does not exist"
+        script = Path(self.program.target)
+        if self.program.kind == "script" and not script.is_file():
+            problem = "is a folder" if script.is_dir() else "does not exist"
             raise ConfigError(
-                f"the script {self.program.target!r} {what}, expected a Python file, or the name of a recipe"
+                f"the script {self.program.target!r} {problem}, expected a Python file or the name of a recipe"
             )
 
 
-Randomness = Literal["as written", "dropout", "constant"]
-Statistics = Literal["as written", "synced", "frozen"]
+Randomness = Literal["unchanged", "no dropout", "constant"]
+BatchStatistics = Literal["unchanged", "synced", "frozen"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Switches:
-    """What an experiment changes in a run, in order to see whether the difference vanishes.
+class Interventions:
+    """What an experiment changes in a run. The defaults change nothing.
 
     Args:
-        randomness: "constant" takes the random draws of the step away: dropout does nothing, and what else is drawn in
-            a replica is a constant; "dropout" does so for dropout alone.
-        batch_norm: "synced" takes batch-norm statistics from the whole batch; "frozen" uses the running ones.
-        hold_weights: puts back what was changed in a parameter since its last update, before each run.
-        shards: above 1, one replica calls its module once per shard, as that many replicas would.
-        shard: of that many, the one replica gets this one alone, as a whole batch; None gives it all.
-        nudge: before the first step, each parameter is multiplied by 1 + or - this: a rounding error, to see how it
-            grows.
-        threads: intra-op threads of the process; None leaves torch's number.
+        randomness: "no dropout" turns dropout off; "constant" also replaces every other random draw in a replica.
+        batch_norm: "synced" takes batch statistics over the global batch; "frozen" uses the running statistics.
+        hold_weights: before each run, restore the parameters to their values after the last update.
+        shards: if above 1, the single replica calls its module once per shard, as that many replicas would.
+        shard: give the single replica only this one of the ``shards``, as its whole batch.
+        nudge: before the first step, multiply each weight by 1 + nudge or 1 - nudge, to see how rounding grows.
+        threads: number of intra-op threads; None leaves torch's default.
     """
 
-    randomness: Randomness = "as written"
-    batch_norm: Statistics = "as written"
+    randomness: Randomness = "unchanged"
+    batch_norm: BatchStatistics = "unchanged"
     hold_weights: bool = False
     shards: int = 1
     shard: int | None = None
@@ -91,19 +90,19 @@ class Switches:
     threads: int | None = None
 
 
-AS_WRITTEN = Switches()
+UNCHANGED = Interventions()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class RunConfig:
     """One of the two runs of a comparison.
 
     Args:
-        all_replicas: on all that the program chose, or on the first alone.
-        switches: what is changed.
-        only: the number of the replica of which alone is told; None tells of all.
+        all_replicas: use all devices that the program chose, or only the first.
+        interventions: what is changed.
+        only_replica: record this replica only; None records all.
     """
 
     all_replicas: bool
-    switches: Switches = AS_WRITTEN
-    only: int | None = None
+    interventions: Interventions = UNCHANGED
+    only_replica: int | None = None

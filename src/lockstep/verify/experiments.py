@@ -1,4 +1,4 @@
-"""Where comparisons are run, kept, and judged: what is rounding is measured when a judgement depends on it."""
+"""Runs comparisons: the program as written, and with interventions. Measures rounding where a result depends on it."""
 
 from __future__ import annotations
 
@@ -7,65 +7,181 @@ from dataclasses import replace
 
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.verify.compare import (
-    Allowance,
-    Before,
     Comparison,
     Difference,
+    ParameterPair,
     StepComparison,
+    Tolerance,
     compare_starts,
     compare_updates,
 )
-from lockstep.verify.config import Side, Switches, VerifyConfig
-from lockstep.verify.runner import Child, Pair, running
+from lockstep.verify.config import Interventions, RunConfig, VerifyConfig
+from lockstep.verify.runner import RunPair, RunProcess, run_pair
 from lockstep.verify.trace import EndRecord, StartRecord, UpdateRecord
+
+Progress = Callable[[str], None]
+GROSS = 150
+"""A difference this many times the tolerance, in a step before any update, cannot be rounding; nothing is measured."""
 
 
 class ChildTracebackError(Exception):
-    """The traceback and the last output of a program in another process, as the cause of the error that names it."""
+    """Traceback and last output of the program in its process; the cause of the error that reports its failure."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-def compare_runs(config: VerifyConfig, left: Side, right: Side) -> Comparison:
-    """Runs the program on both sides at once and compares.
+class ExperimentRunner:
+    """Compares N replicas with one, as written and with interventions. Each pair of runs is made once.
 
     Args:
         config: the program.
-        left: the run that may be wrong.
-        right: the run that is taken to be right.
+        progress: called with a line before each pair of runs.
 
     Raises:
         ConfigError: the program fails by itself, or there is nothing to compare: no strategy, one device, no update.
-        ReplicaError: a run took too long, or fails on one side only.
+        ReplicaError: a run took too long, or the program fails in one of the two runs only.
     """
-    with running(config, left, right) as pair:
-        return _compare(config, pair)
+
+    def __init__(self, config: VerifyConfig, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+        self._known: dict[tuple[RunConfig, RunConfig], Comparison | None] = {}
+        self.base = self.compare(Interventions())
+        self.tolerance = Tolerance(unit=self.base.unit, coarse=self.base.coarse)
+
+    @property
+    def done(self) -> Iterator[tuple[str, Comparison]]:
+        """All comparisons that succeeded, in order, each with its description."""
+        for runs, comparison in self._known.items():
+            if comparison is not None:
+                yield describe(*runs), comparison
+
+    def compare(self, interventions: Interventions, reference: Interventions | None = None) -> Comparison:
+        """Compares N replicas with one.
+
+        Args:
+            interventions: for both runs.
+            reference: for the run on one replica, where it differs.
+        """
+        other = interventions if reference is None else reference
+        return self._run(
+            RunConfig(all_replicas=True, interventions=interventions),
+            RunConfig(all_replicas=False, interventions=other),
+        )
+
+    def attempt(self, interventions: Interventions) -> Comparison | None:
+        """Like ``compare``, but returns None if the interventions make a run fail."""
+        try:
+            return self.compare(interventions)
+        except ReplicaError:
+            return None
+
+    def compare_shard(self, interventions: Interventions, shard: int, shards: int) -> Comparison:
+        """Compares the first update of one of several replicas with one replica on the same shard alone."""
+        left = RunConfig(all_replicas=True, interventions=interventions, only_replica=shard)
+        alone = replace(interventions, shards=shards, shard=shard)
+        return self._run(left, RunConfig(all_replicas=False, interventions=alone), steps=1)
+
+    def first(self, comparison: Comparison) -> Difference | None:
+        """The first difference beyond rounding. Measures rounding if the answer depends on it."""
+        first = comparison.first(self.tolerance)
+        if first is None or self._is_gross(first):
+            return first
+        self.measure_rounding()
+        return comparison.first(self.tolerance)
+
+    def is_rounding(self, differences: Sequence[Difference]) -> bool:
+        """Whether all differences may be rounding. Measures rounding if the answer depends on it."""
+        if all(self.tolerance.covers(each) for each in differences):
+            return True
+        size = max((each.size for each in differences), default=0.0)
+        if max(each.amount for each in differences) > GROSS * self.tolerance.relative * size:
+            return False
+        self.measure_rounding()
+        return all(self.tolerance.covers(each) for each in differences)
+
+    def measure_rounding(self) -> Difference | None:
+        """Compares one replica with itself where only rounding differs, and sets the tolerance by what that changes.
+
+        In one of the runs every weight is moved by one rounding error, and sums are made by one thread.
+
+        Returns:
+            A difference that shows that the program is not reproducible, if there is one.
+        """
+        # A nudge of an eighth of a coarse rounding error changes an eighth of the weights when they are cast.
+        nudged = Interventions(nudge=max(self.base.unit, self.base.coarse / 8), threads=1)
+        twice = self._run(RunConfig(all_replicas=False, interventions=nudged), RunConfig(all_replicas=False))
+        noise = {each.key: each.amount for each in twice.differences if each.amount > 0}
+        self.tolerance = replace(self.tolerance, noise=noise)
+        given = (each for each in twice.differences if each.kind in ("initial weight", "rows") and each.amount > 0)
+        return next(given, next((each for each in twice.differences if self._is_gross(each)), None))
+
+    def _is_gross(self, difference: Difference) -> bool:
+        """Whether no order of additions explains it: it is large, and no rounding has gone through an update yet."""
+        if difference.kind in ("rows", "initial weight"):
+            return difference.amount > 0
+        before_update = (
+            "weight changed before update",
+            "output",
+            "loss",
+            "weight changed after update",
+        )
+        early = difference.kind in before_update and difference.step == 1
+        return early and difference.relative > GROSS * self.tolerance.relative
+
+    def _run(self, left: RunConfig, right: RunConfig, *, steps: int | None = None) -> Comparison:
+        if (left, right) not in self._known:
+            self._progress(describe(left, right))
+            self._known[left, right] = None
+            config = self._config if steps is None else replace(self._config, steps=steps)
+            with run_pair(config, left, right) as pair:
+                self._known[left, right] = _compare(config, pair)
+        comparison = self._known[left, right]
+        if comparison is None:
+            raise ReplicaError(f"{describe(left, right)}: this comparison failed before")
+        return comparison
 
 
-def _compare(config: VerifyConfig, pair: Pair) -> Comparison:
-    starts: list[tuple[StartRecord, StartRecord]] = []
-    initial: tuple[Difference, ...] = ()
-    before: Before | None = None
+def describe(left: RunConfig, right: RunConfig) -> str:
+    """A comparison in one line."""
+    changes = left.interventions
+    if changes.nudge:
+        return "one replica with itself, weights moved by one rounding error"
+    if left.only_replica is not None:
+        return f"replica {left.only_replica} with one on the rows of that replica alone"
+    parts = {
+        "without dropout": changes.randomness == "no dropout",
+        "without random draws": changes.randomness == "constant",
+        "batch statistics of the whole batch": changes.batch_norm == "synced",
+        "batch norms in evaluation mode": changes.batch_norm == "frozen",
+        "weights held between updates": changes.hold_weights,
+        "the module called shard by shard on the one": right.interventions.shards > 1,
+    }
+    made = [part for part, there in parts.items() if there]
+    return "all replicas with one, " + (", ".join(made) if made else "as written")
+
+
+def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
+    starts: tuple[StartRecord, StartRecord] | None = None
+    weights: ParameterPair | None = None
     steps: list[StepComparison] = []
     draws = False
-    unit = 2.0**-23
     for ours, reference in pair.records():
         if isinstance(ours, StartRecord) and isinstance(reference, StartRecord):
-            starts.append((ours, reference))
-            initial = compare_starts(ours, reference)
-            before = Before(ours=ours.parameters, reference=reference.parameters)
-        elif isinstance(ours, UpdateRecord) and isinstance(reference, UpdateRecord) and before is not None:
-            steps.append(compare_updates(ours, reference, before, unit))
-            before = before.then(ours, reference)
+            starts = ours, reference
+            weights = ParameterPair(ours=ours.parameters, reference=reference.parameters)
+        elif isinstance(ours, UpdateRecord) and isinstance(reference, UpdateRecord) and weights is not None:
+            steps.append(compare_updates(ours, reference, weights, Tolerance(unit=2.0**-23)))
+            weights = weights.after(ours, reference)
             draws = draws or ours.draws or reference.draws
     ends = _ends(config, pair)
-    if not steps:
-        raise ConfigError(f"{config.program.name} {_nothing(ends[0])}")
+    if starts is None or not steps:
+        raise ConfigError(f"{config.program.name} {_nothing_to_compare(ends[0])}")
     return Comparison(
-        start=starts[0][0],
-        reference=starts[0][1],
-        initial=initial,
+        start=starts[0],
+        reference=starts[1],
+        initial=compare_starts(*starts),
         steps=tuple(steps),
         ends=ends,
         extra=len(pair.left.waiting) - len(pair.right.waiting),
@@ -73,33 +189,35 @@ def _compare(config: VerifyConfig, pair: Pair) -> Comparison:
     )
 
 
-def _ends(config: VerifyConfig, pair: Pair) -> tuple[EndRecord, EndRecord]:
-    failed = [child for child in (pair.left, pair.right) if child.end is not None and child.end.error]
-    if len(failed) == 2:
-        raise ConfigError(f"{config.program.name} fails by itself: {_failure(failed[1])}") from _cause(failed[1])
-    if failed:
-        (child,) = failed
-        which, other = ("all replicas", "one") if child.side.all_replicas else ("one replica", "all replicas")
-        raise ReplicaError(f"{config.program.name} fails on {which} and not on {other}: {_failure(child)}") from _cause(
-            child
+def _ends(config: VerifyConfig, pair: RunPair) -> tuple[EndRecord, EndRecord]:
+    """How both runs ended; raises if one or both failed."""
+    left, right = (process.end or EndRecord() for process in (pair.left, pair.right))
+    if left.error and right.error:
+        raise ConfigError(f"{config.program.name} fails by itself: {_failure(pair.right, right)}") from _traceback(
+            pair.right, right
         )
-    return pair.left.end or EndRecord(), pair.right.end or EndRecord()
+    for process, end in ((pair.left, left), (pair.right, right)):
+        if end.error:
+            which = "all replicas and not on one" if process.run.all_replicas else "one replica and not on all replicas"
+            raise ReplicaError(f"{config.program.name} fails on {which}: {_failure(process, end)}") from _traceback(
+                process, end
+            )
+    return left, right
 
 
-def _failure(child: Child) -> str:
-    end = child.end or EndRecord()
-    said = child.said().splitlines()
-    # A program of ours says in its last line what an exit code only counts.
-    why = f": {said[-1]}" if end.error.startswith("exit code") and said else ""
-    return f"{end.error}{f' ({end.place})' if end.place else ''}{why}"
+def _failure(process: RunProcess, end: EndRecord) -> str:
+    output = process.last_output().splitlines()
+    # Where there is only an exit code, the last line that the program printed tells more.
+    last = f": {output[-1]}" if end.error.startswith("exit code") and output else ""
+    return f"{end.error}{f' ({end.place})' if end.place else ''}{last}"
 
 
-def _cause(child: Child) -> ChildTracebackError:
-    end, said = child.end or EndRecord(), child.said()
-    return ChildTracebackError(f"{end.traceback}" + (f"\nthe program's last output:\n{said}\n" if said else ""))
+def _traceback(process: RunProcess, end: EndRecord) -> ChildTracebackError:
+    output = process.last_output()
+    return ChildTracebackError(end.traceback + (f"\nthe program's last output:\n{output}\n" if output else ""))
 
 
-def _nothing(end: EndRecord) -> str:
+def _nothing_to_compare(end: EndRecord) -> str:
     if end.strategies:
         return (
             "made a MirroredStrategy, but no update through it was seen; mirror the optimizer and step it in "
@@ -111,132 +229,3 @@ def _nothing(end: EndRecord) -> str:
             "lockstep verify --devices cpu:4 SCRIPT, and let it make ls.MirroredStrategy()"
         )
     return "made no ls.MirroredStrategy, so there is nothing to compare; make one and train under it"
-
-
-Progress = Callable[[str], None]
-GROSS = 150
-"""Times what is granted, that no order of additions makes in one pass, before any update: nothing is measured then."""
-
-
-class Laboratory:
-    """Compares N replicas with one, as written and with things switched off.
-
-    Args:
-        config: the program.
-        progress: called with a line before each pair of runs.
-    """
-
-    def __init__(self, config: VerifyConfig, progress: Progress) -> None:
-        self._config = config
-        self._progress = progress
-        self._known: dict[tuple[Side, Side], Comparison | None] = {}
-        self.allowance = Allowance(unit=0.0)
-        self.base = self.compare(Switches())
-        self.allowance = Allowance(unit=self.base.unit, coarse=self.base.coarse)
-
-    @property
-    def done(self) -> Iterator[tuple[str, Comparison]]:
-        """All comparisons that could be made, in order, with what each was."""
-        for sides, comparison in self._known.items():
-            if comparison is not None:
-                yield describe(*sides), comparison
-
-    def compare(self, switches: Switches, reference: Switches | None = None) -> Comparison:
-        """N replicas with one; each pair of runs is made once.
-
-        Args:
-            switches: of both sides.
-            reference: of the one replica, where it differs.
-
-        Raises:
-            ConfigError: the program fails by itself, or there is nothing to compare.
-            ReplicaError: a run took too long, or fails on one side only.
-        """
-        right = switches if reference is None else reference
-        return self._run(Side(all_replicas=True, switches=switches), Side(all_replicas=False, switches=right))
-
-    def attempt(self, switches: Switches) -> Comparison | None:
-        """Like ``compare``; None where what is switched makes a run fail."""
-        try:
-            return self.compare(switches)
-        except ReplicaError:
-            return None
-
-    def compare_shard(self, switches: Switches, shard: int, shards: int) -> Comparison:
-        """One replica of several with one replica that gets that one's shard alone, for one update."""
-        left = Side(all_replicas=True, switches=switches, only=shard)
-        right = Side(all_replicas=False, switches=replace(switches, shards=shards, shard=shard))
-        return self._run(left, right, steps=1)
-
-    def first(self, comparison: Comparison) -> Difference | None:
-        """The first difference that is more than rounding, which is measured if that is in question."""
-        first = comparison.first(self.allowance)
-        if first is None or self._is_gross(first):
-            return first
-        self.repeat()
-        return comparison.first(self.allowance)
-
-    def is_rounding(self, residuals: Sequence[Difference]) -> bool:
-        """Whether all of them are no more than rounding, which is measured if that is in question."""
-        if all(self.allowance.explains(each) for each in residuals):
-            return True
-        size = max((each.size for each in residuals), default=0.0)
-        if max(each.amount for each in residuals) > GROSS * self.allowance.granted * size:
-            return False
-        self.repeat()
-        return all(self.allowance.explains(each) for each in residuals)
-
-    def repeat(self) -> Difference | None:
-        """Compares one replica with itself, where only rounding differs, and takes that as the measure of rounding.
-
-        Every weight is moved by one rounding error and the sums are made by one thread: what that does to each tensor,
-        and how a step makes it grow, is what the order of additions may do.
-
-        Returns:
-            What shows that the program does not repeat itself, if anything does.
-        """
-        # A nudge of an eighth of a coarse rounding error turns an eighth of the weights over, when they are cast.
-        nudged = Switches(nudge=max(self.base.unit, self.base.coarse / 8), threads=1)
-        twice = self._run(Side(all_replicas=False, switches=nudged), Side(all_replicas=False))
-        noise = {each.key: each.amount for each in twice.differences if each.amount > 0}
-        self.allowance = replace(self.allowance, noise=noise)
-        fixed = (each for each in twice.differences if each.kind in ("initial weight", "rows") and each.amount > 0)
-        return next(fixed, next((each for each in twice.differences if self._is_gross(each)), None))
-
-    def _is_gross(self, difference: Difference) -> bool:
-        """Whether it is beyond what any order of additions does: no rounding has been through an update yet."""
-        if difference.kind in ("rows", "initial weight"):
-            return difference.amount > 0
-        early = difference.kind in ("moved weight", "output", "loss", "settled weight") and difference.step == 1
-        return early and difference.relative > GROSS * self.allowance.granted
-
-    def _run(self, left: Side, right: Side, *, steps: int | None = None) -> Comparison:
-        if (left, right) not in self._known:
-            self._progress(describe(left, right))
-            self._known[left, right] = None
-            self._known[left, right] = compare_runs(
-                self._config if steps is None else replace(self._config, steps=steps), left, right
-            )
-        comparison = self._known[left, right]
-        if comparison is None:
-            raise ReplicaError(f"{describe(left, right)}: this comparison failed before")
-        return comparison
-
-
-def describe(left: Side, right: Side) -> str:
-    """A comparison in one line."""
-    if left.switches.nudge:
-        return "one replica with itself, weights moved by one rounding error"
-    if left.only is not None:
-        return f"replica {left.only} with one on the rows of that replica alone"
-    switches = left.switches
-    parts = {
-        "without dropout": switches.randomness == "dropout",
-        "without random draws": switches.randomness == "constant",
-        "batch statistics of the whole batch": switches.batch_norm == "synced",
-        "batch norms in evaluation mode": switches.batch_norm == "frozen",
-        "weights held between updates": switches.hold_weights,
-        "the module called shard by shard on the one": right.switches.shards > 1,
-    }
-    changed = [part for part, there in parts.items() if there]
-    return "all replicas with one, " + (", ".join(changed) if changed else "as written")

@@ -1,9 +1,13 @@
-"""Gives one replica a single shard of every batch, as one of several replicas would get it; for an experiment."""
+"""Applies ``Interventions`` to a run: to its mirrored modules, to torch's random functions, to its batches.
+
+The patches of torch are process-wide, which is why every run has a process of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,65 +25,55 @@ from lockstep.mirroring.batch_norm import SyncBatchNorm, convert_sync_batch_norm
 from lockstep.mirroring.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy
-from lockstep.verify.config import Randomness, Switches
+from lockstep.verify.config import Interventions, Randomness
 
 
-class ModuleSwitches:
-    """Applies ``Switches`` to mirrored modules, and says what there is to switch."""
-
-    def __init__(self, switches: Switches) -> None:
-        self._switches = switches
-
-    @property
-    def hold_weights(self) -> bool:
-        """Whether parameters get the values of their last update back."""
-        return self._switches.hold_weights
-
-    def batch_norms(self, modules: Sequence[MirroredModule]) -> Iterator[str]:
-        """The names of the batch norms that take the statistics of a replica's shard."""
-        for name, part in _named_parts(modules):
-            if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm) and part.training:
-                yield name
-
-    def dropouts(self, modules: Sequence[MirroredModule]) -> Iterator[str]:
-        """The names of the dropout modules that drop something."""
-        for name, part in _named_parts(modules):
-            if isinstance(part, _DropoutNd) and part.training and part.p > 0:
-                yield name
-
-    def before_first_step(self, modules: Sequence[MirroredModule]) -> None:
-        """Outside replicas, before the first run."""
-        for module in modules:
-            if self._switches.batch_norm == "synced":
-                _synchronise(module)
-            if self._switches.nudge:
-                _nudge(module, self._switches.nudge)
-            if self._switches.shards > 1 and self._switches.shard is None:
-                module.module.forward = _in_shards(module.module.forward, self._switches.shards)
-
-    def before_run(self, modules: Sequence[MirroredModule]) -> None:
-        """Outside replicas, before every run; a run gives all copies the training mode of the user's module first."""
-        if self._switches.batch_norm == "frozen":
-            for part in (part for module in modules for copy in module.copies for part in copy.modules()):
-                if isinstance(part, _BatchNorm):
-                    part.eval()
+def local_batch_norms(modules: Sequence[MirroredModule]) -> list[str]:
+    """The names of the batch norms that take statistics over a replica's shard."""
+    return [
+        name
+        for name, part in _named_modules(modules)
+        if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm) and part.training
+    ]
 
 
-def _named_parts(modules: Sequence[MirroredModule]) -> Iterator[tuple[str, nn.Module]]:
+def active_dropouts(modules: Sequence[MirroredModule]) -> list[str]:
+    """The names of the dropout modules in training mode with p > 0."""
+    return [
+        name for name, part in _named_modules(modules) if isinstance(part, _DropoutNd) and part.training and part.p > 0
+    ]
+
+
+def intervene_before_first_step(modules: Sequence[MirroredModule], interventions: Interventions) -> None:
+    """Synchronises batch norms, nudges weights, shards the forward. Called outside replicas, before the first run."""
+    for module in modules:
+        if interventions.batch_norm == "synced":
+            for duplicate in module.copies:
+                convert_sync_batch_norm(duplicate)
+            module.has_sync_batchnorm = has_sync_batch_norm(module.module)
+        if interventions.nudge:
+            _nudge(module, interventions.nudge)
+        if interventions.shards > 1 and interventions.shard is None:
+            module.module.forward = _forward_by_shard(module.module.forward, interventions.shards)
+
+
+def intervene_before_run(modules: Sequence[MirroredModule], interventions: Interventions) -> None:
+    """Freezes batch norms. Called outside replicas, before every run, which resets the copies' training mode first."""
+    if interventions.batch_norm == "frozen":
+        for part in (part for module in modules for copy in module.copies for part in copy.modules()):
+            if isinstance(part, _BatchNorm):
+                part.eval()
+
+
+def _named_modules(modules: Sequence[MirroredModule]) -> Iterator[tuple[str, nn.Module]]:
     for module in modules:
         for name, part in module.module.named_modules():
             yield name or type(part).__name__, part
 
 
-def _synchronise(module: MirroredModule) -> None:
-    for duplicate in module.copies:
-        convert_sync_batch_norm(duplicate)
-    module.has_sync_batchnorm = has_sync_batch_norm(module.module)
-
-
 @torch.no_grad()
 def _nudge(module: MirroredModule, relative: float) -> None:
-    """Every weight up or down by a rounding error. Copies that share their storage are moved once."""
+    """Moves every weight up or down by ``relative``; copies that alias their storage are moved once."""
     seen: set[int] = set()
     for duplicate in module.copies:
         generator = torch.Generator().manual_seed(0)
@@ -90,33 +84,30 @@ def _nudge(module: MirroredModule, relative: float) -> None:
             seen.add(parameter.data_ptr())
 
 
-def _in_shards(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """``forward`` called once for each shard of its arguments' rows, the outputs placed one after another."""
+def _forward_by_shard(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """``forward`` called once per shard of its arguments' rows; the outputs are concatenated."""
 
-    def in_shards(*args: Any, **kwargs: Any) -> Any:
+    def by_shard(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         lengths = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not lengths or lengths[0] < 2:
             return forward(*args, **kwargs)
-        results = []
-        begin = 0
-        for size in shard_sizes(lengths[0], min(number, lengths[0])):
-            own = [_part(leaf, lengths[0], begin, size) for leaf in leaves]
+        rows, begin, results = lengths[0], 0, []
+        for size in shard_sizes(rows, min(number, rows)):
+            shard = [
+                leaf[begin : begin + size] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows else leaf
+                for leaf in leaves
+            ]
             begin += size
-            shard_args, shard_kwargs = tree_unflatten(own, spec)
+            shard_args, shard_kwargs = tree_unflatten(shard, spec)
             results.append(forward(*shard_args, **shard_kwargs))
         columns = iter(zip(*(tree_leaves(result) for result in results), strict=True))
-        return tree_map(lambda _: _joined(next(columns)), results[0])
+        return tree_map(lambda _: _concatenate(next(columns)), results[0])
 
-    return in_shards
-
-
-def _part(leaf: Any, rows: int, begin: int, size: int) -> Any:
-    divided = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
-    return leaf[begin : begin + size] if divided else leaf
+    return by_shard
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
+def _concatenate(parts: tuple[Any, ...]) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim else parts[0]
 
 
@@ -125,43 +116,38 @@ _DROPOUTS = (
     *((F, "feature_alpha_dropout"), (torch, "dropout"), (torch, "alpha_dropout"), (torch, "feature_dropout")),
 )
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-# What is drawn, and the middle of what it can be.
-_UNIFORM = ("rand", "rand_like")
-_NORMAL = ("randn", "randn_like")
-_IN_PLACE = {"uniform_": 0.5, "normal_": 0.0, "exponential_": 1.0, "bernoulli_": 1.0}
+# Each random function, and the constant that replaces its draws: the middle of their distribution.
+_DRAWS = {"rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0}
+_DRAWS_IN_PLACE = {"uniform_": 0.5, "normal_": 0.0, "exponential_": 1.0, "bernoulli_": 1.0}
 
 
 @contextmanager
 def without_randomness(level: Randomness) -> Iterator[None]:
-    """Replaces torch's random functions inside the block; process-wide.
+    """Inside the block, dropout is the identity, and at level "constant" other draws in a replica are constants.
 
-    Args:
-        level: of ``Switches.randomness``.
+    Draws outside replicas, such as initial weights, stay as they are.
     """
     with ExitStack() as stack:
-        if level != Switches().randomness:
-            for place, name in _DROPOUTS:
-                stack.enter_context(patch.object(place, name, _identity))
-            attention = F.scaled_dot_product_attention
-            stack.enter_context(patch.object(F, "scaled_dot_product_attention", _without_dropout(attention)))
+
+        def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+            stack.enter_context(patch.object(owner, name, make(getattr(owner, name))))
+
+        if level != "unchanged":
+            for owner, name in _DROPOUTS:
+                replace(owner, name, lambda _: lambda input, *_, **__: input)
+            replace(F, "scaled_dot_product_attention", _attention_without_dropout)
             for name in _RECURRENT:
-                original = getattr(torch._VF, name)
-                stack.enter_context(patch.object(torch._VF, name, _recurrent(original)))
+                replace(torch._VF, name, _recurrent_without_dropout)
         if level == "constant":
-            for name in (*_UNIFORM, *_NORMAL):
-                constant = 0.5 if name in _UNIFORM else 0.0
-                stack.enter_context(patch.object(torch, name, _constant(getattr(torch, name), constant)))
-            stack.enter_context(patch.object(torch, "bernoulli", _likelier(torch.bernoulli)))
-            for name, constant in _IN_PLACE.items():
-                stack.enter_context(patch.object(Tensor, name, _filled(getattr(Tensor, name), constant)))
+            for name, constant in _DRAWS.items():
+                replace(torch, name, partial(_constant, value=constant))
+            replace(torch, "bernoulli", _most_likely)
+            for name, constant in _DRAWS_IN_PLACE.items():
+                replace(Tensor, name, partial(_constant_in_place, value=constant))
         yield
 
 
-def _identity(input: Tensor, *_: Any, **__: Any) -> Tensor:
-    return input
-
-
-def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _attention_without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mask = args[0] if args else kwargs.pop("attn_mask", None)
         kwargs.pop("dropout_p", None)
@@ -170,8 +156,8 @@ def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _recurrent(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.lstm(input, hx, weights, bias, layers, dropout, ...): packed sequences put the weights one place later."""
+def _recurrent_without_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.lstm(input, hx, weights, bias, layers, dropout, ...); packed sequences have one argument more."""
 
     def call(*args: Any) -> Any:
         place = 6 if isinstance(args[3], (tuple, list)) else 5
@@ -180,15 +166,15 @@ def _recurrent(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _constant(original: Callable[..., Tensor], constant: float) -> Callable[..., Tensor]:
+def _constant(original: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
         drawn = original(*args, **kwargs)
-        return drawn if get_replica_context() is None else torch.full_like(drawn, constant)
+        return drawn if get_replica_context() is None else torch.full_like(drawn, value)
 
     return call
 
 
-def _likelier(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _most_likely(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if get_replica_context() is None or args or "p" in kwargs:
             return original(input, *args, **kwargs)
@@ -197,46 +183,44 @@ def _likelier(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _filled(original: Callable[..., Tensor], constant: float) -> Callable[..., Tensor]:
+def _constant_in_place(original: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
     def call(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if get_replica_context() is None:
             return original(self, *args, **kwargs)
         with torch.no_grad():
-            return self.fill_(constant)
+            return self.fill_(value)
 
     return call
 
 
 @contextmanager
 def one_shard(shard: int | None, number: int) -> Iterator[None]:
-    """Cuts the batches that strategies of one replica run on, inside the block; process-wide.
+    """Inside the block, ``Strategy.run`` on one replica gets one shard of each batch, as one of ``number`` would.
 
     Args:
-        shard: which, from 0; None cuts nothing.
-        number: of shards.
+        shard: index of the shard; None changes nothing.
+        number: number of shards.
     """
     if shard is None:
         yield
         return
-    with patch.object(Strategy, "run", _cut_run(Strategy.run, shard, number)):
-        yield
+    original = Strategy.run
 
-
-def _cut_run(original: Callable[..., Any], shard: int, number: int) -> Callable[..., Any]:
     def run(self: Strategy, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        rows = next((rows_of(leaf[0]) or 0 for leaf in tree_leaves((args, kwargs)) if _is_divided(leaf)), 0)
+        rows = next((rows_of(leaf[0]) or 0 for leaf in tree_leaves((args, kwargs)) if _has_rows(leaf)), 0)
         sizes = shard_sizes(rows, number)
         start = sum(sizes[:shard])
 
         def cut(leaf: Any) -> Any:
-            if not _is_divided(leaf) or rows_of(leaf[0]) != rows:
+            if not _has_rows(leaf) or rows_of(leaf[0]) != rows:
                 return leaf
             return PerReplica([rows_taken(leaf[0], start, sizes[shard])])
 
         return original(self, fn, tree_map(cut, args), tree_map(cut, kwargs))
 
-    return run
+    with patch.object(Strategy, "run", run):
+        yield
 
 
-def _is_divided(leaf: Any) -> bool:
+def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, PerReplica) and len(leaf) == 1 and has_rows(leaf[0])

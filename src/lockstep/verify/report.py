@@ -1,4 +1,4 @@
-"""A report for a person, as plain text, and for a machine, as JSON. Pure."""
+"""``verify``, the entry point, and its report: as text for a person and as JSON for a program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 
 from lockstep.report.table import text_table
 from lockstep.verify.causes import Finding, explain
-from lockstep.verify.compare import KINDS, NOISE_FACTOR, Allowance, Comparison, Difference
+from lockstep.verify.compare import KINDS, NOISE_FACTOR, Comparison, Difference, Tolerance
 from lockstep.verify.config import VerifyConfig
-from lockstep.verify.experiments import Laboratory, Progress
+from lockstep.verify.experiments import ExperimentRunner, Progress
+
+MAX_TABLE_ROWS = 8
+_WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class Experiment:
 
     Args:
         what: what was compared.
-        outcome: the first thing that differs, or that nothing does.
+        outcome: the first difference beyond rounding, or "equal".
     """
 
     what: str
@@ -30,36 +33,36 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What came out.
+    """The result of a verification.
 
     Args:
-        config: what was asked.
-        comparison: of the program as written, N replicas with one.
-        allowance: what counted as rounding.
-        first: the first thing that differs; None where nothing does.
-        findings: the causes; empty where nothing differs, or where no hypothesis explains it.
+        config: the verification.
+        comparison: N replicas with one, the program as written.
+        tolerance: what counted as rounding.
+        first: the first difference beyond rounding; None if there is none.
+        findings: the causes; empty if nothing differs, or if no hypothesis explains it.
         experiments: every pair of runs, in order.
     """
 
     config: VerifyConfig
     comparison: Comparison
-    allowance: Allowance
+    tolerance: Tolerance
     first: Difference | None = None
     findings: tuple[Finding, ...] = ()
     experiments: tuple[Experiment, ...] = field(default=(), repr=False)
 
     @property
     def equal(self) -> bool:
-        """Whether N replicas gave the numbers of one."""
+        """Whether N replicas computed what one replica computes, up to rounding."""
         return self.first is None
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong: the numbers are equal, or differ by dropout alone, which is a replica's own."""
+        """Whether nothing is wrong: the runs are equal, or differ by dropout alone, whose masks are a replica's own."""
         return self.equal or (bool(self.findings) and all(finding.by_definition for finding in self.findings))
 
     def largest(self) -> list[Difference]:
-        """Of every kind the largest difference relative to its size, in the order of a step."""
+        """The largest relative difference of each kind, in the order of a step."""
         found: dict[str, Difference] = {}
         for each in self.comparison.differences:
             if each.kind not in found or each.relative > found[each.kind].relative:
@@ -68,55 +71,52 @@ class VerifyReport:
 
 
 def verify(config: VerifyConfig, *, progress: Progress | None = None) -> VerifyReport:
-    """Runs the program on N replicas and on one, and says whether they agree and, if not, why.
+    """Runs the program on N replicas and on one, and reports whether they agree and, if not, why.
 
     Args:
-        config: the program, and how far it is to be run.
+        config: the program, and how many updates to compare.
         progress: called with a line before each pair of runs.
 
     Raises:
         ConfigError: the program fails by itself, or there is nothing to compare.
-        ReplicaError: a run took too long, or the program fails on one of the sides only.
+        ReplicaError: a run took too long, or the program fails in one of the two runs only.
     """
-    laboratory = Laboratory(config, progress or (lambda line: None))
-    first = laboratory.first(laboratory.base)
-    findings = [] if first is None else explain(laboratory, first)
-    allowance = laboratory.allowance
+    runner = ExperimentRunner(config, progress or (lambda line: None))
+    first = runner.first(runner.base)
+    findings = () if first is None else tuple(explain(runner, first))
+    tolerance = runner.tolerance  # may have been measured meanwhile
     return VerifyReport(
         config=config,
-        comparison=laboratory.base,
-        allowance=allowance,
+        comparison=runner.base,
+        tolerance=tolerance,
         first=first,
-        findings=tuple(findings),
+        findings=findings,
         experiments=tuple(
-            Experiment(what=what, outcome=_outcome(comparison, allowance)) for what, comparison in laboratory.done
+            Experiment(what=what, outcome=_outcome(comparison.first(tolerance))) for what, comparison in runner.done
         ),
     )
 
 
-def _outcome(comparison: Comparison, allowance: Allowance) -> str:
-    first = comparison.first(allowance)
+def _outcome(first: Difference | None) -> str:
     if first is None:
         return "equal"
     return f"step {first.step}: {first.kind} {first.name} differs by {first.relative:.1e} of its size"
 
 
-MOST_ROWS = 8
-_WIDTH = 110
-
-
 def render(report: VerifyReport) -> str:
-    """The verdict with a table of differences and, where there is a difference, its causes."""
+    """The report as text: a table of differences, the verdict and, if there is a difference, its causes."""
     parts = [_title(report), *_notes(report)]
     if report.first is None:
         parts += [_table(report, report.largest()), _equal(report)]
     else:
-        parts += [_table(report, _beyond(report)), _different(report, report.first), *_causes(report)]
+        beyond = [each for each in report.comparison.differences if not report.tolerance.covers(each)]
+        first = sorted(beyond, key=lambda each: each.order)[:MAX_TABLE_ROWS]
+        parts += [_table(report, first), _different(report.first), *_causes(report)]
     return "\n\n".join(parts)
 
 
 def to_json(report: VerifyReport) -> str:
-    """Everything in the text and all experiments, as one JSON object; a number that is not finite is null."""
+    """The report as a JSON object, with all experiments. Numbers that are not finite are null."""
     comparison = report.comparison
     found: dict[str, Any] = {
         "program": report.config.program.name,
@@ -130,10 +130,10 @@ def to_json(report: VerifyReport) -> str:
         "largest": [_as_dict(report, each) for each in report.largest()],
         "causes": [vars(finding) for finding in report.findings],
         "experiments": [vars(each) for each in report.experiments],
-        "rounding": {
-            "granted": report.allowance.granted,
+        "tolerance": {
+            "relative": report.tolerance.relative,
             "noise_factor": NOISE_FACTOR,
-            "measured": bool(report.allowance.noise),
+            "measured": bool(report.tolerance.noise),
         },
         "notes": _notes(report),
     }
@@ -141,10 +141,9 @@ def to_json(report: VerifyReport) -> str:
 
 
 def _title(report: VerifyReport) -> str:
-    comparison = report.comparison
-    devices = ", ".join(comparison.start.devices)
+    comparison, devices = report.comparison, report.comparison.start.devices
     updates = _count(len(comparison.steps), "update")
-    return f"{report.config.program.name}: {updates} on {len(comparison.start.devices)} replicas ({devices}) and on one"
+    return f"{report.config.program.name}: {updates} on {len(devices)} replicas ({', '.join(devices)}) and on one"
 
 
 def _notes(report: VerifyReport) -> list[str]:
@@ -152,50 +151,38 @@ def _notes(report: VerifyReport) -> list[str]:
     if comparison.extra:
         which = "all replicas" if comparison.extra > 0 else "one replica"
         notes.append(f"note: the run on {which} made {_count(abs(comparison.extra), 'update')} more than the other")
-    if len(comparison.steps) < report.config.steps and not comparison.extra:
+    elif len(comparison.steps) < report.config.steps:
         asked = _count(report.config.steps, "update")
-        notes.append(f"note: the program ended before the {asked} asked for; what there is was compared")
+        notes.append(f"note: the program ended before the {asked} asked for; those that it made were compared")
     if comparison.ends[0].strategies > 1:
         notes.append(
-            f"note: the program made {comparison.ends[0].strategies} strategies of several devices; compared is the "
-            f"first, on {', '.join(comparison.start.devices)}"
+            f"note: the program made {comparison.ends[0].strategies} strategies of several devices; the first one, on "
+            f"{', '.join(comparison.start.devices)}, was compared"
         )
     return notes
 
 
-def _beyond(report: VerifyReport) -> list[Difference]:
-    """The first that rounding does not explain, from the step of the first on."""
-    beyond = [each for each in report.comparison.differences if not report.allowance.explains(each)]
-    return sorted(beyond, key=lambda each: each.order)[:MOST_ROWS]
-
-
 def _table(report: VerifyReport, differences: list[Difference]) -> str:
-    rows = [
-        [
-            str(each.step) if each.step else "start",
-            each.kind,
-            each.name,
-            _number(each.amount),
-            _number(each.relative),
-            _number(_relative_allowed(report, each)),
-        ]
-        for each in differences
-    ]
+    rows = []
+    for each in differences:
+        tolerance = report.tolerance.of(each)
+        numbers = (each.amount, each.relative, tolerance / each.size if each.size else tolerance)
+        rows.append([str(each.step) if each.step else "start", each.kind, each.name, *map(_number, numbers)])
     return text_table(["step", "what", "name", "differs by", "relative", "rounding"], rows)
 
 
 def _equal(report: VerifyReport) -> str:
-    granted = f"{report.allowance.granted:.1e} of a tensor's largest value"
-    measured = f", or {NOISE_FACTOR} times the measured rounding" if report.allowance.noise else ""
-    return f"equal within rounding: nothing differs by more than {granted}{measured}"
+    relative = f"{report.tolerance.relative:.1e} of a tensor's largest value"
+    measured = f", or {NOISE_FACTOR} times the measured rounding" if report.tolerance.noise else ""
+    return f"equal within rounding: nothing differs by more than {relative}{measured}"
 
 
-def _different(report: VerifyReport, first: Difference) -> str:
-    amount = "cannot be compared" if math.isinf(first.amount) else f"differs by {first.relative:.2g} of its size"
-    note = f" ({first.note})" if first.note else ""
+def _different(first: Difference) -> str:
     where = f"step {first.step}" if first.step else "before the first step"
     if first.kind == "rows":
         return f"different: {where}, the rows of the global batch ({first.name}) are not the same"
+    amount = "cannot be compared" if math.isinf(first.amount) else f"differs by {first.relative:.2g} of its size"
+    note = f" ({first.note})" if first.note else ""
     return f"different: {where}, {first.kind} {first.name} is the first that {amount}{note}"
 
 
@@ -207,7 +194,7 @@ def _causes(report: VerifyReport) -> list[str]:
         "\n".join(
             [
                 f"cause: {finding.cause}",
-                *_entry("what", finding.said),
+                *_entry("what", finding.description),
                 *_entry("tested", finding.tested),
                 *_entry("change", finding.advice),
             ]
@@ -217,26 +204,16 @@ def _causes(report: VerifyReport) -> list[str]:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=f"  {name:<8}", subsequent_indent=" " * 10, break_long_words=False
-    )
-
-
-def _relative_allowed(report: VerifyReport, difference: Difference) -> float:
-    allowed = report.allowance.allowed(difference)
-    return allowed / difference.size if difference.size else allowed
+    indent = f"  {name:<8}"
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=" " * 10, break_long_words=False)
 
 
 def _as_dict(report: VerifyReport, difference: Difference) -> dict[str, Any]:
+    numbers = {"relative": difference.relative, "allowed": report.tolerance.of(difference)}
     return {
-        **{name: _finite(value) for name, value in vars(difference).items()},
-        "relative": _finite(difference.relative),
-        "allowed": _finite(report.allowance.allowed(difference)),
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in {**vars(difference), **numbers}.items()
     }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float) -> str:

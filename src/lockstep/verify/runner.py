@@ -1,7 +1,9 @@
-"""Two runs at once, each in a fresh process, handed over record by record. All ends with the ``with`` block.
+"""Runs the program twice at once, each in a fresh process, and pairs their records as they come.
 
-child of one side ----bytes---->  pair(start, start), pair(update, update) ...  both ends
-child of the other --bytes---->
+    process of one run   ----messages---->  records(): (start, start), (update, update), ...
+    process of the other ----messages---->
+
+After the ``with`` block of ``run_pair`` both processes, all that they started, and their files are gone.
 """
 
 from __future__ import annotations
@@ -20,100 +22,197 @@ import traceback as tracebacks
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
 
 from lockstep.config import apply_device_request, parse_device_request
 from lockstep.errors import ReplicaError
-from lockstep.lifeline import end_with_pipe
-from lockstep.verify.config import Program, Side, VerifyConfig
+from lockstep.parent_death import end_with_pipe
+from lockstep.verify.config import Program, RunConfig, VerifyConfig
 from lockstep.verify.interventions import one_shard, without_randomness
-from lockstep.verify.recorder import EnoughSeenError, Recorder, watching
+from lockstep.verify.recorder import EnoughRecordedError, Recorder, recording
 from lockstep.verify.trace import EndRecord, Message, ReadyRecord, StartRecord, UpdateRecord
 
-SEED = 0
-_OURS = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
+MAX_AHEAD = 2
+"""Records that one run may be ahead of the other. Its process then blocks, so memory stays small."""
+START_TIMEOUT_S = 120.0
+"""Time limit for a process to start, before its program begins."""
+_EXIT_TIMEOUT_S = 5.0
+_SEED = 0
+_OUTPUT_CHARACTERS = 4000
+# These imports cost 3 s of processor time, more than the few steps of most programs: one fork server makes them once.
+# torch's optimizers import torch._dynamo at their first step, whether anything is compiled or not.
+_PRELOADED = ["torch", "torch._dynamo", "lockstep", "lockstep.verify.runner"]
+_LIBRARIES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a process is given.
+class RunProcess:
+    """The process of one run.
 
     Args:
-        program: what to run.
-        side: on all replicas or one, and what is switched.
-        steps: updates to record.
-        devices: how to divide the devices before.
-        output: the file for standard output and error.
-        scratch: a folder for what the program is told to write.
+        config: the program, and how many updates to record.
+        run: on how many replicas, with which interventions.
+        folder: an empty folder for its output.
     """
 
-    program: Program
-    side: Side
-    steps: int
-    devices: str | None
-    output: str
-    scratch: str
+    def __init__(self, config: VerifyConfig, run: RunConfig, folder: Path) -> None:
+        self.run = run
+        self.is_ready = False
+        self.waiting: deque[StartRecord | UpdateRecord] = deque()
+        self.end: EndRecord | None = None
+        self._output = folder / "output"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self.connection, far = context.Pipe(duplex=False)
+        self._process = context.Process(target=_child_main, args=(config, run, folder, far))
+        self._process.start()
+        far.close()
+
+    def receive(self) -> None:
+        """Receives one message."""
+        try:
+            message: Message = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self._process.join(_EXIT_TIMEOUT_S)
+            code = self._process.exitcode
+            message = EndRecord(error=f"the process ended with exit code {code} in the middle of the run")
+        if isinstance(message, ReadyRecord):
+            self.is_ready = True
+        elif isinstance(message, EndRecord):
+            self.end = message
+        else:
+            self.waiting.append(message)
+
+    def last_output(self) -> str:
+        """The end of what the program printed."""
+        if not self._output.exists():
+            return ""
+        return self._output.read_text(errors="replace")[-_OUTPUT_CHARACTERS:].strip()
+
+    def stop(self) -> None:
+        """Waits for a process that has sent its last message; kills any other, and all that the program started."""
+        if self.end is not None:
+            wait([self._process.sentinel], _EXIT_TIMEOUT_S)
+        self.connection.close()
+        if self._process.pid is not None:
+            # Refused where the whole group has ended, or where the process has no group of its own yet.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
 
 
-def occupy(job: Job, connection: Connection) -> None:
-    """Runs the program of ``job`` and sends what is recorded, last an ``EndRecord``. The target of the process."""
-    os.setsid()
+class RunPair:
+    """The two runs of a comparison."""
+
+    def __init__(self, processes: Sequence[RunProcess], timeout_s: float) -> None:
+        self.left, self.right = processes
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + START_TIMEOUT_S
+
+    def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
+        """The records of both runs in pairs. Records without a counterpart stay in ``waiting``.
+
+        Raises:
+            ReplicaError: a run took longer than the time limit.
+        """
+        while starting := [each for each in (self.left, self.right) if not each.is_ready and each.end is None]:
+            self._receive(starting)
+        self._deadline = time.monotonic() + self._timeout_s
+        while True:
+            while self.left.waiting and self.right.waiting:
+                yield self.left.waiting.popleft(), self.right.waiting.popleft()
+            running = [each for each in (self.left, self.right) if each.end is None]
+            if not running:
+                return
+            # After one run has ended, the records of the other have no counterpart, and are only counted.
+            self._receive([each for each in running if len(each.waiting) < MAX_AHEAD or len(running) == 1])
+
+    def _receive(self, processes: Sequence[RunProcess]) -> None:
+        connections: list[Connection] = [each.connection for each in processes]
+        ready = wait(connections, max(0.0, self._deadline - time.monotonic()))
+        if not ready:
+            which = "all replicas" if processes[0].run.all_replicas else "one replica"
+            output = processes[0].last_output()
+            raise ReplicaError(
+                f"the run on {which} did not finish within {self._timeout_s:g} s; give it more with --timeout-s, "
+                f"or fewer --steps" + (f"; its last output: {output.splitlines()[-1]}" if output else "")
+            )
+        for each in processes:
+            if each.connection in ready:
+                each.receive()
+
+
+@contextmanager
+def run_pair(config: VerifyConfig, left: RunConfig, right: RunConfig) -> Iterator[RunPair]:
+    """Starts both runs. After the block, however it ends, their processes and files are gone."""
+    with ExitStack() as stack:
+        folder = Path(tempfile.gettempdir(), f"lockstep-verify-{uuid.uuid4().hex}")
+        # Registered before the folder exists: Ctrl-C may come between any two lines.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        processes = []
+        for name, run in (("left", left), ("right", right)):
+            (folder / name).mkdir()
+            process = RunProcess(config, run, folder / name)
+            stack.callback(process.stop)
+            processes.append(process)
+        yield RunPair(processes, config.timeout_s)
+
+
+# In the child process.
+
+
+def _child_main(config: VerifyConfig, run: RunConfig, folder: Path, connection: Connection) -> None:
+    """Runs the program and sends what is recorded, last an ``EndRecord``."""
+    os.setsid()  # a process group of its own, so that whatever the program starts can be killed with it
     parent = parent_process()
     if parent is not None:
         end_with_pipe(parent.sentinel)
-    _redirect(job.output)
-    # A process begins with the start method that it was started by; the program's own workers get Python's default.
+    _redirect_output(folder / "output")
+    # The child inherits the start method that it was started by; the program's own workers get Python's default.
     multiprocessing.set_start_method(None, force=True)
 
     def send(message: Message) -> None:
         connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     send(ReadyRecord())
-    recorder = Recorder(job.side, steps=job.steps, send=send)
-    send(_run(job, recorder))
-    connection.close()
-
-
-def _run(job: Job, recorder: Recorder) -> EndRecord:
+    recorder = Recorder(run, steps=config.steps, send=send)
     error: BaseException | None = None
     try:
-        _prepare(job)
-        switches = job.side.switches
-        with (
-            watching(recorder),
-            without_randomness(switches.randomness),
-            one_shard(switches.shard, switches.shards),
-        ):
-            _start(job.program, job.scratch)
-    except EnoughSeenError:
+        _run_observed(config, run, recorder, folder / "scratch")
+    except EnoughRecordedError:
         pass
     except SystemExit as end:
         error = end if end.code not in (None, 0) else None
-    except BaseException as raised:  # noqa: BLE001 - the program's own, whatever it is; the report names it
+    except BaseException as raised:  # noqa: BLE001 - whatever the program raises is reported
         error = raised
-    return _with_error(recorder.finish(), error)
+    send(_with_error(recorder.finish(), error))
+    connection.close()
 
 
-def _prepare(job: Job) -> None:
-    if job.side.switches.threads is not None:
-        torch.set_num_threads(job.side.switches.threads)
-    if job.devices is not None:
-        apply_device_request(parse_device_request(job.devices))
-    torch.manual_seed(SEED)
-    random.seed(SEED)
+def _run_observed(config: VerifyConfig, run: RunConfig, recorder: Recorder, scratch: Path) -> None:
+    changes = run.interventions
+    if changes.threads is not None:
+        torch.set_num_threads(changes.threads)
+    if config.devices is not None:
+        apply_device_request(parse_device_request(config.devices))
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(SEED)
+        sys.modules["numpy"].random.seed(_SEED)
+    with recording(recorder), without_randomness(changes.randomness), one_shard(changes.shard, changes.shards):
+        _run_program(config.program, scratch)
 
 
-def _start(program: Program, scratch: str) -> None:
-    extra = () if program.scratch_flag is None else (program.scratch_flag, scratch)
+def _run_program(program: Program, scratch: Path) -> None:
+    extra = () if program.scratch_flag is None else (program.scratch_flag, str(scratch))
     sys.argv = [program.target, *program.arguments, *extra]
     if program.kind == "module":
         runpy.run_module(program.target, run_name="__main__", alter_sys=True)
@@ -125,175 +224,31 @@ def _start(program: Program, scratch: str) -> None:
 def _with_error(end: EndRecord, error: BaseException | None) -> EndRecord:
     if error is None:
         return end
-    said = " ".join(str(error).split())
-    name = "exit code" if isinstance(error, SystemExit) else type(error).__name__
+    text = " ".join(str(error).split())
+    exits = isinstance(error, SystemExit)
     return replace(
         end,
-        error=f"{name}{' ' if name == 'exit code' else ': '}{said}".removesuffix(": "),
+        error=f"exit code {text}" if exits else f"{type(error).__name__}: {text}".removesuffix(": "),
         place=_place(error),
         traceback="".join(tracebacks.format_exception(error)),
     )
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the program's own: not of this package, of torch or of Python's starter."""
+    """The innermost line of the program itself, not of this package, torch or runpy."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
     frames = [
         frame
         for frame in tracebacks.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*_OURS, "<frozen")) and Path(frame.filename).name != "runpy.py"
+        if not frame.filename.startswith((*_LIBRARIES, "<frozen")) and Path(frame.filename).name != "runpy.py"
     ]
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
-def _redirect(path: str) -> None:
-    """Standard output and error, of what is written past Python too, to a file."""
+def _redirect_output(path: Path) -> None:
+    """Redirects the file descriptors of standard output and error, so that C libraries' output goes there too."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-
-
-AHEAD = 2
-"""Records that one run may be ahead of the other: its process waits then, and memory stays small."""
-START_LIMIT_S = 120.0
-"""Seconds that a process has to begin, before its program is started."""
-_END_LIMIT_S = 5.0
-# torch's optimizers import the second at their first step, whether anything is compiled or not.
-_PRELOADED = ("torch", "torch._dynamo", "lockstep", "lockstep.verify.runner")
-_OUTPUT_CHARACTERS = 4000
-
-
-class Child:
-    """One run's process."""
-
-    def __init__(self, config: VerifyConfig, side: Side, folder: Path) -> None:
-        self.side = side
-        self.output = folder / "output"
-        scratch = folder / "scratch"
-        context = _fresh_processes()
-        self.connection, far = context.Pipe(duplex=False)
-        job = Job(
-            program=config.program,
-            side=side,
-            steps=config.steps,
-            devices=config.devices,
-            output=str(self.output),
-            scratch=str(scratch),
-        )
-        self._process = context.Process(target=occupy, args=(job, far))
-        self._process.start()
-        far.close()
-        self.is_ready = False
-        self.waiting: deque[StartRecord | UpdateRecord] = deque()
-        self.end: EndRecord | None = None
-
-    def receive(self) -> None:
-        """Takes one message."""
-        try:
-            message: Message = pickle.loads(self.connection.recv_bytes())
-        except EOFError:
-            self._process.join(_END_LIMIT_S)
-            code = self._process.exitcode
-            message = EndRecord(error=f"the process ended with exit code {code} in the middle of the run")
-        if isinstance(message, ReadyRecord):
-            self.is_ready = True
-        elif isinstance(message, EndRecord):
-            self.end = message
-        else:
-            self.waiting.append(message)
-
-    def said(self) -> str:
-        """The last of what the program printed."""
-        if not self.output.exists():
-            return ""
-        return self.output.read_text(errors="replace")[-_OUTPUT_CHARACTERS:].strip()
-
-    def stop(self) -> None:
-        """Waits for the process where it has said its last word; ends it, and all that it started, where not."""
-        if self.end is not None:
-            wait([self._process.sentinel], _END_LIMIT_S)
-        self.connection.close()
-        pid = self._process.pid
-        if pid is not None:
-            _end_group(pid)
-        self._process.kill()
-        self._process.join()
-        self._process.close()
-
-
-class Pair:
-    """The two runs of a comparison."""
-
-    def __init__(self, children: Sequence[Child], limit_s: float) -> None:
-        self.left, self.right = children
-        self._limit_s = limit_s
-        self._deadline = time.monotonic() + START_LIMIT_S
-
-    def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
-        """The records of both, side by side; what one has more than the other is left in ``waiting``.
-
-        Raises:
-            ReplicaError: a run took longer than the limit.
-        """
-        while starting := [child for child in (self.left, self.right) if not child.is_ready and child.end is None]:
-            for child in self._ready(starting):
-                child.receive()
-        self._deadline = time.monotonic() + self._limit_s
-        while True:
-            while self.left.waiting and self.right.waiting:
-                yield self.left.waiting.popleft(), self.right.waiting.popleft()
-            running = [child for child in (self.left, self.right) if child.end is None]
-            if not running:
-                return
-            # Where the other has ended, what comes has no partner, and only its number is of interest.
-            hungry = [child for child in running if len(child.waiting) < AHEAD or len(running) == 1]
-            for child in self._ready(hungry):
-                child.receive()
-
-    def _ready(self, children: Sequence[Child]) -> list[Child]:
-        connections: list[Connection] = [child.connection for child in children]
-        ready = wait(connections, max(0.0, self._deadline - time.monotonic()))
-        if not ready:
-            which = "all replicas" if children[0].side.all_replicas else "one replica"
-            said = children[0].said()
-            raise ReplicaError(
-                f"the run on {which} was not done after {self._limit_s:g} s; give it more with --timeout-s, "
-                f"or fewer --steps" + (f"; it said last: {said.splitlines()[-1]}" if said else "")
-            )
-        return [child for child in children if child.connection in ready]
-
-
-@contextmanager
-def running(config: VerifyConfig, left: Side, right: Side) -> Iterator[Pair]:
-    """Starts both runs; after the block, whatever happens in it, processes and files are gone."""
-    with ExitStack() as stack:
-        folder = Path(tempfile.gettempdir(), f"lockstep-verify-{uuid.uuid4().hex}")
-        # Before there is one: a Ctrl-C may come between any two lines.
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        children = []
-        for name, side in (("left", left), ("right", right)):
-            own = Path(tempfile.mkdtemp(prefix=name, dir=folder))
-            child = Child(config, side, own)
-            stack.callback(child.stop)
-            children.append(child)
-        yield Pair(children, config.timeout_s)
-
-
-def _fresh_processes() -> ForkServerContext:
-    """Processes that begin where Python has imported torch and this package, and nothing else has happened.
-
-    Those imports take 3 s of processor time, more than the few steps of most programs; one server makes them once.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    return context
-
-
-def _end_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return  # all of it has ended, or the process had not made its group yet and is killed alone

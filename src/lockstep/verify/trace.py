@@ -1,4 +1,8 @@
-"""What one replica notes, update by update, and how the replicas' notes are put side by side."""
+"""What a run records: values only, on the CPU, picklable. One ``UpdateRecord`` for each optimizer update.
+
+Each replica writes a ``ReplicaTrace`` of its own, one ``StepTrace`` per update; ``update_record`` joins those of all
+replicas. Rows of a batch are recorded as fingerprints, outputs as some of their values.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ from lockstep.mirroring.update import Totals
 from lockstep.replicas.rng.state import own_generator
 
 Rows = tuple[int, ...]
-"""A fingerprint of each row."""
+"""One fingerprint per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class BatchTensor:
     """A tensor of the batch.
 
     Args:
-        name: where it stands among the arguments.
+        name: its path in the arguments.
         replicas: the fingerprints of its rows, per replica.
     """
 
@@ -34,15 +38,15 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord:
-    """What one ``strategy.run`` was given.
+    """The batch of one ``strategy.run``.
 
     Args:
-        leaves: the tensors with rows among the arguments.
+        arguments: the tensors with rows among the arguments of ``run``.
         inputs: the tensors with rows that mirrored modules were called with.
     """
 
-    leaves: tuple[Leaf, ...] = ()
-    inputs: tuple[Leaf, ...] = ()
+    arguments: tuple[BatchTensor, ...] = ()
+    inputs: tuple[BatchTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,8 @@ class OutputRecord:
     """An output of a mirrored module.
 
     Args:
-        name: the module's, and which of its outputs.
-        replicas: per replica [rows, values]; None where the replica did not call it. Of long rows some values only.
+        name: the module's name and the path of this tensor in its output.
+        replicas: [rows, values] per replica; None where the replica did not call the module.
     """
 
     name: str
@@ -63,48 +67,46 @@ class UpdateRecord:
     """One update and what led to it.
 
     Args:
-        step: 1 for the first.
-        batches: what was run since the update before, in order.
-        moved: parameters that changed before this update without an update.
-        outputs: of mirrored modules, in the order of the calls.
-        losses: what each replica back-propagated.
-        totals: each replica's ``Totals.total``; all 0 for a loop of the user's own.
-        counts: each replica's ``Totals.count``; they add up to 1 there.
-        gradients: each replica's own, by parameter.
-        parameters: after the update.
-        settled: parameters that changed after the update without one.
-        buffers: after the step, averaged over the replicas.
-        draws: whether random numbers were drawn in a replica.
+        step: number of the update, from 1.
+        batches: the batches since the previous update, in order.
+        changed_before: parameters that changed outside the optimizer, between a run's begin and this update.
+        outputs: outputs of mirrored modules, in call order.
+        losses: the sum of what each replica back-propagated.
+        totals: ``Totals.total`` of each replica; all 0 in a custom loop.
+        counts: ``Totals.count`` of each replica; they add up to 1 in a custom loop.
+        gradients: each replica's own gradients, by parameter.
+        parameters: the parameters after the update.
+        changed_after: parameters that changed outside the optimizer after the update and before the next run.
+        buffers: the buffers after the step, averaged over the replicas.
+        draws: whether a replica drew random numbers.
     """
 
     step: int
     batches: tuple[BatchRecord, ...]
-    moved: Mapping[str, Tensor]
+    changed_before: Mapping[str, Tensor]
     outputs: tuple[OutputRecord, ...]
     losses: tuple[float, ...]
     totals: tuple[float, ...]
     counts: tuple[float, ...]
     gradients: tuple[Mapping[str, Tensor], ...]
     parameters: Mapping[str, Tensor]
-    settled: Mapping[str, Tensor]
+    changed_after: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     draws: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord:
-    """What a run begins with.
+    """The state before the first step.
 
     Args:
         devices: names of the replicas' devices.
-        chosen: names of the devices that the program chose.
-        parameters: before the first step.
-        batch_norms: names of the modules that take statistics of a replica's shard.
-        dropouts: names of the dropout modules that drop something.
+        parameters: the parameters.
+        batch_norms: names of the modules that take statistics over a replica's shard.
+        dropouts: names of the active dropout modules.
     """
 
     devices: tuple[str, ...]
-    chosen: tuple[str, ...]
     parameters: Mapping[str, Tensor]
     batch_norms: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
@@ -115,21 +117,19 @@ class EndRecord:
     """How a run ended.
 
     Args:
-        strategies: how many strategies of several devices the program made.
-        single: how many of one device.
-        unit: the relative rounding error of the parameters' type.
-        coarse: that of the coarsest type that was computed in, as under autocast.
-        problem: why there is nothing to compare; empty if there is.
-        error: in one line, what the program raised; empty if it raised nothing.
+        strategies: number of strategies with several devices that the program made.
+        single: number of strategies with one device.
+        unit: machine epsilon of the parameters' dtype.
+        coarse: machine epsilon of the coarsest dtype in use, as under autocast.
+        error: the exception that the program raised, in one line; empty if none.
         place: where it was raised, such as ``train.py:12``.
-        traceback: of that error.
+        traceback: its traceback.
     """
 
     strategies: int = 0
     single: int = 0
     unit: float = 2.0**-23
     coarse: float = 2.0**-23
-    problem: str = ""
     error: str = ""
     place: str = ""
     traceback: str = field(default="", repr=False)
@@ -137,119 +137,114 @@ class EndRecord:
 
 @dataclass(frozen=True)
 class ReadyRecord:
-    """The process is there, and is about to start the program."""
+    """The process has started and is about to run the program."""
 
 
 Message = ReadyRecord | StartRecord | UpdateRecord | EndRecord
 
-
 KEPT_VALUES = 256
-"""Values of an output's row that are compared; of longer rows, as many at equal distances."""
+"""At most so many values of an output's row are compared, at equal distances."""
 
 
 def fingerprints(tensor: Tensor) -> Rows:
-    """A 64-bit number for each row: equal rows have equal numbers, and others do not but by a chance of about 2^-64.
-
-    Args:
-        tensor: [rows, ...], any type.
-    """
+    """A 64-bit hash of each row of ``tensor`` ([rows, ...], any dtype). Different rows collide with chance 2^-64."""
     rows = tensor.detach().cpu().contiguous().reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     if rows.numel() == 0:
         return (0,) * tensor.shape[0]
-    words = _words(rows)
-    # Integers wrap: a dot product with odd random numbers, modulo 2^64.
-    return tuple((words * _factors(words.shape[1])).sum(1).tolist())
+    integers = _as_integers(rows)
+    # A dot product with odd random numbers, modulo 2^64: int64 wraps around.
+    return tuple((integers * _odd_factors(integers.shape[1])).sum(1).tolist())
 
 
 def some_values(tensor: Tensor) -> Tensor:
-    """[rows, at most ``KEPT_VALUES``], a copy on the CPU: whole rows, or values at equal distances."""
+    """A CPU copy of shape [rows, at most ``KEPT_VALUES``]: whole rows, or values at equal distances."""
     rows = tensor.detach().reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     stride = max(1, math.ceil(rows.shape[1] / KEPT_VALUES))
     return rows[:, ::stride].to("cpu", copy=True)
 
 
 def tensors_with_rows(structure: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of at least one dimension in a structure, with the place of each."""
+    """The tensors of at least one dimension in a nested structure, each with its path."""
     for path, leaf in tree_flatten_with_path(structure)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim > 0 and not leaf.is_sparse:
             yield keystr(path), leaf
 
 
-def _words(rows: Tensor) -> Tensor:
+def _as_integers(rows: Tensor) -> Tensor:
     if rows.dtype == torch.bool:
         return rows.to(torch.int64)
-    size = rows.element_size()
     if rows.is_complex():
-        return _words(torch.view_as_real(rows).reshape(rows.shape[0], -1))
-    return rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).to(torch.int64)
+        return _as_integers(torch.view_as_real(rows).reshape(rows.shape[0], -1))
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+    return rows.view(integer).to(torch.int64)
 
 
 @cache
-def _factors(number: int) -> Tensor:
+def _odd_factors(number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randint(-(2**62), 2**62, (number,), generator=generator) * 2 + 1
 
 
-CallName = tuple[int, int, str]
-"""The number of the run, of the call within it, and the name of the tensor."""
+CallKey = tuple[int, int, str]
+"""Number of the run, number of the call in it, name of the tensor."""
 
 
 @dataclass
-class UpdatePage:
-    """One replica's notes on one update; the fields are those of ``UpdateRecord``."""
+class StepTrace:
+    """What one replica records for one update; the fields are those of ``UpdateRecord``."""
 
-    leaves: dict[tuple[int, str], Rows] = field(default_factory=dict)
-    inputs: dict[CallName, Rows] = field(default_factory=dict)
-    outputs: dict[CallName, Tensor] = field(default_factory=dict)
-    moved: dict[str, Tensor] = field(default_factory=dict)
+    arguments: dict[tuple[int, str], Rows] = field(default_factory=dict)
+    inputs: dict[CallKey, Rows] = field(default_factory=dict)
+    outputs: dict[CallKey, Tensor] = field(default_factory=dict)
+    changed_before: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0
     total: float = 0.0
     count: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    settled: dict[str, Tensor] = field(default_factory=dict)
+    changed_after: dict[str, Tensor] = field(default_factory=dict)
     draws: bool = False
 
 
-class Page:
-    """One replica's notes. Written by its own thread during a run, and by the caller's between runs."""
+class ReplicaTrace:
+    """The trace of one replica. Its own thread writes it during a run, the caller's thread between runs."""
 
     def __init__(self) -> None:
-        self.current = UpdatePage()
-        self.updates: list[UpdatePage] = []
+        self.current = StepTrace()
+        self.updates: list[StepTrace] = []
         self.unit = 0.0
         self._run = 0
         self._calls = 0
-        self._generator: Tensor | None = None
+        self._generator_state: Tensor | None = None
 
-    def begin_run(self, number: int, leaves: Mapping[str, Rows]) -> None:
-        """A run with this shard."""
+    def begin_run(self, number: int, arguments: Mapping[str, Tensor]) -> None:
+        """Records the shard of a run."""
         self._run, self._calls = number, 0
-        self.current.leaves.update({(number, name): rows for name, rows in leaves.items()})
+        self.current.arguments.update({(number, name): fingerprints(leaf) for name, leaf in arguments.items()})
 
-    def note_call(self, module: str, inputs: Any, outputs: Any) -> None:
-        """A mirrored module returned."""
+    def record_call(self, module: str, inputs: Any, outputs: Any) -> None:
+        """Records a call of a mirrored module."""
         self._calls += 1
         for name, tensor in tensors_with_rows(inputs):
             self.current.inputs[self._run, self._calls, f"{module} input {name}"] = fingerprints(tensor)
         for name, tensor in tensors_with_rows(outputs):
             self.current.outputs[self._run, self._calls, f"{module}{name}"] = some_values(tensor)
-            self._note_type(tensor)
+            self._record_dtype(tensor)
 
-    def note_generator(self) -> None:
-        """The replica's random numbers as they are now: has something been drawn since they were seen last?"""
-        here = own_generator.get()
-        generator = None if here is None else here()
+    def record_draws(self) -> None:
+        """Records whether the replica's generator was used since the last call of this method."""
+        reference = own_generator.get()
+        generator = None if reference is None else reference()
         if generator is None:
             return
         state = generator.get_state()
-        if self._generator is not None and not torch.equal(state, self._generator):
+        if self._generator_state is not None and not torch.equal(state, self._generator_state):
             self.current.draws = True
-        self._generator = state
+        self._generator_state = state
 
-    def note_gradients(self, names: Sequence[str], parameters: Sequence[nn.Parameter], totals: Totals) -> None:
-        """This replica's gradients before they are summed."""
-        self.note_generator()
+    def record_gradients(self, names: Sequence[str], parameters: Sequence[nn.Parameter], totals: Totals) -> None:
+        """Records this replica's gradients, before they are summed."""
+        self.record_draws()
         self.current.total, self.current.count = float(totals.total), float(totals.count)
         for name, parameter in zip(names, parameters, strict=True):
             if parameter.grad is not None:
@@ -257,49 +252,60 @@ class Page:
                 self.current.gradients[name] = dense.detach().to("cpu", copy=True)
 
     def close_update(self) -> None:
-        """The update is done; what follows belongs to the next."""
+        """Ends the current update; what follows belongs to the next."""
         self.updates.append(self.current)
-        self.current = UpdatePage()
+        self.current = StepTrace()
 
-    def take_update(self, number: int) -> UpdatePage:
-        """The notes on an update that is done; they are forgotten here."""
-        done, self.updates[number] = self.updates[number], UpdatePage()
+    def take_update(self, number: int) -> StepTrace:
+        """Returns a closed update and frees its tensors here."""
+        done, self.updates[number] = self.updates[number], StepTrace()
         return done
 
-    def _note_type(self, tensor: Tensor) -> None:
+    def _record_dtype(self, tensor: Tensor) -> None:
         kind = tensor.device.type
-        computed = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
-        units = [torch.finfo(dtype).eps for dtype in (*computed, tensor.dtype) if dtype.is_floating_point]
+        autocast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
+        units = [torch.finfo(dtype).eps for dtype in (*autocast, tensor.dtype) if dtype.is_floating_point]
         self.unit = max([self.unit, *units])
 
 
-def batch_record(pages: Sequence[UpdatePage]) -> tuple[BatchRecord, ...]:
-    """The batches of an update, in the order of the runs that had any."""
-    runs = sorted({run for page in pages for run, *_ in [*page.leaves, *page.inputs]})
-    return tuple(
-        BatchRecord(
-            leaves=_side_by_side(pages, lambda page: page.leaves, run),
-            inputs=_side_by_side(pages, lambda page: page.inputs, run),
-        )
-        for run in runs
+def update_record(step: int, traces: Sequence[StepTrace], buffers: Mapping[str, Tensor]) -> UpdateRecord:
+    """Joins the replicas' traces of one update."""
+    first = traces[0]
+    runs = sorted({run for trace in traces for run, *_ in [*trace.arguments, *trace.inputs]})
+    return UpdateRecord(
+        step=step,
+        batches=tuple(
+            BatchRecord(
+                arguments=_join(traces, lambda trace: trace.arguments, run),
+                inputs=_join(traces, lambda trace: trace.inputs, run),
+            )
+            for run in runs
+        ),
+        changed_before=first.changed_before,
+        outputs=tuple(
+            OutputRecord(name=key[-1], replicas=tuple(trace.outputs.get(key) for trace in traces))
+            for key in _keys(trace.outputs for trace in traces)
+        ),
+        losses=tuple(trace.loss for trace in traces),
+        totals=tuple(trace.total for trace in traces),
+        counts=tuple(trace.count for trace in traces),
+        gradients=tuple(trace.gradients for trace in traces),
+        parameters=first.parameters,
+        changed_after=first.changed_after,
+        buffers=buffers,
+        draws=any(trace.draws for trace in traces),
     )
 
 
-def output_records(pages: Sequence[UpdatePage]) -> tuple[OutputRecord, ...]:
-    """The outputs of an update, in the order of the calls."""
+def _join(
+    traces: Sequence[StepTrace], rows_of: Callable[[StepTrace], Mapping[Any, Rows]], run: int | str
+) -> tuple[BatchTensor, ...]:
+    keys = [key for key in _keys(rows_of(trace) for trace in traces) if key[0] == run]
     return tuple(
-        OutputRecord(name=key[-1], replicas=tuple(page.outputs.get(key) for page in pages))
-        for key in _keys(page.outputs for page in pages)
+        BatchTensor(name=str(key[-1]), replicas=tuple(rows_of(trace).get(key, ()) for trace in traces)) for key in keys
     )
 
 
-def _side_by_side(
-    pages: Sequence[UpdatePage], kept: Callable[[UpdatePage], Mapping[Any, Rows]], run: Any
-) -> tuple[Leaf, ...]:
-    keys = [key for key in _keys(kept(page) for page in pages) if key[0] == run]
-    return tuple(Leaf(name=str(key[-1]), replicas=tuple(kept(page).get(key, ()) for page in pages)) for key in keys)
-
-
-def _keys(kept: Iterable[Mapping[Any, Any]]) -> list[Any]:
-    """The keys of all replicas, each once: a replica without rows may have left a call out."""
-    return sorted({key: None for each in kept for key in each}, key=lambda key: key[:-1])
+def _keys(mappings: Iterable[Mapping[Any, Any]]) -> list[Any]:
+    """The keys of all replicas, each once: a replica with an empty shard may have skipped a call."""
+    return sorted({key: None for mapping in mappings for key in mapping}, key=lambda key: key[:-1])

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.verify.config import Interventions
+from lockstep.verify.interventions import (
+    active_dropouts,
+    intervene_before_first_step,
+    intervene_before_run,
+    local_batch_norms,
+    one_shard,
+)
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+Make = Callable[..., "MirroredStrategy"]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.1), nn.Dropout(0.0))
+
+
+def test_what_can_be_switched_is_named(make_strategy: Make):
+    module = make_strategy(2).mirror(network())
+
+    assert local_batch_norms([module]) == ["1"]
+    assert active_dropouts([module]) == ["2"]
+    module.eval()
+    assert [*local_batch_norms([module]), *active_dropouts([module])] == []
+
+
+def test_synchronised_batch_norms_are_in_every_copy(make_strategy: Make):
+    module = make_strategy(2).mirror(network())
+    intervene_before_first_step([module], Interventions(batch_norm="synced"))
+
+    assert module.has_sync_batchnorm
+    assert local_batch_norms([module]) == []
+
+
+def test_frozen_batch_norms_are_so_in_every_copy(make_strategy: Make):
+    module = make_strategy(2).mirror(network())
+    intervene_before_run([module], Interventions(batch_norm="frozen"))
+
+    assert [copy[1].training for copy in module.copies] == [False, False]
+
+
+def test_a_nudge_moves_every_weight_once_by_a_rounding_error(make_strategy: Make):
+    module = make_strategy(2).mirror(nn.Linear(3, 3))  # the copies share their storage
+    before = module.module.weight.detach().clone()
+    intervene_before_first_step([module], Interventions(nudge=0.25))
+
+    factors = (module.module.weight.detach() / before).flatten().tolist()
+    assert {round(factor, 4) for factor in factors} == {0.75, 1.25}
+
+
+def test_in_shards_a_module_sees_one_shard_after_another(make_strategy: Make):
+    seen = []
+
+    class Counting(nn.Module):
+        def forward(self, rows: torch.Tensor, *, scale: float) -> dict[str, torch.Tensor]:
+            seen.append(len(rows))
+            return {"rows": rows * scale, "one": torch.tensor(1.0)}
+
+    module = make_strategy(1).mirror(Counting())
+    intervene_before_first_step([module], Interventions(shards=3))
+    outputs = module(torch.arange(7.0), scale=2.0)
+
+    assert seen == [3, 2, 2]
+    assert torch.equal(outputs["rows"], 2 * torch.arange(7.0))
+    assert outputs["one"].ndim == 0
+
+
+def test_one_shard_of_a_batch_is_what_a_replica_gets(make_strategy: Make):
+    strategy = make_strategy(1)
+    batch = (ls.PerReplica([torch.arange(7)]), ls.PerReplica([torch.ones(2)]), ls.PerReplica(["name"]), 5)
+
+    told: list[tuple[list[int], int, str, int]] = []
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor, str, int]) -> None:
+        told.append((batch[0].tolist(), len(batch[1]), batch[2], batch[3]))
+
+    for shard in (0, 1, 2, None):
+        with one_shard(shard, 3):
+            strategy.run(step, (batch,))
+
+    assert [rows for rows, *_ in told] == [[0, 1, 2], [3, 4], [5, 6], [0, 1, 2, 3, 4, 5, 6]]
+    assert [rest for _, *rest in told] == [[2, "name", 5]] * 4
