@@ -55,13 +55,13 @@ def told_of_no_rows(body: Callable[[], Any], view: Any, replicas: int) -> Callab
         view: its arguments.
         replicas: how many there are, of all workers.
     """
-    return partial(_run, body, view, replicas)
+    return body if replicas == 1 else partial(_run, body, view, replicas)
 
 
 def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
     try:
         return body()
     except Exception as error:
-        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in view_leaves(view)):
+        if any(rows_of(leaf) == 0 for leaf in view_leaves(view)):
             error.add_note(_NOTE.format(replicas=replicas))
         raise
