@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.harness import Sample
 from benchmarks.markdown import Conditions, WorkloadResult, render
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 
 
 def write_report(
@@ -29,8 +29,8 @@ def write_report(
     record = json.dumps(_record(conditions, results, samples), indent=1) + "\n"
     table = render(conditions, results)
     base = folder / f"{conditions.date}-cpu-{conditions.machine.cores}"
-    write_whole(base.with_suffix(".json"), record)
-    return write_whole(base.with_suffix(".md"), table)
+    atomic_write(base.with_suffix(".json"), record)
+    return atomic_write(base.with_suffix(".md"), table)
 
 
 def _record(conditions: Conditions, results: Sequence[WorkloadResult], samples: Sequence[Sample]) -> dict[str, object]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.parallel.pipeline import orders_of
 from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipelining
 from lockstep.parallel.pipeline_trace import timetable
-from lockstep.report.schedule_picture import Scale, draw_timetable
+from lockstep.scaling.schedule_plot import Scale, draw_timetable
 
 WORKERS, MICROBATCHES = 4, 8
 FOLDER = Path(__file__).parent / "schedules"

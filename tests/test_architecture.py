@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"extras", "parent_death"}),
+    frozenset({"extras", "atomic_files", "parent_death"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),
@@ -46,9 +46,10 @@ READS_ENVIRONMENT = (
     "launch/",
 )
 WRITES_FILES = (
+    "atomic_files.py",
     "checkpoint/",
     "collectives/communicator.py",  # torch.save into memory: bytes for other workers
-    "report/",
+    "report.py",
     "train/callbacks/loggers.py",
     "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
     "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for

@@ -13,7 +13,7 @@ from benchmarks.contenders.plain import laid_out, memory_format, train
 from benchmarks.laps import Laps
 from benchmarks.spawned import Seat
 from benchmarks.trial import Trial
-from lockstep.data.shards import split_batch
+from lockstep.data.sharding import split_batch
 
 _SWITCH = "forward_sync_buffers" if torch.__version__ >= (2, 13) else "broadcast_buffers"  # type: ignore[operator]
 NO_BROADCAST: dict[str, Any] = {_SWITCH: False}

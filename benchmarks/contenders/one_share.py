@@ -18,7 +18,7 @@ from benchmarks.laps import Laps
 from benchmarks.spawned import Seat
 from benchmarks.team import TRIAL_LIMIT_S
 from benchmarks.trial import Batch, Trial
-from lockstep.data.shards import split_batch
+from lockstep.data.sharding import split_batch
 
 
 def train_one_share(trial: Trial, seat: Seat, laps: Laps) -> None:

@@ -14,8 +14,8 @@ from benchmarks.lineup import picked, trials_of
 from benchmarks.markdown import Conditions, head, settings_list
 from benchmarks.trial import Workload
 from benchmarks.workloads import find_workload
-from lockstep.checkpoint.whole_file import write_whole
-from lockstep.report.table import markdown_table
+from lockstep.atomic_files import atomic_write
+from lockstep.report import markdown_table
 
 _HEADINGS = ("choice", "step ms", "p10", "p90", "ratio", "CPU ms", "exchange + update", "peak MB", "loss")
 _LEGEND = """\
@@ -72,8 +72,8 @@ def write_choices_report(folder: Path, result: ChoicesResult) -> Path:
     """
     record = {"conditions": asdict(result.conditions), "samples": [asdict(sample) for sample in result.samples]}
     base = folder / f"{result.conditions.date}-choices-cpu-{result.conditions.machine.cores}"
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)
 
 
 def _row(row: Figures) -> list[str]:

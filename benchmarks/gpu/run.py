@@ -28,7 +28,7 @@ from benchmarks.gpu.suite import SuiteOutcome, run_suite
 from benchmarks.gpu.work import FULL, TINY, gpu_workloads, precision_of
 from benchmarks.harness import Absence, Sample
 from benchmarks.trial import Workload
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.scaling.machine import Machine, this_machine
 
@@ -155,8 +155,8 @@ def write_gpu_report(
         "samples": [asdict(sample) for sample in samples],
     }
     base = folder / f"{conditions.date}-gpu-{slug(conditions)}"
-    write_whole(base.with_name(f"{base.name}.json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_name(f"{base.name}.md"), render_gpu(conditions, results))
+    atomic_write(base.with_name(f"{base.name}.json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_name(f"{base.name}.md"), render_gpu(conditions, results))
 
 
 def slug(conditions: GpuConditions) -> str:

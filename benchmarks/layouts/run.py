@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.layouts.markdown import LayoutsConditions, Row, render_layouts
 from benchmarks.layouts.measure import measured
 from benchmarks.layouts.roster import LayoutWork, MeasuredLayout, chosen
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import shape_of
 from lockstep.plan.software import Software, precision_named
@@ -92,5 +92,5 @@ def write_layouts_report(folder: Path, result: LayoutsResult) -> Path:
         }
         for row in result.rows
     ]
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)

@@ -13,7 +13,7 @@ from benchmarks.markdown import Conditions
 from benchmarks.memory_choices.markdown import Row, render_choices, rows_of
 from benchmarks.memory_choices.measure import Measured, MemoryTrial, measured
 from benchmarks.memory_choices.roster import Choice, ReviewsWork, chosen, why_not
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.recipes.config_checks import at_least
 
 Progress = Callable[[str, Measured | str], None]
@@ -88,5 +88,5 @@ def write_memory_report(folder: Path, result: MemoryResult) -> Path:
     base = folder / f"{result.conditions.date}-memory-cpu-{result.conditions.machine.cores}"
     record = {"conditions": asdict(result.conditions), "work": asdict(result.work)}
     record["rows"] = [asdict(row) for row in result.rows]  # type: ignore[assignment]
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)

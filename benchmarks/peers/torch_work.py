@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.contenders.plain import laid_out, memory_format, trained_parameters
 from benchmarks.trial import Batch
 from benchmarks.workloads import find_workload
-from lockstep.data.shards import split_batch
+from lockstep.data.sharding import split_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from benchmarks.targets import Target
 from benchmarks.trainer.markdown import render_trainer
 from benchmarks.trainer.roster import contenders
 from benchmarks.trainer.work import REVIEWS
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 
 MAX_STEP_RATIO = 0.9
 """Our step time over that of the better setting of the original."""
@@ -85,5 +85,5 @@ def write_trainer_report(folder: Path, result: TrainerResult) -> Path:
         "samples": [asdict(sample) for sample in result.samples],
     }
     base = folder / f"{result.conditions.date}-trainer-cpu-{result.conditions.machine.cores}"
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)

@@ -16,7 +16,7 @@ from benchmarks.workers.figures import ONE_HOST_LIMIT, TWO_HOSTS_LIMIT, comparis
 from benchmarks.workers.markdown import Place, Section, render_workers
 from benchmarks.workers.roster import free_name, on_free_hosts, on_one_host, on_two_hosts
 from benchmarks.workloads import find_workload
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 
 
@@ -100,8 +100,8 @@ def write_workers_report(folder: Path, result: WorkersResult) -> Path:
         "samples": [asdict(sample) for sample in result.samples],
     }
     base = folder / f"{result.conditions.date}-workers-cpu-{result.conditions.machine.cores}"
-    write_whole(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return write_whole(base.with_suffix(".md"), result.text)
+    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return atomic_write(base.with_suffix(".md"), result.text)
 
 
 def _places(workload: str, link: Link) -> tuple[tuple[Place, tuple[Contender, ...]], ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.collectives.communicator import Workers
-from lockstep.data.beginning import begin_alike
+from lockstep.data.worker_sync import start_together
 from lockstep.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ DATA = [torch.zeros(2)]
 def drawn_after(workers: Workers, generators: int) -> list[int]:
     """What generators draw that every worker seeded in its own way."""
     own = [torch.Generator().manual_seed(10 * workers.index + number) for number in range(generators)]
-    begin_alike(workers, DATA, own)
+    start_together(workers, DATA, own)
     return [int(torch.randint(2**31, (), generator=each)) for each in own]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from lockstep.collectives.communicator import Workers
-from lockstep.data.file_shards import own_files
+from lockstep.data.sources import shard_files
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ SETTINGS: dict[str, Any] = {
 
 def of_worker_1(run_workers: RunWorkers, loader: DataLoader[Any]) -> DataLoader[Any]:
     def own(workers: Workers) -> Any:
-        return own_files(loader, workers)
+        return shard_files(loader, workers)
 
     return run_workers((1, 1), own)[1]
 

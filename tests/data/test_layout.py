@@ -20,9 +20,9 @@ import lockstep as ls
 from lockstep.collectives.communicator import OneWorker, Workers
 from lockstep.collectives.per_replica import select
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import per_replica_batch, split_batch
+from lockstep.data.sharding import per_replica_batch, split_batch
 from lockstep.errors import ConfigError, DataError
 
 

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lockstep.collectives.communicator import Workers
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
-from lockstep.data.input_context import InputContext
+from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset
 from lockstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from lockstep.collectives.communicator import Workers
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset
+from lockstep.data.dataset import DistributedDataset
 from lockstep.errors import ClusterError, CollectiveError, DataError
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.collectives.communicator import OneWorker
-from lockstep.mirroring.buckets import BucketExchange, _Bucket
-from lockstep.mirroring.exchange import Copies
-from lockstep.mirroring.gradient_marks import GradientMarks
-from lockstep.mirroring.holding import WholeModels
+from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks, _Bucket
+from lockstep.mirroring.gradients.local import Copies
+from lockstep.mirroring.partition import WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 
 BUCKET_BYTES = 256

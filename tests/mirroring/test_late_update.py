@@ -15,13 +15,13 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.host_syncs import HostReads
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.optimizer import MirroredOptimizer
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 
     MakeOptimizer = Callable[..., torch.optim.Optimizer]
 

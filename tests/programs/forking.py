@@ -49,7 +49,7 @@ PRELOADED = (
     "lockstep.parallel.fsdp",
     "lockstep.parallel.pipeline",
     "lockstep.strategies.losses",
-    "lockstep.strategies.parts",
+    "lockstep.strategies.parallel",
     "matplotlib.pyplot",
     "PIL.Image",
     "safetensors.torch",

@@ -18,14 +18,10 @@ from PIL import Image
 
 from lockstep.config.devices import LogicalDevice, PhysicalDevice
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.scaling.figures import rows_of
 from lockstep.scaling.machine import Machine
-from lockstep.scaling.parts import StepTimes
-from lockstep.scaling.plan import Configuration, Hardware, plan
-from lockstep.scaling.rounds import Sample
-from lockstep.scaling.run import ScalingResult
-from lockstep.scaling.settings import ScalingSettings
-from lockstep.scaling.training import Record
+from lockstep.scaling.measure import Record, StepTimes
+from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, plan
+from lockstep.scaling.runner import Sample, ScalingResult, rows_of
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.scaling.charts import HEIGHT, WIDTH, epoch_bars, speed_up_plot, step_stacks, throughput_bars
+from lockstep.scaling.report import HEIGHT, WIDTH, epoch_bars, speed_up_plot, step_stacks, throughput_bars
 
 
 def test_bars_are_in_proportion_and_none_is_longer_than_all(make):

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from lockstep.scaling.page import render_page
-from lockstep.scaling.parts import PARTS
-from lockstep.scaling.wording import PART_HEADINGS, ROW_HEADINGS, part_cells, row_cells
+from lockstep.scaling.measure import PARTS
+from lockstep.scaling.report import PART_HEADINGS, ROW_HEADINGS, part_cells, render_page, row_cells
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing(make):

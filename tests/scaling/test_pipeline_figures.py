@@ -12,11 +12,17 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.parallel.pipeline_trace import Action, Orders, Slot, Timetable, timetable
 from lockstep.scaling.machine import Machine
-from lockstep.scaling.pipeline.figures import rows_of
-from lockstep.scaling.pipeline.report import render_markdown, terminal_table, write_pipeline_report
-from lockstep.scaling.pipeline.run import PipelineResult, command_of
-from lockstep.scaling.pipeline.settings import PipelineSettings, parse_schedules
-from lockstep.scaling.pipeline.trial import Sample
+from lockstep.scaling.schedules import (
+    PipelineResult,
+    PipelineSettings,
+    Sample,
+    command_of,
+    parse_schedules,
+    render_markdown,
+    rows_of,
+    terminal_table,
+    write_pipeline_report,
+)
 
 SETTINGS = PipelineSettings(schedules=("1f1b",), microbatches=2, rounds=2, layers=2)
 ORDERS: Orders = [

@@ -17,7 +17,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lockstep.collectives.communicator import OneWorker
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.metric_merging import merge_metrics, merge_states, states_of
+from lockstep.mirroring.metric import merge_metrics, merge_states, states_of
 from lockstep.train.metrics import ReplicaMetrics, check_metrics
 
 CPU = torch.device("cpu")

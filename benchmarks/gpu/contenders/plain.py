@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import Setting, begin_process
 from benchmarks.laps import Laps
 from benchmarks.spawned import Seat
 from benchmarks.trial import Batch, Layout, Trial
-from lockstep.data.shards import split_batch
+from lockstep.data.sharding import split_batch
 
 COMPILE_MODE = "reduce-overhead"
 

@@ -12,7 +12,7 @@ from lockstep import config
 from lockstep.replicas.device.driver import gpu_driver
 from lockstep.replicas.device.memory import MB, DeviceMemory
 from lockstep.replicas.device.streams import memory_of
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 DEVICES_HELP = (
     "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 picks by name; "

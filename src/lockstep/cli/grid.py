@@ -10,7 +10,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import REST, Grid, Place, choose_grid
 from lockstep.parallel.pipeline_config import Pipelining, ScheduleName, choose_pipelining
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 from lockstep.strategies.parallel import ParallelStrategy
 
 

@@ -29,7 +29,7 @@ from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.fill_mask import Filled, check_examples
 from lockstep.recipes.mlm.train import check_exactness, train_mlm
 from lockstep.recipes.text.tokenizer import MASK
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 from lockstep.strategies.base import Strategy
 from lockstep.train.fit import Verbose
 

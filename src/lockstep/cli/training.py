@@ -22,8 +22,7 @@ from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.mesh_layout import Grid
 from lockstep.parallel.pipeline_config import Pipelining
-from lockstep.report.curves import draw_curves
-from lockstep.report.table import epochs_table, history_columns, metrics_line
+from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.fit import Verbose

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_map
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice
-from lockstep.data.leaves import is_plain
 from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.structure import RowList, RowTuple, map_leaves
+from lockstep.data.structure import RowList, RowTuple, is_plain, map_leaves
 from lockstep.replicas.device.driver import Mark, driver_of
 
 

@@ -18,15 +18,14 @@ from torch import nn
 from lockstep.collectives.communicator import Workers, agree
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
-from lockstep.mirroring.copies import storage_groups
-from lockstep.mirroring.following import Following
-from lockstep.mirroring.holding import Holding
+from lockstep.mirroring.gradients.user import HeldHook, hold, release
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
-from lockstep.mirroring.mirror import MemoryFormat, mirror_module
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
-from lockstep.mirroring.param_groups import guard_groups, plain_settings
-from lockstep.mirroring.parameter_hooks import HeldHook, hold, release
+from lockstep.mirroring.module.copies import storage_groups
+from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
+from lockstep.mirroring.module.propagation import Following
+from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
+from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer, Owner
+from lockstep.mirroring.partition import Holding
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext

@@ -14,7 +14,8 @@ from __future__ import annotations
 import builtins
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,14 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.collectives.communicator import Workers, caller
 from lockstep.collectives.tensor_like import as_read
 from lockstep.errors import UsageError
-from lockstep.mirroring.averages import tensor_digest
-from lockstep.mirroring.metric import metric_being_updated
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.parameter_hooks import EngineHook, has_waiting
+from lockstep.mirroring.gradients.user import EngineHook, has_waiting
+from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
+from lockstep.mirroring.module.buffers import tensor_digest
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import PROCEED, is_random
 
@@ -548,3 +550,32 @@ def _storage(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage of its own
         return -id(tensor)
+
+
+@contextmanager
+def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
+    """Within, a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
+    owners = {id(part): module for module in mirrored for part in _own_parts(module.module)}
+
+    def check(part: nn.Module, _: Any) -> None:
+        context = get_replica_context()
+        if context is not None and context.local_replica > 0 and id(part) in owners:
+            name = type(owners[id(part)].module).__name__
+            raise UsageError(
+                f"the step calls the plain {name}, which is replica 0's copy, in "
+                f"replica {context.replica_id_in_sync_group}; call what strategy.mirror(module) returned"
+            )
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and its parts, but for mirrored metrics: they are one object in all copies, and serve each replica."""
+    if not isinstance(module, MirroredMetric):
+        yield module
+        for child in module.children():
+            yield from _own_parts(child)

@@ -12,7 +12,7 @@ from lockstep.collectives.options import check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.threaded import ThreadedStrategy, observed
+from lockstep.strategies.base import ThreadedStrategy, observed
 
 DEFAULT_TIMEOUT_S = 1800.0
 

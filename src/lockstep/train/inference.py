@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
-from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList, Logs

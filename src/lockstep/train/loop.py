@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from lockstep.collectives.communicator import Wish, Workers
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
-from lockstep.mirroring.skipping import check_finite
-from lockstep.mirroring.update import StepResult
+from lockstep.mirroring.optim.nonfinite import check_finite
+from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
-from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import holds_divided
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.strategies.first_run import captured_by, state_of
+from lockstep.strategies.captured import captured_by, state_of
 from lockstep.train.batch import ShardRows, preserving_rng
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 

@@ -20,8 +20,7 @@ from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
-from lockstep.mirroring.metric import check_kind
-from lockstep.mirroring.metric_merging import merge_metrics, merge_states, nested_metrics, states_of
+from lockstep.mirroring.metric import check_kind, merge_metrics, merge_states, nested_metrics, states_of
 from lockstep.parallel.vocab_parallel import gathered, holds_divided
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.device.async_scalars import Arriving

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.data.leaves import has_rows, is_plain, rows_taken
-from lockstep.data.shards import batch_rows
-from lockstep.data.structure import map_leaves, named_leaves
+from lockstep.data.sharding import batch_rows
+from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.mirroring.holding import Pipelined
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.step import StepResult, Totals
+from lockstep.mirroring.partition import Pipelined
 from lockstep.parallel.vocab_parallel import holds_divided, scores_stay_divided
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, ShardRows, module_arguments, unpack_inputs, unpack_labelled
@@ -194,7 +193,7 @@ class _MicrobatchSums:
         """Adds the microbatch of these rows, and returns its total loss."""
         number = rows.stop - rows.start
         y, weight = map_leaves(
-            lambda _, leaf: rows_taken(leaf, rows.start, number) if has_rows(leaf) else leaf,
+            lambda _, leaf: take_rows(leaf, rows.start, number) if leaf_has_rows(leaf) else leaf,
             (self._batch.y, self._batch.sample_weight),
         )
         part = LabelledBatch(self._batch.x, y, weight)
@@ -208,7 +207,7 @@ class _MicrobatchSums:
 
 def _check_microbatches(x: Any) -> None:
     for name, leaf in named_leaves(x):
-        if has_rows(leaf) and not is_plain(leaf):
+        if leaf_has_rows(leaf) and not is_plain(leaf):
             raise DataError(
                 f"a pipeline divides a shard into microbatches of tensors, and {name} of the inputs is a "
                 f"{'list of rows' if isinstance(leaf, (list, tuple)) else type(leaf).__name__}; give "

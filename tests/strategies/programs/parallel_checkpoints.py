@@ -243,7 +243,7 @@ def terminated(model: ls.Model, index: int, folder: str) -> None:
 
 def in_trouble(folder: str) -> None:
     """What is refused; then worker 1 dies in a save, when it has written its own files."""
-    from lockstep.checkpoint import together
+    from lockstep.checkpoint.manager import ShardedSave
 
     with on(tensor=2) as strategy:
         index = strategy.workers.everyone.index
@@ -264,11 +264,11 @@ def in_trouble(folder: str) -> None:
         terminated(model, index, f"{folder} ended")
         say("dies now")
         if index == 1:
-            write = together.SharedWriting.write
+            write = ShardedSave.write
 
-            def die(writing: together.SharedWriting) -> None:
+            def die(writing: ShardedSave) -> None:
                 write(writing)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            together.SharedWriting.write = die
+            ShardedSave.write = die
         manager.save(2)

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lockstep.collectives.communicator import Workers, exchange_values
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import batch_rows, local_cut, local_shards
+from lockstep.data.sharding import batch_rows, local_rows, local_shards
 
 IGNORED = -100
 """The label of what has no loss, in transformers as in torch's cross-entropy."""
@@ -167,7 +167,7 @@ def divided(batch: Mapping[str, Any], workers: Workers, layout: BatchLayout, *, 
     """
     marked = layout.marked(dict(batch))
     rows = batch_rows(marked)
-    cut = local_cut(rows, workers)
+    cut = local_rows(rows, workers)
     local = local_shards(marked, lambda _: cut, layout)
     total = count_items(marked, rows, shifted=shifted)
     shards = []

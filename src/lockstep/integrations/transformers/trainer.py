@@ -24,8 +24,8 @@ from transformers import TrainingArguments
 
 from lockstep.collectives.communicator import exchange_values
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.digest import batch_digest
 from lockstep.data.layout import BatchLayout
+from lockstep.data.readers import batch_digest
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import loss_check
 from lockstep.integrations.transformers.arguments import (
@@ -56,9 +56,9 @@ from lockstep.integrations.transformers.sync import (
     load_random_numbers,
     save_random_numbers,
 )
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.mirroring.single_row import guard_single_row
+from lockstep.mirroring.module.batch_norm import guard_single_row
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import preserving_rng

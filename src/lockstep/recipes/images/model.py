@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.atomic_files import atomic_write
 from lockstep.checkpoint.weights import read_weights
-from lockstep.checkpoint.whole_file import write_whole
 from lockstep.collectives.communicator import on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
@@ -194,8 +194,8 @@ def save_mobilenet(model: Model, module: PictureClassifier, folder: Path, *, pix
 def _describe(module: PictureClassifier, folder: Path, pixel_range: PixelRange) -> None:
     config = module.mobilenet_v2.config.to_dict()
     config["architectures"] = [module.architecture]
-    write_whole(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
-    write_whole(
+    atomic_write(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
+    atomic_write(
         folder / "preprocessor_config.json", json.dumps(_preprocessor(config["image_size"], pixel_range), indent=2)
     )
 

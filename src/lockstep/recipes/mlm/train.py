@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import on_chief
 from lockstep.extras import require
 from lockstep.recipes.batch_size import LargestBatch, largest_batch
@@ -219,9 +219,9 @@ def _describe(task: MlmTask, folder: Path) -> None:
         **{f"{kind}_token": tokenizer.id_to_token(number) for kind, number in task.vocabulary.named_ids.items()},
     }
     config = {**json.loads(task.module.bert.config.to_json_string()), "architectures": ["BertForMaskedLM"]}
-    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_whole(folder / "tokenizer.json", tokenizer.to_str())
-    write_whole(folder / "tokenizer_config.json", json.dumps(described))
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    atomic_write(folder / "tokenizer.json", tokenizer.to_str())
+    atomic_write(folder / "tokenizer_config.json", json.dumps(described))
 
 
 _EXAMPLES, _LIKELIEST = 5, 3

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
@@ -105,7 +105,7 @@ def write_predictions(path: Path, reviews: Sequence[Review], logits: Tensor, nam
     rows.writerow(["label", "predicted", "score", "review"])
     for review, place, score in zip(reviews, best.indices.tolist(), best.values.tolist(), strict=True):
         rows.writerow([review.label, names[place], f"{score:.4f}", review.text])
-    write_whole(path, written.getvalue())
+    atomic_write(path, written.getvalue())
 
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.config_checks import one_of
@@ -180,7 +180,7 @@ def _read_cache(path: Path, key: str) -> str | None:
 
 def _write_cache(path: Path, key: str, tokenizer: str) -> None:
     try:
-        write_whole(path, json.dumps(_sealed(key, tokenizer)))
+        atomic_write(path, json.dumps(_sealed(key, tokenizer)))
     except OSError as error:
         warnings.warn(
             f"the tokenizer cannot be kept in {str(path.parent)!r} ({error.strerror}) and will be trained again next"

@@ -15,10 +15,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from lockstep.checkpoint.folder import step_name
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import RECORD, check_kind, run_of
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.record import run_of
-from lockstep.checkpoint.whole_folder import RECORD
 from lockstep.collectives.communicator import Wish, on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, given_path
