@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from lockstep.errors import DataError
-from lockstep.replicas.device.async_scalars import Arriving
+from lockstep.replicas.device.async_scalars import AsyncScalars
 
-Pending = tuple[Arriving, int]
+Pending = tuple[AsyncScalars, int]
 """Numbers that a device may still be computing, and how many (total, count) pairs they begin with."""
 
 
@@ -64,7 +64,7 @@ class RunningLoss:
         self._count = count
         self._pending: deque[Pending] = deque()
 
-    def add(self, numbers: Arriving, pairs: int) -> None:
+    def add(self, numbers: AsyncScalars, pairs: int) -> None:
         """Adds the sums of one step, or of one update of all replicas.
 
         Args:
@@ -188,7 +188,7 @@ def copy_logs(logs: Mapping[str, float] | None) -> dict[str, float]:
     return logs.fresh_copy() if isinstance(logs, LazyLogs) else dict(logs or {})
 
 
-def batch_logs(loss: LossSoFar, names: Sequence[str], metrics: Arriving) -> dict[str, float]:
+def batch_logs(loss: LossSoFar, names: Sequence[str], metrics: AsyncScalars) -> dict[str, float]:
     """The logs of a batch: a plain dict if every number is known, else LazyLogs.
 
     Args:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
-from lockstep.collectives.communicator import Wish, Workers
+from lockstep.collectives.communicator import Communicator, ControlFlags
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.optim.nonfinite import check_finite
 from lockstep.mirroring.optim.step import StepResult
-from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
+from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
@@ -34,7 +34,7 @@ With two steps queued a GPU never waits for the host. More would gain nothing, a
 
 
 class _Step(NamedTuple):
-    numbers: Arriving
+    numbers: AsyncScalars
     epoch: int
     step: int
 
@@ -45,7 +45,7 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
 
-    def add(self, numbers: Arriving, *, epoch: int, step: int) -> None:
+    def add(self, numbers: AsyncScalars, *, epoch: int, step: int) -> None:
         """Adds a step, and checks the losses of those that have arrived or are ``MOST_AHEAD`` steps behind.
 
         Args:
@@ -107,14 +107,14 @@ class AgreedStop:
         model: its ``stop_training`` is read, and set on all workers once one has asked.
     """
 
-    def __init__(self, workers: Workers, model: Stoppable) -> None:
+    def __init__(self, workers: Communicator, model: Stoppable) -> None:
         self._workers = workers
         self._model = model
-        workers.settle(Wish.STOP)  # left by a fit that failed before it could end
+        workers.clear_flags(ControlFlags.STOP)  # left by a fit that failed before it could end
 
     def after_batch(self) -> bool:
         """Whether to end after this batch. Exchanges nothing."""
-        if self._workers.alone:
+        if self._workers.is_single:
             return self._model.stop_training
         if self.received():
             return True
@@ -123,23 +123,23 @@ class AgreedStop:
 
     def received(self) -> bool:
         """Whether the last exchange brought a worker's wish to stop. Every worker must call it at the same point."""
-        if Wish.STOP not in self._workers.granted:
+        if ControlFlags.STOP not in self._workers.agreed_flags:
             return False
-        self._workers.settle(Wish.STOP)
+        self._workers.clear_flags(ControlFlags.STOP)
         self._model.stop_training = True
         return True
 
     def agreed(self, place: str) -> bool:
         """Whether to end at ``place``, after an exchange if there are several workers. Every worker must call it."""
-        if not self._workers.alone:
+        if not self._workers.is_single:
             self._send()
-            self._workers.exchange(place)
+            self._workers.all_gather_numbers(place)
             self.received()
         return self._model.stop_training
 
     def _send(self) -> None:
         if self._model.stop_training:
-            self._workers.wish(Wish.STOP)
+            self._workers.set_flags(ControlFlags.STOP)
 
 
 class TrainLoop:
@@ -199,7 +199,7 @@ class TrainLoop:
                 self._callbacks.call("on_train_batch_begin", self.batch)
                 clock.start()
                 if self._callbacks.wants_batch_logs():
-                    self._workers.wish(Wish.LOGS)
+                    self._workers.set_flags(ControlFlags.LOGS)
                 due = (self.batch + 1) % self._setup.config.accumulate == 0
                 with naming_step(self.epoch, self.batch + 1), self._watching_loss():
                     if self._graphs is None:
@@ -238,12 +238,12 @@ class TrainLoop:
 
     def _report_batch(self) -> None:
         """Calls ``on_train_batch_end``, with metrics if a callback of some worker wants them."""
-        if self._workers.alone or self.pending:  # with several workers an update has exchanged the wishes already
-            self._workers.exchange("end of a batch")
-        wishes = self._workers.granted
-        names, metrics = self.metrics.begin_compute() if Wish.LOGS in wishes else ([], NO_NUMBERS)
+        if self._workers.is_single or self.pending:  # with several workers an update has exchanged the wishes already
+            self._workers.all_gather_numbers("end of a batch")
+        wishes = self._workers.agreed_flags
+        names, metrics = self.metrics.begin_compute() if ControlFlags.LOGS in wishes else ([], NO_SCALARS)
         self._callbacks.call("on_train_batch_end", self.batch - 1, logs=batch_logs(self.loss.now(), names, metrics))
-        self._workers.settle(wishes & ~Wish.STOP)
+        self._workers.clear_flags(wishes & ~ControlFlags.STOP)
 
     def _finish_cycle(self) -> None:
         """Updates with the gradients of an accumulation cycle that the end of the epoch cut short."""
@@ -256,22 +256,22 @@ class TrainLoop:
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
         """Adds a step to the loss. With several workers only the update has the sums over all replicas."""
-        if self._workers.alone:
+        if self._workers.is_single:
             sums = [number for output in outputs for number in (output.total, output.count)]
         else:
             sums = [] if update is None else [update.total, update.count]
         # The copy to the host starts here. The last number is the update's total, which is checked for NaN.
-        numbers = Arriving([*sums, 0.0 if update is None else update.total], self._strategy.devices[0])
+        numbers = AsyncScalars([*sums, 0.0 if update is None else update.total], self._strategy.devices[0])
         self.loss.add(numbers, pairs=len(sums) // 2)
         self.in_flight.add(numbers, epoch=self.epoch, step=self.batch + bool(outputs))
 
     def _sync_workers(self, rows: int) -> int:
         """At the end of an epoch: compares the weights of the workers, averages buffers, and sums the rows."""
-        if self._workers.alone:
+        if self._workers.is_single:
             return rows
         self._setup.module.compare_weights()
         self._setup.module.exchange_buffers()
-        gathered = self._workers.exchange("end of an epoch", [rows])
+        gathered = self._workers.all_gather_numbers("end of an epoch", [rows])
         self._stop.received()
         return int(sum(each for (each,) in gathered))
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.parallel.vocab_parallel import holds_divided
+from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.strategies.captured import captured_by, state_of
 from lockstep.train.batch import ShardRows, preserving_rng
@@ -177,7 +177,7 @@ class ReplicaLoss:
         """
         sums = _totals(loss, sharded, self._is_mean, shard)
         self._steps += 1
-        if sharded and not holds_divided(shard.outputs):
+        if sharded and not has_sharded_logits(shard.outputs):
             on_cpu = context.device.kind == "CPU"
             if sums.label_means and (on_cpu or self._steps == 1):
                 _check_label_means(loss, sums.label_means, on_cpu)

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.mirroring.partition import Pipelined
-from lockstep.parallel.vocab_parallel import holds_divided, scores_stay_divided
+from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, ShardRows, module_arguments, unpack_inputs, unpack_labelled
 from lockstep.train.compile import Precision, TrainSetup
@@ -87,7 +87,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             if rows or module.has_sync_batchnorm or module.shares_weights:
                 batch = unpack_labelled(item)
                 args, kwargs = module_arguments(batch.x)
-                with setup.precision.autocast(), scores_stay_divided():
+                with setup.precision.autocast(), keep_logits_sharded():
                     outputs = module(*args, **kwargs)
                     total, count = _loss_sums(setup, state, outputs, batch, rows)
                 _update_metrics(state, outputs, batch, rows)
@@ -110,7 +110,7 @@ def _train_in_stages(
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(setup, state, batch)
     setup.module.note_pass()
-    with setup.precision.autocast(), scores_stay_divided():
+    with setup.precision.autocast(), keep_logits_sharded():
         pipeline.train(batch.x, rows, sums.add)
     return sums.total, sums.count
 
@@ -145,11 +145,11 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     batch = unpack_labelled(item)
     if setup.module.pipeline is not None:
         sums = _MicrobatchSums(setup, state, batch)
-        with setup.precision.autocast(), scores_stay_divided():
+        with setup.precision.autocast(), keep_logits_sharded():
             setup.module.pipeline.evaluate(batch.x, rows, sums.add)
         return StepOutput(rows=rows, total=sums.total, count=sums.count)
     args, kwargs = module_arguments(batch.x)
-    with setup.precision.autocast(), scores_stay_divided():
+    with setup.precision.autocast(), keep_logits_sharded():
         outputs = setup.module(*args, **kwargs)
         total, count = _loss_sums(setup, state, outputs, batch, rows)
     _update_metrics(state, outputs, batch, rows)
@@ -229,7 +229,7 @@ def _loss_sums(
 
 def update_metrics_of(state: ReplicaState, outputs: Any, targets: Any) -> None:
     """Updates the metrics of one replica. An error gets a note that names the metric."""
-    sharded = holds_divided(outputs)
+    sharded = has_sharded_logits(outputs)
     for name, metric in state.metrics.items():
         try:
             metric.update(outputs, targets)
@@ -254,7 +254,7 @@ def _check_metrics(state: ReplicaState, shard: ShardRows) -> None:
     context = _context()
     enough = shard.rows >= LEAST_ROWS
     state.metrics_checked = enough or context.device.kind != "CPU"
-    if enough and not holds_divided(shard.outputs) and context.num_replicas_in_sync > 1:
+    if enough and not has_sharded_logits(shard.outputs) and context.num_replicas_in_sync > 1:
         check_metrics_additive(state.metrics, shard, context)
 
 

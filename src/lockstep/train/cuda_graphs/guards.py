@@ -40,7 +40,7 @@ def driver_for(strategy: Strategy) -> DeviceDriver | None:
     driver = driver_of(devices[0])
     if driver is None:
         return None
-    if not strategy.workers.alone:
+    if not strategy.workers.is_single:
         raise NotCapturableError("several workers exchange gradients, and a CUDA graph cannot wait for another process")
     if len({device.physical.name for device in devices}) > 1:
         raise NotCapturableError("the replicas are on several GPUs, and only those of one GPU are captured together")

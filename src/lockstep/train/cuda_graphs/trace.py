@@ -19,10 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.collectives.communicator import caller
+from lockstep.collectives.communicator import call_site
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.device.host_syncs import BesideCompiledCode, HostReads
+from lockstep.replicas.device.host_syncs import BesideCompiledCode, HostSyncs
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 from lockstep.train.cuda_graphs.capture import CarriedState, StepResults, deferring_metrics, tensors
@@ -100,7 +100,7 @@ class StepTrace:
             found = tuple(self._argument(leaf) for leaf in leaves)
             self._inner.update(_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         context = get_replica_context()
-        self._calls[-1 if context is None else context.local_replica].append(OperatorCall(name, found, caller()))
+        self._calls[-1 if context is None else context.local_replica].append(OperatorCall(name, found, call_site()))
 
     def _argument(self, leaf: Any) -> Argument:
         if isinstance(leaf, torch.Tensor):
@@ -155,7 +155,7 @@ class ObservedStep:
         self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *self._carried.now().tensors])
         self._setup.module.align()  # as the run would: what was set on the user's module is no change by the step
         guards, drawn = StepGuards(self._setup, ()), self._host_generators()
-        with deferring_metrics(self._states) as metrics, HostReads() as reads:
+        with deferring_metrics(self._states) as metrics, HostSyncs() as reads:
             found = strategy.run(_traced_step, (self.trace, self._setup, PerReplica(self._states), batch, due))
         self.results = StepResults(strategy.local_results(found), metrics)
         if self._setup.module.is_compiled:
