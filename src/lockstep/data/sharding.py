@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import SINGLE_VALUES, BatchLayout
 from lockstep.data.structure import (
@@ -89,7 +89,7 @@ class LocalRows:
         return self.start + sum(self.sizes)
 
 
-def local_rows(rows: int, workers: Workers) -> LocalRows:
+def local_rows(rows: int, workers: Communicator) -> LocalRows:
     """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
 
     Example:
