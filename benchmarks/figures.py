@@ -10,7 +10,7 @@ from benchmarks.harness import Sample
 from benchmarks.memory import Memory
 from benchmarks.trial import Contender
 from lockstep.errors import DataError
-from lockstep.scaling.figures import percentile
+from lockstep.scaling.runner import percentile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from benchmarks.figures import Figures
 from benchmarks.harness import Absence
 from benchmarks.targets import Target, targets_of
 from benchmarks.trial import Workload
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 from lockstep.scaling.machine import Machine
 
 _HEADINGS = (

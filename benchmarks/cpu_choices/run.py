@@ -15,7 +15,7 @@ from benchmarks.markdown import Conditions, head, settings_list
 from benchmarks.trial import Workload
 from benchmarks.workloads import find_workload
 from lockstep.atomic_files import atomic_write
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 
 _HEADINGS = ("choice", "step ms", "p10", "p90", "ratio", "CPU ms", "exchange + update", "peak MB", "loss")
 _LEGEND = """\

@@ -10,7 +10,7 @@ from benchmarks.gpu.floors import DeviceFacts
 from benchmarks.gpu.setting import DeviceType, Pace
 from benchmarks.gpu.suite import SuiteOutcome
 from benchmarks.gpu.work import precision_of
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 from lockstep.scaling.machine import Machine
 
 _HEADINGS = (

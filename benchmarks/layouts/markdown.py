@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.layouts.measure import WorkerMemory
 from benchmarks.layouts.roster import LayoutWork, MeasuredLayout
 from lockstep.plan.memory import Memory
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 from lockstep.scaling.machine import Machine
 
 _HEADINGS = (

@@ -9,7 +9,7 @@ from statistics import median
 from benchmarks.markdown import Conditions, head
 from benchmarks.memory_choices.measure import Measured
 from benchmarks.memory_choices.roster import FULL, Choice, ReviewsWork
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 
 _HEADINGS = ("choice", "trained", "weights MB", "optimizer MB", "peak MB", "of full", "step ms", "step of full")
 

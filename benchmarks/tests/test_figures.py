@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.figures import best_rival, figures_of, paired_ratio
 from lockstep.errors import DataError
-from lockstep.scaling.figures import percentile
+from lockstep.scaling.runner import percentile
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (90, 4.6), (100, 5.0)])

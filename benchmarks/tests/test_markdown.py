@@ -8,7 +8,7 @@ from benchmarks.efficiency import Efficiency
 from benchmarks.harness import Absence
 from benchmarks.markdown import WorkloadResult, render
 from benchmarks.workloads import WORKLOADS
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 
 
 @pytest.fixture

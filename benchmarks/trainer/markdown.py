@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.figures import Figures
 from benchmarks.markdown import Conditions, head, settings_list, target_table
 from benchmarks.targets import Target
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 
 _HEADINGS = ("contender", "step ms", "p10", "p90", "ratio", "CPU ms", "first step s", "peak MB", "loss", "parameters")
 

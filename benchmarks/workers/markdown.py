@@ -10,7 +10,7 @@ from benchmarks.harness import Absence
 from benchmarks.markdown import Conditions, head, settings_list
 from benchmarks.trial import Workload
 from benchmarks.workers.figures import Comparison, Row
-from lockstep.report.table import markdown_table
+from lockstep.report import markdown_table
 
 Place = Literal["one host", "two hosts"]
 

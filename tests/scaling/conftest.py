@@ -18,14 +18,10 @@ from PIL import Image
 
 from lockstep.config.devices import LogicalDevice, PhysicalDevice
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.scaling.figures import rows_of
 from lockstep.scaling.machine import Machine
-from lockstep.scaling.parts import StepTimes
-from lockstep.scaling.plan import Configuration, Hardware, plan
-from lockstep.scaling.rounds import Sample
-from lockstep.scaling.run import ScalingResult
-from lockstep.scaling.settings import ScalingSettings
-from lockstep.scaling.training import Record
+from lockstep.scaling.measure import Record, StepTimes
+from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, plan
+from lockstep.scaling.runner import Sample, ScalingResult, rows_of
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -48,9 +44,7 @@ frame.addEventListener("load", () => {
     tables: all("table").map((t) => [...t.rows].map((row) => [...row.cells].map(text))),
     alignments: all("tbody td:not(.words)").map((c) => frame.contentWindow.getComputedStyle(c).textAlign),
     figures: Object.fromEntries(all("figure").map((f) => [f.id, box(f)])),
-    shapes: all("svg polyline, .fill").map(box),
-    pieces: all("#plot-parts .track").map((t) => [...t.children].map((p) => box(p)[0])),
-    tracks: all("#plot-parts .track").map((t) => box(t)[0]),
+    plotted: all("svg text").map(text),
     text: text(page.body),
   });
 });

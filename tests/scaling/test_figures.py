@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.scaling.figures import epoch_s, examples_per_s, rows_of, speed_up
-from lockstep.scaling.rounds import Sample, check_data
+from lockstep.scaling.runner import Sample, check_data, epoch_s, examples_per_s, rows_of, speed_up
 
 
 def sample(make, configuration, record, index: int = 0) -> Sample:

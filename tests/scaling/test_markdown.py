@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lockstep.scaling.markdown import render_markdown, terminal_tables
+from lockstep.scaling.report import render_markdown, terminal_tables
 
 
 def test_every_row_and_what_it_rests_on_is_in_the_tables(make):

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.scaling.plan import Hardware, largest_batch, plan
-from lockstep.scaling.settings import ScalingSettings
+from lockstep.scaling.plan import Hardware, ScalingSettings, largest_batch, plan
 
 
 def test_the_rows_of_workload_b_in_order(make):

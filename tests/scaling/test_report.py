@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.scaling.markdown import render_markdown
-from lockstep.scaling.page import render_page
-from lockstep.scaling.report import report_files, write_scaling_report
+from lockstep.scaling.report import render_markdown, render_page, report_files, write_scaling_report
 
 
 def test_three_files_are_named_by_date_recipe_and_devices(make, tmp_path: Path):

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
-from lockstep.scaling.parts import PARTS
-from lockstep.scaling.training import measure
-from lockstep.scaling.works import Work
+from lockstep.scaling.measure import PARTS, measure
+from lockstep.scaling.recipes import Work
 
 ROWS, BATCH = 22, 8  # two full batches and one of 6 rows: 2, 2, 2 and 0 on four replicas
 

@@ -14,16 +14,16 @@ import pytest
 
 from lockstep.errors import DataError
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.scaling.settings import ScalingSettings
-from lockstep.scaling.trial import Trial, run_trial
+from lockstep.scaling.plan import ScalingSettings
+from lockstep.scaling.runner import Trial, run_trial
 
 LIMIT_S = 150  # it first imports, for 60 s where the machine is very busy
 ASK = """
 import multiprocessing
 import threading
 from lockstep.scaling.plan import Hardware, plan
-from lockstep.scaling.settings import ScalingSettings
-from lockstep.scaling.trial import Trial, run_trial
+from lockstep.scaling.plan import ScalingSettings
+from lockstep.scaling.runner import Trial, run_trial
 from lockstep.config import list_logical_devices
 from lockstep.recipes.images.config import ImagesConfig
 

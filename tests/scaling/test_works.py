@@ -9,9 +9,9 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.scaling.run import command_of
-from lockstep.scaling.settings import ScalingSettings
-from lockstep.scaling.works import RECIPES, build_work, find_recipe
+from lockstep.scaling.plan import ScalingSettings
+from lockstep.scaling.recipes import RECIPES, build_work, find_recipe
+from lockstep.scaling.runner import command_of
 
 SMALL = ImagesConfig(width_multiplier=0.1, size=32, workers=0)
 

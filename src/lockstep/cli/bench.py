@@ -19,12 +19,10 @@ from lockstep.cli.flags import config_parameters
 from lockstep.cli.output import check_file, check_folder
 from lockstep.config import list_physical_devices
 from lockstep.extras import require
-from lockstep.scaling.markdown import terminal_tables
-from lockstep.scaling.report import report_files, write_scaling_report
-from lockstep.scaling.rounds import Sample
-from lockstep.scaling.run import measure_scaling
-from lockstep.scaling.settings import ScalingSettings, parse_replicas, usual_replicas
-from lockstep.scaling.works import RECIPES, Recipe
+from lockstep.scaling.plan import ScalingSettings, parse_replicas, usual_replicas
+from lockstep.scaling.recipes import RECIPES, Recipe
+from lockstep.scaling.report import report_files, terminal_tables, write_scaling_report
+from lockstep.scaling.runner import Sample, measure_scaling
 
 BENCH_EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4"
 
@@ -110,7 +108,8 @@ def _scaling_app() -> typer.Typer:
 
 def _measure(recipe: Recipe, config: Any, replicas: str | None, steps: dict[str, Any], places: _Places) -> int:
     # What would fail at the end fails now:
-    require("jinja2", "plots")
+    for package in ("jinja2", "matplotlib"):
+        require(package, "plots")
     usual = "gpu" if list_physical_devices("GPU") else "cpu:2"
     devices = usual if places.devices is None else places.devices
     logical = take_devices(devices)

@@ -17,10 +17,15 @@ from lockstep.extras import require
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.parallel.pipeline_trace import textbook_bubble
 from lockstep.scaling.machine import this_machine
-from lockstep.scaling.pipeline.report import pipeline_files, terminal_table, write_pipeline_report
-from lockstep.scaling.pipeline.run import measure_pipeline
-from lockstep.scaling.pipeline.settings import PipelineSettings, parse_schedules
-from lockstep.scaling.pipeline.trial import Sample
+from lockstep.scaling.schedules import (
+    PipelineSettings,
+    Sample,
+    measure_pipeline,
+    parse_schedules,
+    pipeline_files,
+    terminal_table,
+    write_pipeline_report,
+)
 
 EXAMPLE = "Example: lockstep bench pipeline --workers 2 --schedules 1f1b,zero_bubble"
 

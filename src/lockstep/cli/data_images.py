@@ -14,7 +14,7 @@ from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.dataset import PictureSummary, summarize_pictures
 from lockstep.recipes.images.folder import write_digits
 from lockstep.recipes.images.pixels import said_size
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 _BROKEN_SHOWN = 10
 _SIDE = 224

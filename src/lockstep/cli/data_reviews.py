@@ -12,7 +12,7 @@ import typer
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.dataset import Review, ReviewParts, ReviewTable
 from lockstep.recipes.reviews.train import class_names, divide_table, read_table
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 CsvFlag = Annotated[
     Path | None,

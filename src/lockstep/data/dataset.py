@@ -1,4 +1,4 @@
-"""Distributed datasets: any iterable of batches, as batches with one value per replica, on that replica's device.
+"""DistributedIterable datasets: any iterable of batches, as batches with one value per replica, on that replica's device.
 
 ``DistributedDataset`` divides global batches. ``PerReplicaDataset`` takes batches that a function made per replica.
 Both can be iterated many times, and are read ahead where that changes nothing. An iteration is a chain:

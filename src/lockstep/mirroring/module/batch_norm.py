@@ -1,8 +1,9 @@
-"""A shard of one row, or of none, passes through a module's batch norms.
+"""Batch norm in replicas: synchronised over all of them, and safe on a shard of one row.
 
-torch's batch norm refuses a training batch with a single value per channel, which has no variance. On one device the
-last rows of the data are together; divided among replicas one of them may be alone. It is normalised by the running
-statistics then and leaves them alone; so does, in torch itself, a shard without rows.
+``convert_sync_batch_norm`` has the batch norms of a module sum their statistics over all replicas (two all-reduces: of
+sums and counts, then of centred squares). ``guard_single_row`` is for the others: torch's batch norm refuses a training
+batch with one value per channel, which a replica may get where one device has more. Such a shard is normalised by the
+running statistics and does not change them, as torch does for a shard without rows.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 
 class SyncBatchNorm:
-    """A batch norm whose statistics are those of the global batch; outside a replica, what it was before.
+    """Mixin of a batch norm whose statistics in training are those of the global batch.
 
-    It stands before the module's own class in a class made by ``synchronised``. In training every replica must call
-    it, those with an empty shard too.
+    ``synchronised`` puts it before the module's own class. Outside replicas the module works as before. In training
+    every replica must call it, also with an empty shard.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward with the statistics of all replicas.
 
         Raises:
-            ConfigError: its own forward takes no statistics by ``torch.nn.functional.batch_norm``, or not those of all
-                its input.
+            ConfigError: its own forward does not call ``torch.nn.functional.batch_norm``, or calls it on a part of its
+                input.
         """
         module: Any = self
         context = get_replica_context()
@@ -62,7 +63,7 @@ class SyncBatchNorm:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its class has no name to be found by: a pickle has the one that it was made from.
+        # pickle cannot find a class made at run time: it is given the class that this was made from.
         reduced: Any = super().__reduce_ex__(max(2, protocol))
         make, args, *rest = reduced
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -71,12 +72,12 @@ class SyncBatchNorm:
 
 
 class _StatisticsOfAll(TorchFunctionMode):
-    """Within, batch norm in training takes the statistics of all replicas.
+    """Inside, batch norm in training takes the statistics of all replicas.
 
     Args:
         context: of the calling replica.
         module: the batch norm.
-        given: the tensor that it was called with.
+        given: the tensor that the module was called with.
 
     Attributes:
         called: whether batch norm was called.
@@ -132,7 +133,7 @@ class _StatisticsOfAll(TorchFunctionMode):
         shape = [1, -1] + [1] * (input.dim() - 2)
         # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too.
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        # One meeting for the sum and the count, another for the centred squares; both are differentiable.
+        # One all-reduce for sums and counts, another for centred squares; both are differentiable.
         sums = exact.sum(dims)
         rows = sums.new_full((1,), input.numel() / input.shape[1])
         total = self._context.all_reduce("sum", torch.cat([sums, rows]))
@@ -158,7 +159,7 @@ class _StatisticsOfAll(TorchFunctionMode):
         return output.to(input.dtype)
 
     def _check_whole(self, input: torch.Tensor) -> None:
-        """Statistics of a part of a shard are not those of the same part of the global batch."""
+        """Raises ConfigError for a part of the input, whose rows may be others than on one device."""
         channels = self._module.num_features
         if self._given is None or (input.numel() == self._given.numel() and input.shape[1] == channels):
             return
@@ -170,7 +171,7 @@ class _StatisticsOfAll(TorchFunctionMode):
 
 
 class RefusingOtherBatchNorms(TorchFunctionMode):
-    """Within, batch statistics that only one replica's shard would give are refused.
+    """Inside, batch statistics of one replica's shard are refused.
 
     Raises:
         ConfigError: ``torch.nn.functional.batch_norm`` was called in training outside a synchronised batch norm.
@@ -199,11 +200,12 @@ def synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 def convert_sync_batch_norm(module: nn.Module, kind: type[_BatchNorm] = _BatchNorm) -> nn.Module:
     """Has every batch norm inside ``module`` take its statistics over all replicas. In place.
 
-    Each stays the object that it is, of a subclass of its class: parameters, buffers, hooks and keys stay too.
+    Each batch norm stays the same object with the same parameters, buffers, hooks and keys; its class becomes a
+    subclass of its class.
 
     Args:
-        module: any; returned.
-        kind: only instances of this class.
+        module: any module; it is returned.
+        kind: convert instances of this class only.
 
     Raises:
         ConfigError: a batch norm whose forward was replaced on the object.
@@ -222,19 +224,19 @@ def convert_sync_batch_norm(module: nn.Module, kind: type[_BatchNorm] = _BatchNo
 
 
 def has_sync_batch_norm(module: nn.Module) -> bool:
-    """Whether running ``module`` in training is a collective."""
+    """Whether ``module`` has a synchronised batch norm, so that every replica must run it in training."""
     return any(isinstance(part, SyncBatchNorm) for part in module.modules())
 
 
 def _own_class(kind: type) -> type[_BatchNorm]:
-    """What a synchronised class was made from."""
+    """The class that a synchronised class was made from."""
     own: type[_BatchNorm] = kind.__mro__[kind.__mro__.index(SyncBatchNorm) + 1]
     return own
 
 
 def _own_forward(kind: type) -> Callable[..., Any]:
     own = _own_class(kind)
-    # torch's own asks the process groups of torch.distributed, whose replicas are others.
+    # torch.nn.SyncBatchNorm.forward would use process groups of torch.distributed.
     return _BatchNorm.forward if own is nn.SyncBatchNorm else own.forward
 
 
@@ -250,7 +252,7 @@ def _track(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -
 
 
 def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
-    """What to run ``module`` in: nothing special, or the guard if its inputs have one row and it has batch norms."""
+    """A context to run ``module`` in: guards batch norms if all inputs have one row, and does nothing otherwise."""
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)

@@ -9,11 +9,12 @@ parts come from further steps, in which every replica waits for its stream after
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,13 +24,107 @@ from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.optim.step import StepResult, Totals
+from lockstep.mirroring.optim.step import StepResult, Totals, UpdateTimes
 from lockstep.replicas.context import get_replica_context
-from lockstep.scaling.parts import ReplicaMarks, StepTimes, step_times
-from lockstep.scaling.works import Batches, Work
+from lockstep.scaling.recipes import Batches, Work
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import call_module, unpack_labelled
+from lockstep.train.batch import module_arguments, unpack_labelled
 from lockstep.train.loss import loss_sums, no_examples
+
+PARTS = ("input", "forward", "backward", "exchange", "update", "waiting", "other")
+"""The parts of a step, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMarks:
+    """Moments of one replica's step, in seconds of ``time.perf_counter()``.
+
+    Args:
+        began_s: the step function was entered.
+        forward_s: the loss of the shard was there.
+        backward_s: its gradients were.
+        settled_s: the update was done and the gradients cleared.
+    """
+
+    began_s: float
+    forward_s: float
+    backward_s: float
+    settled_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Milliseconds of one step; all but the step and the input are means over the replicas.
+
+    Args:
+        step: from the end of the step before to the end of this one.
+        input: until the next global batch was there, divided and on its devices.
+        forward: the module and its loss.
+        backward: the gradients.
+        exchange: summing gradients over the replicas.
+        update: dividing, updating, clearing the gradients.
+        waiting: for other replicas: for a turn where they share cores, for the slowest at the update, for its end.
+            What the slowest itself spends on a meeting is not waiting.
+        other: what is left: starting the replicas, their meetings, and collecting what they return.
+    """
+
+    step: float
+    input: float
+    forward: float
+    backward: float
+    exchange: float
+    update: float
+    waiting: float
+    other: float
+
+
+def step_times(
+    *,
+    asked_s: float,
+    given_s: float,
+    ended_s: float,
+    replicas: Sequence[ReplicaMarks],
+    updates: Sequence[UpdateTimes | None],
+) -> StepTimes:
+    """The times of a step.
+
+    Args:
+        asked_s: the end of the step before, when the next batch was asked for.
+        given_s: the batch was there.
+        ended_s: all replicas had returned.
+        replicas: one item per replica.
+        updates: likewise; None for an update that was skipped.
+    """
+    done = [times for times in updates if times is not None]
+    spent = {
+        "input": given_s - asked_s,
+        "forward": fmean(marks.forward_s - marks.began_s for marks in replicas),
+        "backward": fmean(marks.backward_s - marks.forward_s for marks in replicas),
+        "exchange": fmean(times.exchange_s if times else 0.0 for times in updates),
+        "update": fmean(map(_update_s, replicas, updates)),
+        "waiting": _longer_than_the_shortest([marks.began_s for marks in replicas])
+        + _longer_than_the_shortest([times.opened_s - times.arrived_s for times in done])
+        + _longer_than_the_shortest([times.closed_s - times.updated_s for times in done]),
+    }
+    step_s = ended_s - asked_s
+    spent["other"] = step_s - sum(spent.values())
+    return StepTimes(step=1000 * step_s, **{part: 1000 * seconds for part, seconds in spent.items()})
+
+
+def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """The mean of each part; they add up to the mean step."""
+    return StepTimes(**{name: fmean(getattr(step, name) for step in steps) for name in ("step", *PARTS)})
+
+
+def _longer_than_the_shortest(seconds: Sequence[float]) -> float:
+    """The mean of what each spends beyond the one that spends least, which waits for nobody."""
+    return fmean(seconds) - min(seconds) if seconds else 0.0
+
+
+def _update_s(marks: ReplicaMarks, times: UpdateTimes | None) -> float:
+    """With what comes after: clearing the gradients, and on a GPU that was waited for, the rest of its work."""
+    return 0.0 if times is None else times.update_s + (marks.settled_s - times.closed_s)
+
 
 GPU_PROFILED_STEPS = 8
 
@@ -172,7 +267,8 @@ def train_shard(
     # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
     if rows or module.has_sync_batchnorm:
         batch = unpack_labelled(item)
-        outputs = call_module(module, batch.x)
+        args, kwargs = module_arguments(batch.x)
+        outputs = module(*args, **kwargs)
         total, counted = loss_sums(work.loss(outputs, batch.y), rows) if rows else no_examples(outputs)
     forward_s = _now(settle)
     if isinstance(total, Tensor):

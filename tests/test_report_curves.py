@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report.curves import draw_curves
+from lockstep.report import draw_curves
 
 HISTORY = {
     "loss": [2.0, 1.5],

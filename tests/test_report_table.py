@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.report.table import epochs_table, history_columns, metrics_line, text_table
+from lockstep.report import epochs_table, history_columns, metrics_line, text_table
 from lockstep.train.logs import EpochTiming, History
 
 
