@@ -1,4 +1,4 @@
-"""DistributedIterable datasets: any iterable of batches, as batches with one value per replica, on that replica's device.
+"""Distributed datasets: any iterable of batches, as batches with one value per replica, on that replica's device.
 
 ``DistributedDataset`` divides global batches. ``PerReplicaDataset`` takes batches that a function made per replica.
 Both can be iterated many times, and are read ahead where that changes nothing. An iteration is a chain:
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lockstep.collectives.communicator import OneWorker, Workers
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
@@ -200,7 +200,7 @@ class DistributedDataset(DistributedIterable):
         dataset: Iterable[Any],
         devices: Sequence[LogicalDevice],
         *,
-        workers: Workers | None = None,
+        workers: Communicator | None = None,
         shard: Shard = "batch",
         prefetch: int | None = None,
         lists: Lists = "auto",
@@ -208,12 +208,12 @@ class DistributedDataset(DistributedIterable):
     ) -> None:
         if shard not in get_args(Shard):
             raise ConfigError(f'shard={shard!r} is unknown; choose "batch", "file" or "off"')
-        workers = workers or OneWorker(len(devices))
+        workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
         layout = BatchLayout.of(source, lists, items=items)
         reader: Reader
         sync: WorkerSync
-        if shard == "batch" and not workers.alone:
+        if shard == "batch" and not workers.is_single:
             reader = _global_reader(source, workers, layout)
             sync = SameDataSync(workers, source, lambda: reader.generators)
         else:
@@ -242,11 +242,11 @@ class PerReplicaDataset(DistributedIterable):
         fn: Callable[[InputContext], Iterable[Any]],
         devices: Sequence[LogicalDevice],
         *,
-        workers: Workers | None = None,
+        workers: Communicator | None = None,
         prefetch: int | None = None,
         lists: Lists = "auto",
     ) -> None:
-        workers = workers or OneWorker(len(devices))
+        workers = workers or SingleWorkerCommunicator(len(devices))
         context = InputContext(
             num_input_pipelines=workers.size,
             input_pipeline_id=workers.index,
@@ -257,7 +257,7 @@ class PerReplicaDataset(DistributedIterable):
         super().__init__(reader, _own_data_sync(reader, workers), devices, prefetch=prefetch)
 
 
-def _global_reader(dataset: Iterable[Any], workers: Workers, layout: BatchLayout) -> Reader:
+def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:
     if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
         raise DataError(
             "received a DataLoader with a DistributedSampler, which takes one worker's part of the data already; give "
@@ -272,8 +272,8 @@ def _all_rows(replicas: int, rows: int) -> LocalRows:
     return LocalRows(start=0, sizes=shard_sizes(rows, replicas))
 
 
-def _own_data_sync(reader: Reader, workers: Workers) -> WorkerSync:
-    return NoSync() if workers.alone else OwnDataSync(workers, reader.length)
+def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:
+    return NoSync() if workers.is_single else OwnDataSync(workers, reader.length)
 
 
 @runtime_checkable

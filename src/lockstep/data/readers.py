@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
 from lockstep.data.prefetch import SKIPPED
 from lockstep.data.resume import all_generators, check_skip, sampling_generators, skip_first
@@ -196,7 +196,7 @@ class IndexShardedReader(Reader):
         layout: the layout of its batches.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Workers, layout: BatchLayout) -> None:
+    def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
         super().__init__(loader, layout)
         self._loader = loader
         self._generator = torch.Generator()  # what loading the rows draws from
@@ -274,7 +274,7 @@ class _ShardSampler:
         latest: the iteration that was begun last.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Workers, generator: torch.Generator) -> None:
+    def __init__(self, loader: DataLoader[Any], workers: Communicator, generator: torch.Generator) -> None:
         self._loader = loader
         self._workers = workers
         self._generator = generator
@@ -295,7 +295,7 @@ class _ShardSampler:
 class _ShardIndices:
     """The indices of this worker's rows, batch after batch, read in the order in which the batches are loaded."""
 
-    def __init__(self, batches: Iterator[Sequence[Any]], workers: Workers, skip: int) -> None:
+    def __init__(self, batches: Iterator[Sequence[Any]], workers: Communicator, skip: int) -> None:
         self._batches = batches
         self._workers = workers
         self._skip = skip

@@ -29,7 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.data.resume import check_skip, skip_first
 from lockstep.errors import DataError
 
@@ -183,7 +183,7 @@ class _Counted(Protocol):
     def num_shards(self) -> int: ...
 
 
-def shard_files(dataset: Iterable[Any], workers: Workers) -> Iterable[Any]:
+def shard_files(dataset: Iterable[Any], workers: Communicator) -> Iterable[Any]:
     """Returns this worker's files of the data, for ``shard="file"``. Batches are then made of them alone.
 
     Args:
@@ -215,7 +215,7 @@ def shard_files(dataset: Iterable[Any], workers: Workers) -> Iterable[Any]:
     )
 
 
-def _own_part(dataset: Any, workers: Workers) -> Any:
+def _own_part(dataset: Any, workers: Communicator) -> Any:
     if not isinstance(dataset, _Shardable):
         _refuse(f"{type(dataset).__name__} has no shard(num_shards=, index=)")
     if isinstance(dataset, _Counted) and dataset.num_shards < workers.size:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.readers import CheckedBatch, ToDevices
@@ -72,7 +72,7 @@ class SameDataSync(WorkerSync):
     """
 
     def __init__(
-        self, workers: Workers, dataset: Iterable[Any], generators: Callable[[], Sequence[torch.Generator]]
+        self, workers: Communicator, dataset: Iterable[Any], generators: Callable[[], Sequence[torch.Generator]]
     ) -> None:
         self._workers = workers
         self._dataset = dataset
@@ -96,9 +96,11 @@ class OwnDataSync(WorkerSync):
         length: the number of this worker's batches, or None if it is unknown.
     """
 
-    def __init__(self, workers: Workers, length: int | None) -> None:
+    def __init__(self, workers: Communicator, length: int | None) -> None:
         self._workers = workers
-        lengths = [each for (each,) in workers.exchange("the lengths of the workers' own data", (_known(length),))]
+        lengths = [
+            each for (each,) in workers.all_gather_numbers("the lengths of the workers' own data", (_known(length),))
+        ]
         self._longest = None if _UNKNOWN in lengths else int(max(lengths))
 
     def begin(self) -> None:
@@ -112,7 +114,7 @@ class OwnDataSync(WorkerSync):
         return self._longest
 
 
-def start_together(workers: Workers, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
+def start_together(workers: Communicator, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
     """Compares the data of all workers, and gives their generators the chief's states. Every worker must call it.
 
     Args:
@@ -124,9 +126,9 @@ def start_together(workers: Workers, dataset: Iterable[Any], generators: Sequenc
         ClusterError: a worker's data has another length, or other generators, than the chief's.
     """
     lengths = (_known(batches_in(dataset)), _known(_examples(dataset)), len(generators))
-    _check_equal([[int(each) for each in row] for row in workers.exchange(_BEGIN, lengths)], workers.names)
+    _check_equal([[int(each) for each in row] for row in workers.all_gather_numbers(_BEGIN, lengths)], workers.names)
     states = [default_state(), *(generator.get_state() for generator in generators)] if workers.is_chief else []
-    default, *others = exchange_values(workers, f"{_BEGIN}: the chief's generators", states)[0]
+    default, *others = all_gather_object(workers, f"{_BEGIN}: the chief's generators", states)[0]
     if not workers.is_chief:
         set_default_state(default)
         for generator, state in zip(generators, others, strict=True):
@@ -163,7 +165,7 @@ def _shown(value: int) -> str:
 class _ComparedBatches:
     """Batches whose digests are compared between the workers, and which must end on all workers together."""
 
-    def __init__(self, batches: ClosableIterator[CheckedBatch], workers: Workers) -> None:
+    def __init__(self, batches: ClosableIterator[CheckedBatch], workers: Communicator) -> None:
         self._batches = batches
         self._workers = workers
         self._taken = 0
@@ -175,14 +177,14 @@ class _ComparedBatches:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        self._workers.doing(f"the wait for batch {self._taken} of its data")
+        self._workers.set_status(f"the wait for batch {self._taken} of its data")
         checked = next(self._batches, None)
         if checked is None:
             self._ended = True
-            self._workers.exchange(f"the end of the data, after {self._taken} global batches")
+            self._workers.all_gather_numbers(f"the end of the data, after {self._taken} global batches")
             raise StopIteration
         self._taken += 1
-        self._workers.attach(checked.digest)
+        self._workers.add_digest(checked.digest)
         return checked.batch
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class _ComparedBatches:
 class _PaddedBatches:
     """This worker's batches, then empty batches while other workers still have some."""
 
-    def __init__(self, batches: ClosableIterator[Any], workers: Workers, to_devices: ToDevices) -> None:
+    def __init__(self, batches: ClosableIterator[Any], workers: Communicator, to_devices: ToDevices) -> None:
         self._batches = batches
         self._workers = workers
         self._to_devices = to_devices
@@ -209,7 +211,7 @@ class _PaddedBatches:
         if self._all_ended:
             raise StopIteration
         batch = self._read()
-        answers = self._workers.exchange(
+        answers = self._workers.all_gather_numbers(
             "the next batch of the workers' own data", (not self._ended, self._empty is not None)
         )
         if not any(has for has, _ in answers):
@@ -228,7 +230,7 @@ class _PaddedBatches:
     def _read(self) -> Any:
         if self._ended:
             return None
-        self._workers.doing(f"the wait for batch {self._taken} of its own data")
+        self._workers.set_status(f"the wait for batch {self._taken} of its own data")
         batch = next(self._batches, None)
         self._ended = batch is None
         if batch is not None and self._empty is None:
@@ -238,7 +240,7 @@ class _PaddedBatches:
     def _share_structure(self, sender: int) -> None:
         """Sends one worker's empty batch to the workers that never had a batch."""
         payload = _to_json(self._empty) if sender == self._workers.index else b""
-        payloads = self._workers.exchange_bytes("the structure of a batch", payload)
+        payloads = self._workers.all_gather_bytes("the structure of a batch", payload)
         if self._empty is None:
             replicas = self._workers.replicas[self._workers.index]
             empty = _decoded(json.loads(payloads[sender]))
