@@ -39,7 +39,6 @@ def test_extrapolated_epochs_are_called_so(make):
     assert "extrapolated where the table says so" not in render_page(make.result(steps_an_epoch=2))
 
 
-@pytest.mark.slow
 def test_a_browser_shows_every_number_and_all_plots(make, browse):
     result = make.result()
     shown = browse(render_page(result), width=1400)
@@ -67,7 +66,6 @@ def assert_stacked_as_long_as_the_times(seen, rows):
         assert pieces == pytest.approx(expected, abs=0.1)
 
 
-@pytest.mark.slow
 def test_a_narrow_window_shows_the_same_and_nothing_sticks_out(make, browse):
     result = make.result()
     shown = browse(render_page(result), width=400, dark=True)
@@ -78,7 +76,6 @@ def test_a_narrow_window_shows_the_same_and_nothing_sticks_out(make, browse):
     assert min(min(box) for box in shown.seen["figures"].values()) > 50
 
 
-@pytest.mark.slow
 def test_a_browser_refuses_what_the_page_would_ask_for(make, browse):
     tampered = render_page(make.result()).replace("</main>", '<img src="https://example.invalid/a.png"></main>')
 
