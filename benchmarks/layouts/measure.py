@@ -16,8 +16,8 @@ from torch import Tensor
 
 import lockstep as ls
 from benchmarks.layouts.roster import LayoutWork, MeasuredLayout
-from lockstep.collectives.communicator import Workers
-from lockstep.collectives.mesh_communicator import GridWorkers
+from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.mesh_communicator import MeshCommunicator
 from lockstep.extras import require
 from lockstep.replicas.cpu.linear import linear
 from lockstep.replicas.cpu.memory import (
@@ -119,9 +119,9 @@ def _batches(work: LayoutWork, steps: int) -> list[tuple[dict[str, Tensor], Tens
     return [({"input_ids": words}, words.roll(-1, 1)) for words in found]
 
 
-def _everyones(workers: Workers, own: WorkerMemory) -> list[tuple[float, ...]]:
-    job = workers.everyone if isinstance(workers, GridWorkers) else workers
-    return job.exchange("memory", list(vars(own).values()))
+def _everyones(workers: Communicator, own: WorkerMemory) -> list[tuple[float, ...]]:
+    job = workers.processes if isinstance(workers, MeshCommunicator) else workers
+    return job.all_gather_numbers("memory", list(vars(own).values()))
 
 
 def _mb(tensors: Iterator[Any]) -> float:

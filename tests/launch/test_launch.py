@@ -254,10 +254,10 @@ def work():
     strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"])
     if strategy.workers.index == 1:
         pathlib.Path("worker-1").write_text(str(os.getpid()))
-    strategy.workers.exchange("both are here")
+    strategy.workers.all_gather_numbers("both are here")
     if strategy.workers.index == 0:
         next(iter(DataLoader(Stuck(), num_workers=1)))
-    strategy.workers.exchange("the other never comes")
+    strategy.workers.all_gather_numbers("the other never comes")
 ls.launch(work, workers=2)
 """
 

@@ -90,7 +90,7 @@ def told() -> list[list[str | None]]:
     strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(lost_after_s=60))
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCKSTEP_OWN_GPUS")
     own = json.dumps([os.environ.get(name) for name in names])
-    every = strategy.workers.exchange_bytes("what was shown", own.encode())
+    every = strategy.workers.all_gather_bytes("what was shown", own.encode())
     strategy.close()
     return [json.loads(each) for each in every]
 

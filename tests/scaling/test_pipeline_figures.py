@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES
-from lockstep.parallel.pipeline_trace import Action, Orders, Slot, Timetable, timetable
+from lockstep.parallel.pipeline_trace import Action, Orders, PipelineTrace, Slot, simulate
 from lockstep.scaling.machine import Machine
 from lockstep.scaling.schedules import (
     PipelineResult,
@@ -31,16 +31,16 @@ ORDERS: Orders = [
 ]
 
 
-def late(table: Timetable, by: float) -> Timetable:
+def late(table: PipelineTrace, by: float) -> PipelineTrace:
     """The same with the first worker's last action ``by`` longer."""
     first, second = table.workers
     *slots, last = first
-    return Timetable(workers=((*slots, Slot(action=last.action, begin=last.begin, end=last.end + by)), second))
+    return PipelineTrace(workers=((*slots, Slot(action=last.action, begin=last.begin, end=last.end + by)), second))
 
 
 @pytest.fixture
 def result() -> PipelineResult:
-    usual = timetable(ORDERS)
+    usual = simulate(ORDERS)
     samples = (
         Sample(schedule="1f1b", round=0, steps=(usual, usual)),
         Sample(schedule="1f1b", round=1, steps=(late(usual, 9.0), late(usual, 9.0), usual)),
@@ -68,7 +68,7 @@ def test_the_measured_share_is_beside_those_of_theory(result: PipelineResult):
     assert row.highest == pytest.approx(1 - 21 / 36)  # the longer one: 9 more of 18, and one worker waits for it
     assert (row.step_ms, row.busy_ms) == (pytest.approx(9000), pytest.approx(6000))
     # The first stage's backward passes took 2, 2, 2, 2, 2 and 2, 2, 2, 11, 11, on average 3.8.
-    expected = timetable(ORDERS, lambda each: {"forward": 1.0}.get(each.kind, (3.8, 2.0)[each.stage]))
+    expected = simulate(ORDERS, lambda each: {"forward": 1.0}.get(each.kind, (3.8, 2.0)[each.stage]))
     assert row.with_costs == pytest.approx(expected.bubble)
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.parallel.pipeline_trace import Action, Slot, Timetable
+from lockstep.parallel.pipeline_trace import Action, PipelineTrace, Slot
 from lockstep.scaling.schedule_plot import Scale, draw_timetable, draw_timetables
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -16,7 +16,7 @@ def slot(kind: str, stage: int, microbatch: int, begin: float, end: float) -> Sl
     return Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)  # type: ignore[arg-type]
 
 
-TABLE = Timetable(
+TABLE = PipelineTrace(
     workers=(
         (slot("forward", 0, 0, 10.0, 11.0), slot("backward", 0, 0, 14.0, 16.0)),
         (slot("forward", 1, 0, 11.0, 12.0), slot("backward", 1, 0, 12.0, 14.0)),

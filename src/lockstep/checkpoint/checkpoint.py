@@ -34,7 +34,7 @@ from lockstep.checkpoint.format import (
     unflatten,
 )
 from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
-from lockstep.collectives.communicator import Workers, exchange_values, on_chief
+from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.sharded_io import TensorShard
 
 
-def spread(workers: Workers, name: str, state: Any) -> Any:
+def spread(workers: Communicator, name: str, state: Any) -> Any:
     """The chief's state, on every worker. Every worker must call it.
 
     Args:
@@ -53,11 +53,11 @@ def spread(workers: Workers, name: str, state: Any) -> Any:
         name: what this call is for.
         state: the chief's, as ``nested.flatten`` takes it; the others' is not looked at.
     """
-    if workers.alone:
+    if workers.is_single:
         return state
     tree, tensors = flatten(state) if workers.is_chief else (None, {})
     shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    tree, shapes = exchange_values(workers, name, (tree, shapes))[0]
+    tree, shapes = all_gather_object(workers, name, (tree, shapes))[0]
     if not workers.is_chief:
         tensors = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in shapes.items()}
     workers.broadcast(name, list(tensors.values()))
@@ -109,7 +109,7 @@ class Checkpoint:
         self._apart = {name for name, thing in things.items() if self.divided and isinstance(thing, mirrored)}
 
     @property
-    def workers(self) -> Workers:
+    def workers(self) -> Communicator:
         """The workers that save and restore together."""
         return self._strategy.workers
 
@@ -156,8 +156,8 @@ class Checkpoint:
             return contents
 
         while True:  # each time round one more checkpoint is known to be damaged
-            found = on_chief(self.workers, "checkpoint read", lambda: find(read))
-            sent = spread(self.workers.everyone, "checkpoint restored", None if found is None else _as_state(*found))
+            found = run_on_chief(self.workers, "checkpoint read", lambda: find(read))
+            sent = spread(self.workers.processes, "checkpoint restored", None if found is None else _as_state(*found))
             if sent is None:
                 return None
             record = CheckpointRecord(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
@@ -175,7 +175,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it is whole and does not fit.
         """
-        workers = self.workers.everyone
+        workers = self.workers.processes
         acts = {
             "checkpoint looked at": [partial(part.check, saved[name]) for name, part in self._parts.items()],
             "checkpoint loaded": [partial(part.load, saved[name]) for name, part in self._parts.items()],
@@ -184,12 +184,12 @@ class Checkpoint:
             faults = [fault for fault in map(_fault_of, self._parts, calls) if fault is not None]
             faults.sort(key=lambda fault: isinstance(fault, DamagedStateError))  # where it does not fit, none may
             own = (isinstance(faults[0], DamagedStateError), str(faults[0])) if faults else None
-            for worker, theirs in enumerate(exchange_values(workers, doing, own)):
+            for worker, theirs in enumerate(all_gather_object(workers, doing, own)):
                 if theirs is None:
                     continue
                 damage, text = theirs
                 if damage:
-                    return text if workers.alone else f"{workers.names[worker]}: {text}"
+                    return text if workers.is_single else f"{workers.names[worker]}: {text}"
                 raise faults[0] if own == theirs else CheckpointError(f"{workers.names[worker]}: {text}")
         return ""
 
@@ -210,9 +210,9 @@ class Checkpoint:
         """``contents``, and what this worker is to write of the tensors that workers hold parts of."""
         states = {name: part.state() for name, part in self._parts.items()}
         own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
-        everyones = exchange_values(self.workers.everyone, "checkpoint saved", own)
-        speakers = self.workers.speakers
-        parts: Any = {name: _joined(name, state, everyones, speakers) for name, state in states.items()}
+        everyones = all_gather_object(self.workers.processes, "checkpoint saved", own)
+        leaders = self.workers.leaders
+        parts: Any = {name: _joined(name, state, everyones, leaders) for name, state in states.items()}
         weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
         if copied and self.workers.is_chief:
             parts, weights = tree_map(_copied, parts), tree_map(_copied, weights)
@@ -233,7 +233,7 @@ class Checkpoint:
         apart = {name: "weights" if len(modules) == 1 else f"weights-{name}" for name in modules}
         held: dict[str, Mapping[str, TensorShard]] = {apart[name]: states[name].weight_shards or {} for name in modules}
         held[STATE] = {key: each for state in states.values() for key, each in state.held.items()}
-        return apart, balance_writes(self.workers.everyone, held)
+        return apart, balance_writes(self.workers.processes, held)
 
     def _saved(self, name: str, sent: dict[str, Any], record: CheckpointRecord) -> SavedState:
         if name not in sent["parts"]:
@@ -252,7 +252,7 @@ class Checkpoint:
             same_layout=(record.replicas, record.layout) == (workers.replicas, workers.layout),
             first_replica=workers.first_replica,
             local_replicas=workers.replicas[workers.index],
-            worker_index=workers.everyone.index,
+            worker_index=workers.processes.index,
             step=record.step,
         )
 
@@ -291,10 +291,10 @@ def _fault_of(name: str, act: Callable[[], None]) -> CheckpointError | None:
     return None
 
 
-def _joined(name: str, state: AdapterState, everyones: list[Any], speakers: Sequence[int]) -> dict[str, Any]:
+def _joined(name: str, state: AdapterState, everyones: list[Any], leaders: Sequence[int]) -> dict[str, Any]:
     return {
         SHARED: state.shared,
-        "replicas": [own for speaker in speakers for own in everyones[speaker][name]["replicas"]],
+        "replicas": [own for speaker in leaders for own in everyones[speaker][name]["replicas"]],
         "workers": [worker[name]["worker"] for worker in everyones],
     }
 

@@ -15,7 +15,7 @@ from lockstep.checkpoint.checkpoint import Checkpoint, Held
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.state_adapters import check_faults, fault_of, on_everyone
-from lockstep.collectives.communicator import Workers, on_chief
+from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
 
@@ -72,14 +72,14 @@ class ShardedSave:
         CheckpointError: it cannot be begun, or a worker does not see the folder; nothing is left behind.
     """
 
-    def __init__(self, workers: Workers, folder: CheckpointFolder, contents: Contents, held: Held) -> None:
-        self._workers, self._contents, self._held = workers.everyone, contents, held
+    def __init__(self, workers: Communicator, folder: CheckpointFolder, contents: Contents, held: Held) -> None:
+        self._workers, self._contents, self._held = workers.processes, contents, held
         self._stack = ExitStack()
         self._partial = Path()
         self._fill: Fill | None = None
-        on_chief(self._workers, "checkpoint begun", lambda: self._begin(folder))
+        run_on_chief(self._workers, "checkpoint begun", lambda: self._begin(folder))
         path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
-        self._partial = Path(self._workers.chiefs_bytes("the folder of the checkpoint", path.encode()).decode())
+        self._partial = Path(self._workers.broadcast_bytes("the folder of the checkpoint", path.encode()).decode())
         try:
             on_everyone(self._workers, "the folder of the checkpoint seen", self._look)
         except BaseException as error:
@@ -112,7 +112,7 @@ class ShardedSave:
         except BaseException as error:
             self.abandon(error)
             raise
-        on_chief(self._workers, "checkpoint written", self._finish)
+        run_on_chief(self._workers, "checkpoint written", self._finish)
 
     def abandon(self, error: BaseException) -> None:
         """Removes, on the chief, what has been written so far."""
@@ -229,7 +229,7 @@ class CheckpointManager:
             self._begin_shared(step, monitored)
         elif self._writer is None:
             contents = self._checkpoint.contents(step, run=self.run, monitored=monitored)
-            on_chief(workers, "checkpoint written", lambda: self._write(contents))
+            run_on_chief(workers, "checkpoint written", lambda: self._write(contents))
         else:
             self.wait()
             contents = self._checkpoint.contents(step, run=self.run, monitored=monitored, copied=True)
@@ -264,7 +264,7 @@ class CheckpointManager:
         if self._shared is not None:
             self._complete_shared()
         elif self._writer is not None and not self._checkpoint.divided:
-            on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
+            run_on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
 
     def finish_writing(self) -> None:
         """Waits on this worker alone, and raises nothing: for the way out of an error, when others may not be there."""
@@ -281,7 +281,7 @@ class CheckpointManager:
     def remove_all(self) -> None:
         """Removes all checkpoints from the folder, and the folder if it is empty then. Every worker must call it."""
         self.wait()
-        on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
+        run_on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
 
     def remove_own(self, *, with_folder: bool) -> None:
         """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
@@ -296,7 +296,7 @@ class CheckpointManager:
                 self._folder.remove_if_empty()
 
         self.wait()
-        on_chief(self._checkpoint.workers, "checkpoints removed", remove)
+        run_on_chief(self._checkpoint.workers, "checkpoints removed", remove)
 
     def __enter__(self) -> Self:
         return self
@@ -328,7 +328,7 @@ class CheckpointManager:
             return
         (writing, step), self._shared = self._shared, None
         writing.complete(fault_of(writing.write if self._writer is None else self._writer.finish))
-        on_chief(self._checkpoint.workers, "older checkpoints removed", lambda: self._prune(step))
+        run_on_chief(self._checkpoint.workers, "older checkpoints removed", lambda: self._prune(step))
 
     def _write(self, contents: Contents) -> None:
         self._folder.write(contents)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lockstep.checkpoint.weights import contiguous_tensors
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 from lockstep.parallel.regions import Box, Region, whole_region
@@ -302,7 +302,7 @@ def _is_complete(key: str, stored: TensorStorageMetadata, path: Path) -> bool:
 
 
 def balance_writes(
-    workers: Workers, held: Mapping[str, Mapping[str, TensorShard]]
+    workers: Communicator, held: Mapping[str, Mapping[str, TensorShard]]
 ) -> dict[str, dict[str, TensorShard]]:
     """What this worker writes of what it holds. Every worker must call it.
 
@@ -316,7 +316,7 @@ def balance_writes(
         for key, each in tensors.items()
         for box in each.boxes
     ]
-    own = writers(exchange_values(workers, "who writes what", listed), workers.index)
+    own = writers(all_gather_object(workers, "who writes what", listed), workers.index)
     found: dict[str, dict[str, TensorShard]] = {}
     for folder, tensors in held.items():
         chosen = {

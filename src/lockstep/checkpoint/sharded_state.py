@@ -29,13 +29,13 @@ from lockstep.checkpoint.state_adapters import (
     on_everyone,
 )
 from lockstep.checkpoint.weights import check_fit
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.kernels import HeldState
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.parallel.regions import Region
-from lockstep.parallel.sharded_module import PartModule
+from lockstep.parallel.sharded_module import ShardedModule
 
 
 class ShardedModuleAdapter(StateAdapter):
@@ -46,8 +46,8 @@ class ShardedModuleAdapter(StateAdapter):
         workers: all that save and restore together.
     """
 
-    def __init__(self, module: MirroredModule, workers: Workers) -> None:
-        self._module, self._part, self._workers = module, sharded_module_of(module), workers.everyone
+    def __init__(self, module: MirroredModule, workers: Communicator) -> None:
+        self._module, self._part, self._workers = module, sharded_module_of(module), workers.processes
         self._stored: TensorReader | None = None
 
     def state(self) -> AdapterState:
@@ -104,9 +104,9 @@ class ShardedOptimizerAdapter(StateAdapter):
     """
 
     def __init__(
-        self, name: str, optimizer: MirroredOptimizer, modules: Mapping[str, MirroredModule], workers: Workers
+        self, name: str, optimizer: MirroredOptimizer, modules: Mapping[str, MirroredModule], workers: Communicator
     ) -> None:
-        self._name, self._optimizer, self._workers = name, optimizer, workers.everyone
+        self._name, self._optimizer, self._workers = name, optimizer, workers.processes
         self._names: dict[int, str] = {}
         self._regions: dict[int, Region] = {}
         self._order: dict[str, int] = {}
@@ -123,7 +123,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         """As one device would give it, its tensors held by the workers that step them. Every worker must call it."""
         groups = [[self._names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
         held, described = self._held_state()
-        everyones = exchange_values(self._workers, "the optimizer's state", {"groups": groups, "state": described})
+        everyones = all_gather_object(self._workers, "the optimizer's state", {"groups": groups, "state": described})
         names = [
             sorted({name for theirs in everyones for name in theirs["groups"][number]}, key=self._order.__getitem__)
             for number in range(len(groups))
@@ -147,7 +147,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         on_everyone(self._workers, "the optimizer's state read", lambda: self._read(saved))
         self._stored = None
 
-    def _add(self, prefix: str, part: PartModule) -> None:
+    def _add(self, prefix: str, part: ShardedModule) -> None:
         regions = part.regions()
         for name, parameter in part.named_parameters():
             self._names[id(parameter)] = f"{prefix}{part.first_name(name)}"
@@ -246,10 +246,10 @@ class ShardedOptimizerAdapter(StateAdapter):
         return HeldState(parameter=each.parameter, start=each.start, part=each.part, values=found)
 
 
-def sharded_module_of(module: MirroredModule) -> PartModule:
+def sharded_module_of(module: MirroredModule) -> ShardedModule:
     """This worker's part."""
     part: nn.Module = module.module
-    if not isinstance(part, PartModule):
+    if not isinstance(part, ShardedModule):
         raise ConfigError(f"a {type(part).__name__} is no part of a model; divide it with strategy.parallelize")
     return part
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.format import DamagedStateError, TensorRef, check_kind, check_like
 from lockstep.checkpoint.weights import check_fit
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
 from lockstep.data.resume import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
@@ -120,7 +120,7 @@ def fault_of(act: Callable[[], None]) -> str:
     return ""
 
 
-def check_faults(workers: Workers, name: str, fault: str) -> None:
+def check_faults(workers: Communicator, name: str, fault: str) -> None:
     """Raises on all workers what went wrong on any. Every worker must call it.
 
     Args:
@@ -131,13 +131,13 @@ def check_faults(workers: Workers, name: str, fault: str) -> None:
     Raises:
         CheckpointError: the first worker's fault.
     """
-    faults = [told.decode() for told in workers.exchange_bytes(name, fault.encode())]
+    faults = [told.decode() for told in workers.all_gather_bytes(name, fault.encode())]
     for number, theirs in enumerate(faults):
         if theirs:
-            raise CheckpointError(theirs if workers.alone else f"{workers.names[number]}: {theirs}")
+            raise CheckpointError(theirs if workers.is_single else f"{workers.names[number]}: {theirs}")
 
 
-def on_everyone(workers: Workers, name: str, act: Callable[[], None]) -> None:
+def on_everyone(workers: Communicator, name: str, act: Callable[[], None]) -> None:
     """Lets every worker act. Every worker must call it.
 
     Raises:
@@ -502,7 +502,7 @@ class GeneratorAdapter(StateAdapter):
         self._generator.set_state(saved.worker)
 
 
-def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Workers) -> StateAdapter:
+def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Communicator) -> StateAdapter:
     """The part for one thing given to a Checkpoint.
 
     Args:
@@ -538,14 +538,14 @@ def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], wo
 
 
 # Imported here: what they stand on takes 1.3 s, which a program that divides no model need not wait.
-def _divided_module(module: MirroredModule, workers: Workers) -> StateAdapter:
+def _divided_module(module: MirroredModule, workers: Communicator) -> StateAdapter:
     from lockstep.checkpoint.sharded_state import ShardedModuleAdapter
 
     return ShardedModuleAdapter(module, workers)
 
 
 def _divided_optimizer(
-    name: str, optimizer: MirroredOptimizer, modules: Mapping[str, MirroredModule], workers: Workers
+    name: str, optimizer: MirroredOptimizer, modules: Mapping[str, MirroredModule], workers: Communicator
 ) -> StateAdapter:
     from lockstep.checkpoint.sharded_state import ShardedOptimizerAdapter
 

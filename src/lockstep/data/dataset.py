@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lockstep.collectives.communicator import OneWorker, Workers
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEPTH, ClosableIterator, checked_depth, read_ahead
@@ -234,7 +234,7 @@ class DistributedDataset(DistributedIterable):
         dataset: Iterable[Any],
         devices: Sequence[LogicalDevice],
         *,
-        workers: Workers | None = None,
+        workers: Communicator | None = None,
         shard: Shard = "batch",
         prefetch: int | None = None,
         lists: Lists = "auto",
@@ -242,7 +242,7 @@ class DistributedDataset(DistributedIterable):
     ) -> None:
         if shard not in get_args(Shard):
             raise ConfigError(f'shard={shard!r} is unknown; choose "batch", "file" or "off"')
-        workers = workers or OneWorker(len(devices))
+        workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
         layout = BatchLayout.of(source, lists, items=items)
         reader = (
@@ -270,11 +270,11 @@ class PerReplicaDataset(DistributedIterable):
         fn: Callable[[InputContext], Iterable[Any]],
         devices: Sequence[LogicalDevice],
         *,
-        workers: Workers | None = None,
+        workers: Communicator | None = None,
         prefetch: int | None = None,
         lists: Lists = "auto",
     ) -> None:
-        workers = workers or OneWorker(len(devices))
+        workers = workers or SingleWorkerCommunicator(len(devices))
         context = InputContext(
             num_input_pipelines=workers.size,
             input_pipeline_id=workers.index,
@@ -285,8 +285,8 @@ class PerReplicaDataset(DistributedIterable):
         super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
 
 
-def _shared_reader(dataset: Iterable[Any], workers: Workers, layout: BatchLayout) -> Reader:
-    if workers.alone:
+def _shared_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:
+    if workers.is_single:
         return LocalReader(dataset, workers.num_replicas, layout)
     if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
         raise DataError(
@@ -300,13 +300,13 @@ def _shared_reader(dataset: Iterable[Any], workers: Workers, layout: BatchLayout
     )
 
 
-def _own_reader(dataset: Iterable[Any], workers: Workers, shard: Shard, layout: BatchLayout) -> Reader:
+def _own_reader(dataset: Iterable[Any], workers: Communicator, shard: Shard, layout: BatchLayout) -> Reader:
     own = shard_files(dataset, workers) if shard == "file" else dataset
     return LocalReader(own, workers.replicas[workers.index], layout)
 
 
-def _meeting(reader: Reader, workers: Workers) -> WorkerSync:
-    if workers.alone:
+def _meeting(reader: Reader, workers: Communicator) -> WorkerSync:
+    if workers.is_single:
         return NoSync()
     return (
         SameDataSync(workers)

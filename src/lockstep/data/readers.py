@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
 from lockstep.data.prefetch import SKIPPED
 from lockstep.data.resume import all_generators, check_skip, passing_over, sampling_generators
@@ -201,7 +201,7 @@ class SlicingReader(Reader):
         layout: of its batches.
     """
 
-    def __init__(self, dataset: Iterable[Any], workers: Workers, layout: BatchLayout) -> None:
+    def __init__(self, dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> None:
         super().__init__(dataset, layout)
         self._workers = workers
 
@@ -243,7 +243,7 @@ class IndexShardedReader(Reader):
         layout: of its batches.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Workers, layout: BatchLayout) -> None:
+    def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
         super().__init__(loader, layout)
         self._loader = loader
         self._rows = torch.Generator()
@@ -319,7 +319,7 @@ class _Parts:
     batches it leaves out; ``latest`` is the iteration that was begun last.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Workers, rows: torch.Generator) -> None:
+    def __init__(self, loader: DataLoader[Any], workers: Communicator, rows: torch.Generator) -> None:
         self._loader = loader
         self._workers = workers
         self._rows = rows
@@ -340,7 +340,7 @@ class _Parts:
 class _Cuts:
     """The indices of the own rows, batch after batch; read in the order in which the batches are loaded."""
 
-    def __init__(self, batches: Iterator[Sequence[Any]], workers: Workers, skip: int) -> None:
+    def __init__(self, batches: Iterator[Sequence[Any]], workers: Communicator, skip: int) -> None:
         self._batches = batches
         self._workers = workers
         self._skip = skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import SINGLE_VALUES, BatchLayout
 from lockstep.data.structure import (
@@ -89,7 +89,7 @@ class LocalRows:
         return self.start + sum(self.sizes)
 
 
-def local_rows(rows: int, workers: Workers) -> LocalRows:
+def local_rows(rows: int, workers: Communicator) -> LocalRows:
     """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
 
     Example:
@@ -258,13 +258,13 @@ def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Calla
         view: its arguments.
         replicas: how many there are, of all workers.
     """
-    return partial(_run, body, view, replicas)
+    return body if replicas == 1 else partial(_run, body, view, replicas)
 
 
 def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
     try:
         return body()
     except Exception as error:
-        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
+        if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
             error.add_note(_NOTE.format(replicas=replicas))
         raise

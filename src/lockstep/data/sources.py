@@ -27,7 +27,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.data.resume import check_skip, passing_over
 from lockstep.errors import DataError
 
@@ -184,7 +184,7 @@ class _Counted(Protocol):
     def num_shards(self) -> int: ...
 
 
-def shard_files(dataset: Iterable[Any], workers: Workers) -> Iterable[Any]:
+def shard_files(dataset: Iterable[Any], workers: Communicator) -> Iterable[Any]:
     """This worker's part of the data; batches are then made of it alone.
 
     Args:
@@ -201,7 +201,7 @@ def shard_files(dataset: Iterable[Any], workers: Workers) -> Iterable[Any]:
     return part
 
 
-def _own_part(dataset: Any, workers: Workers) -> Any:
+def _own_part(dataset: Any, workers: Communicator) -> Any:
     if not isinstance(dataset, Shardable):
         _refuse(f"{type(dataset).__name__} has no shard(num_shards=, index=)")
     if isinstance(dataset, _Counted) and dataset.num_shards < workers.size:
@@ -212,7 +212,7 @@ def _own_part(dataset: Any, workers: Workers) -> Any:
     return dataset if workers.size == 1 else dataset.shard(num_shards=workers.size, index=workers.index)
 
 
-def _own_loader(loader: DataLoader[Any], workers: Workers) -> DataLoader[Any]:
+def _own_loader(loader: DataLoader[Any], workers: Communicator) -> DataLoader[Any]:
     if type(loader) is not DataLoader:
         _refuse(f"{type(loader).__name__} is a DataLoader of another kind")
     part = _own_part(loader.dataset, workers)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.readers import CheckedBatch, Place, Reader
@@ -35,7 +35,7 @@ _SIZE = struct.Struct("<I")
 _CALL = "the beginning of an iteration over the data"
 
 
-def start_together(workers: Workers, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
+def start_together(workers: Communicator, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
     """Compares what the workers are to iterate over, and gives all the chief's generators. Every worker must call it.
 
     Args:
@@ -48,9 +48,9 @@ def start_together(workers: Workers, dataset: Iterable[Any], generators: Sequenc
     """
     examples = _examples(dataset)
     lengths = (_or_unknown(batches_in(dataset)), _or_unknown(examples), len(generators))
-    _check([[int(each) for each in met] for met in workers.exchange(_CALL, lengths)], workers.names)
+    _check([[int(each) for each in met] for met in workers.all_gather_numbers(_CALL, lengths)], workers.names)
     states = [default_state(), *(generator.get_state() for generator in generators)] if workers.is_chief else []
-    told = workers.chiefs_bytes(f"{_CALL}: the chief's generators", b"".join(map(_packed, states)))
+    told = workers.broadcast_bytes(f"{_CALL}: the chief's generators", b"".join(map(_packed, states)))
     if not workers.is_chief:
         chiefs = _unpacked(told)
         set_default_state(chiefs[0])
@@ -207,7 +207,7 @@ class NoSync(WorkerSync):
 class SameDataSync(WorkerSync):
     """All workers read the same global batches, and each gets its part."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Communicator) -> None:
         self._workers = workers
 
     def begin(self, reader: Reader) -> None:
@@ -231,10 +231,10 @@ class OwnDataSync(WorkerSync):
         reader: this worker's.
     """
 
-    def __init__(self, workers: Workers, reader: Reader) -> None:
+    def __init__(self, workers: Communicator, reader: Reader) -> None:
         self._workers = workers
         own = _UNKNOWN if reader.length is None else reader.length
-        lengths = [length for (length,) in workers.exchange("the lengths of the workers' own data", (own,))]
+        lengths = [length for (length,) in workers.all_gather_numbers("the lengths of the workers' own data", (own,))]
         self._longest = None if _UNKNOWN in lengths else int(max(lengths))
 
     def begin(self, reader: Reader) -> None:
@@ -250,7 +250,7 @@ class OwnDataSync(WorkerSync):
 
 
 class _Compared:
-    def __init__(self, batches: ClosableIterator[CheckedBatch], workers: Workers) -> None:
+    def __init__(self, batches: ClosableIterator[CheckedBatch], workers: Communicator) -> None:
         self._batches = batches
         self._workers = workers
         self._taken = 0
@@ -262,14 +262,14 @@ class _Compared:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        self._workers.doing(f"the wait for batch {self._taken} of its data")
+        self._workers.set_status(f"the wait for batch {self._taken} of its data")
         handed = next(self._batches, None)
         if handed is None:
             self._ended = True
-            self._workers.exchange(f"the end of the data, after {self._taken} global batches")
+            self._workers.all_gather_numbers(f"the end of the data, after {self._taken} global batches")
             raise StopIteration
         self._taken += 1
-        self._workers.attach(handed.digest)
+        self._workers.add_digest(handed.digest)
         return handed.batch
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class _Compared:
 
 
 class _Padded:
-    def __init__(self, batches: ClosableIterator[Any], workers: Workers, place: Place) -> None:
+    def __init__(self, batches: ClosableIterator[Any], workers: Communicator, place: Place) -> None:
         self._batches = batches
         self._workers = workers
         self._place = place
@@ -294,7 +294,7 @@ class _Padded:
         if self._all_ended:
             raise StopIteration
         batch = self._own()
-        met = self._workers.exchange(
+        met = self._workers.all_gather_numbers(
             "the next batch of the workers' own data", (not self._ended, self._empty is not None)
         )
         if not any(has for has, _ in met):
@@ -313,7 +313,7 @@ class _Padded:
     def _own(self) -> Any:
         if self._ended:
             return None
-        self._workers.doing(f"the wait for batch {self._taken} of its own data")
+        self._workers.set_status(f"the wait for batch {self._taken} of its own data")
         batch = next(self._batches, None)
         self._ended = batch is None
         if batch is not None and self._empty is None:
@@ -323,7 +323,7 @@ class _Padded:
     def _learn(self, teacher: int) -> None:
         """Gives the structure of a batch to those workers that never had one."""
         payload = packed(self._empty) if teacher == self._workers.index else b""
-        everyones = self._workers.exchange_bytes("the structure of a batch", payload)
+        everyones = self._workers.all_gather_bytes("the structure of a batch", payload)
         if self._empty is None:
             replicas = self._workers.replicas[self._workers.index]
             self._empty = self._place(unpacked(everyones[teacher], replicas))

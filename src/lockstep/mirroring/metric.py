@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.extras import require
@@ -139,7 +139,7 @@ class MirroredMetric(nn.Module):
         workers: over whose replicas the numbers are.
     """
 
-    def __init__(self, owner: object, copies: Sequence[Any], workers: Workers) -> None:
+    def __init__(self, owner: object, copies: Sequence[Any], workers: Communicator) -> None:
         super().__init__()
         self._owner = owner
         self._copies = tuple(copies)  # a tuple, so that nn.Module does not register them as children
@@ -278,7 +278,7 @@ class MirroredMetric(nn.Module):
     def _merged(self) -> Any:
         """A plain metric with the states of all replicas."""
         states = [states_of(each) for each in self._copies]
-        everyones = exchange_values(self._workers, f"metric {type(self._copies[0]).__name__}", states)
+        everyones = all_gather_object(self._workers, f"metric {type(self._copies[0]).__name__}", states)
         every = [each for worker in everyones for each in worker]
         _check_states(self._copies[0], every)
         _check_attributes(self._copies)
@@ -335,7 +335,9 @@ def metric_being_updated() -> Any:
     return None
 
 
-def mirror_metric(owner: object, metric: Any, devices: Sequence[LogicalDevice], workers: Workers) -> MirroredMetric:
+def mirror_metric(
+    owner: object, metric: Any, devices: Sequence[LogicalDevice], workers: Communicator
+) -> MirroredMetric:
     """One copy of ``metric`` per device. What it has counted so far is counted once.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 
 Examine = Callable[[Any, slice], Tensor]
 """Given the outputs for some rows of a shard: the scalar to back-propagate."""
@@ -36,7 +36,7 @@ class Holding(ABC):
     """What becomes of a module when it is mirrored."""
 
     @abstractmethod
-    def peers(self, workers: Workers) -> Workers:
+    def peers(self, workers: Communicator) -> Communicator:
         """Of all ``workers``, those that hold the same weights."""
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Holding(ABC):
 class WholeModels(Holding):
     """Every worker holds every model."""
 
-    def peers(self, workers: Workers) -> Workers:
+    def peers(self, workers: Communicator) -> Communicator:
         """All of them."""
         return workers
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import Workers, agree
+from lockstep.collectives.communicator import Communicator, check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.user import HeldHook, hold, release
@@ -69,7 +69,7 @@ class MirroredObjects:
         return tuple(self._modules.values())
 
     def mirror_metric(
-        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Workers
+        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredMetric:
         """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
 
@@ -86,7 +86,7 @@ class MirroredObjects:
         owner: object,
         module: nn.Module,
         devices: Sequence[LogicalDevice],
-        workers: Workers,
+        workers: Communicator,
         *,
         sync_batchnorm: bool,
         memory_format: MemoryFormat,
@@ -137,7 +137,7 @@ class MirroredObjects:
                 self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
-        self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
+        self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredOptimizer:
         """An optimizer whose step is a step of all replicas.
 
@@ -145,7 +145,7 @@ class MirroredObjects:
             UsageError: it holds parameters of modules that are not mirrored here.
         """
         self._holding.check(optimizer)
-        agree(workers, "the optimizer", plain_settings(optimizer))
+        check_agreement(workers, "the optimizer", plain_settings(optimizer))
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
@@ -162,7 +162,7 @@ class MirroredObjects:
         Among workers they are left as they are, which would cost an exchange a run; that they are is noted.
         Where an optimizer shares parameters with another one, its step sums them as before.
         """
-        if not strategy.workers.alone:
+        if not strategy.workers.is_single:
             for optimizer in self.optimizers:
                 optimizer.note_left()
             self._tell_of_own_gradients()

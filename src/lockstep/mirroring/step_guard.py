@@ -27,8 +27,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lockstep.collectives.communicator import Workers, caller
-from lockstep.collectives.tensor_like import as_read
+from lockstep.collectives.communicator import Communicator, call_site
+from lockstep.collectives.tensor_like import read_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.user import EngineHook, has_waiting
 from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
@@ -76,8 +76,8 @@ def refuse_forward_mode() -> None:
     context = get_replica_context()
     if context is not None and len(context.strategy.devices) > 1:
         raise UsageError(
-            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {caller()}; torch has one "
-            f"of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
+            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {call_site()}; torch has "
+            f"one of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
             "(torch.func.vjp, jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
         )
 
@@ -337,7 +337,7 @@ class StepGuard:
         if func in _HOOKS:
             raise UsageError(
                 f"the step registers a hook on {known.name!r}, a weight that each replica has a copy of, at "
-                f"{caller()}; register it once outside strategy.run, on the plain module's parameter, and it will "
+                f"{call_site()}; register it once outside strategy.run, on the plain module's parameter, and it will "
                 "see the sum of all replicas' gradients"
             )
         if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
@@ -350,7 +350,7 @@ class StepGuard:
         if func == _GRAD:
             if known.divided:
                 raise UsageError(
-                    f"the step reads {known.name}.grad at {caller()}, and this worker holds a part of the model alone; "
+                    f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
                     "call optimizer.sum_gradients() there, and optimizer.clip_sums(norm) and optimizer.step() after "
                     "strategy.run, on every worker"
                 )
@@ -366,7 +366,7 @@ class StepGuard:
             if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
                 raise UsageError(
                     f"the step asks torch.autograd.grad for the gradient of {known.name!r}, which has a hook, at "
-                    f"{caller()}: it would have to see the sum of all replicas' gradients, and this is one replica's; "
+                    f"{call_site()}: it would have to see the sum of all replicas' gradients, this is one replica's; "
                     "remove the hook, and change what torch.autograd.grad gives"
                 )
 
@@ -389,7 +389,7 @@ class StepGuard:
     def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, known: _Known) -> None:
         message = (
             f"the step uses {known.name!r} of the plain {known.module}, which is replica {known.replica}'s copy, in "
-            f"replica {self._replica}, at {caller()}; use what strategy.mirror(module) returned, in closures and "
+            f"replica {self._replica}, at {call_site()}; use what strategy.mirror(module) returned, in closures and "
             "penalties too"
         )
         if not isinstance(tensor, nn.Parameter) or func == _GRAD or func in _WRITERS:
@@ -403,7 +403,7 @@ class StepGuard:
             who = "each worker trains" if other is None else f"{self._both(other)} both train"
             message = (
                 f"{who} one parameter of shape {tuple(tensor.shape)} whose module is not "
-                f"mirrored, at {caller()}; call module = strategy.mirror(module) and optimizer = "
+                f"mirrored, at {call_site()}; call module = strategy.mirror(module) and optimizer = "
                 "strategy.mirror(optimizer) before strategy.run, and use what they return in the step"
             )
             self._claims.refuse_gradient(tensor, self._replica, message)
@@ -413,7 +413,7 @@ class StepGuard:
             other = self._claims.other(generator, self._replica)
             if other is not None:
                 raise UsageError(
-                    f"{self._both(other)} draw from one torch.Generator ({caller()}), and which draws "
+                    f"{self._both(other)} draw from one torch.Generator ({call_site()}), and which draws "
                     "first differs from run to run; leave generator= out, since each replica draws from its own, or "
                     "give each one its own with ls.PerReplica"
                 )
@@ -452,7 +452,7 @@ class StepGuard:
         if any(self._ownership.weight_of(each) for each in tensors):
             if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
                 return PROCEED  # which torch refuses
-            read, named = as_read((args if call is None else call, kwargs))  # variables have other values there
+            read, named = read_tensors((args if call is None else call, kwargs))  # variables have other values there
             write = _Write(func, read, named, tensors)
             name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
             context.meet(name, write, partial(_write_once, context.workers, self._ownership))
@@ -462,7 +462,7 @@ class StepGuard:
             if other is not None:
                 raise UsageError(
                     f"{self._both(other)} both change one tensor of shape {tuple(tensor.shape)} in "
-                    f"place ({getattr(func, '__name__', func)} at {caller()}); return each replica's value from the "
+                    f"place ({getattr(func, '__name__', func)} at {call_site()}); return each replica's value from the "
                     "step and use strategy.reduce, keep it in strategy.variable(...), or mirror the module or metric "
                     "that holds it; a batch that is changed in place is copied first (x = x.clone())"
                 )
@@ -479,7 +479,7 @@ class _Write:
     targets: Sequence[torch.Tensor]
 
 
-def _write_once(workers: Workers, ownership: Ownership, writes: list[_Write]) -> None:
+def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write]) -> None:
     """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
 
     Raises:
@@ -499,8 +499,8 @@ def _write_once(workers: Workers, ownership: Ownership, writes: list[_Write]) ->
                 'ls.get_replica_context().all_reduce("sum", value), so that all replicas write the same'
             )
     with torch._C.DisableTorchFunction():
-        if not workers.alone:
-            workers.attach(_digest(first, ownership))
+        if not workers.is_single:
+            workers.add_digest(_digest(first, ownership))
         first.func(*first.args, **first.kwargs)
         with torch.no_grad():
             for other in others:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import Workers, exchange_values
-from lockstep.collectives.process_group import Group
+from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.collectives.process_group import ProcessGroup
 
 CUT_AT = 64
 """A parameter is cut at multiples of it: what torch computes as vectors in the whole, it then does in a piece too."""
@@ -121,8 +121,8 @@ class Sharing:
         kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
     """
 
-    workers: Workers
-    stream: Group
+    workers: Communicator
+    stream: ProcessGroup
     window_bytes: int
     kinds: Sequence[Hashable]
 
@@ -158,7 +158,7 @@ class Sharing:
         parts = [list(window(own, begin, begin + len(sent))) for own in present]
         mine = self.workers.index
         _copy(_views(sent, parts[mine]), _of(flats, parts[mine]))
-        self.stream.wait(self.stream.start_gather(sent, received), what)
+        self.stream.wait(self.stream.start_all_gather(sent, received), what)
         for owner, others in enumerate(parts):
             if owner != mine:
                 _copy(_of(flats, others), _views(received[owner], others))
@@ -283,7 +283,7 @@ class SharedState:
             for piece, part in self._pieces()
             if part in state
         }
-        every = exchange_values(self._sharing.workers, "the optimizer's state", own)
+        every = all_gather_object(self._sharing.workers, "the optimizer's state", own)
         return {number: values for theirs in every for number, values in theirs.items()}
 
     def _filled(self, state: State, name: str, dtype: str, numbers: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 
-from lockstep.parallel.pipeline_trace import ActionKind, Slot, Timetable
+from lockstep.parallel.pipeline_trace import ActionKind, PipelineTrace, Slot
 
 _WORDS: Mapping[ActionKind, str] = MappingProxyType(
     {
@@ -55,7 +55,7 @@ class Scale:
         return (self.width - _LEFT - _RIGHT) / self.length
 
 
-def draw_timetable(table: Timetable, scale: Scale, *, title: str) -> str:
+def draw_timetable(table: PipelineTrace, scale: Scale, *, title: str) -> str:
     """A picture of one timetable.
 
     Args:
@@ -67,7 +67,7 @@ def draw_timetable(table: Timetable, scale: Scale, *, title: str) -> str:
     return _svg(title, scale, bottom + _LEGEND, [*_rows(table, scale, _TOP), *_legend([table], bottom)])
 
 
-def draw_timetables(tables: Mapping[str, Timetable], scale: Scale, *, title: str) -> str:
+def draw_timetables(tables: Mapping[str, PipelineTrace], scale: Scale, *, title: str) -> str:
     """Several below each other, each under its name."""
     lines: list[str] = []
     top = _TOP
@@ -85,14 +85,14 @@ def _svg(title: str, scale: Scale, height: float, lines: Iterable[str]) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title>", *lines, "</svg>", ""])
 
 
-def _rows(table: Timetable, scale: Scale, top: float) -> list[str]:
+def _rows(table: PipelineTrace, scale: Scale, top: float) -> list[str]:
     lines = []
     for worker, slots in enumerate(table.workers):
         lines += _row(table, worker, slots, top + _ROW * worker, scale)
     return lines
 
 
-def _row(table: Timetable, worker: int, slots: Sequence[Slot], top: float, scale: Scale) -> list[str]:
+def _row(table: PipelineTrace, worker: int, slots: Sequence[Slot], top: float, scale: Scale) -> list[str]:
     middle, end = top + _BOX / 2, _LEFT + table.length * scale.unit
     # Where there is no box a line shows that the worker waits.
     place = f'x1="{_LEFT:g}" x2="{end:.2f}" y1="{middle:g}" y2="{middle:g}"'
@@ -121,7 +121,7 @@ def _box(slot: Slot, shade: int, left: float, top: float, width: float) -> list[
     return lines
 
 
-def _legend(tables: Sequence[Timetable], bottom: float) -> list[str]:
+def _legend(tables: Sequence[PipelineTrace], bottom: float) -> list[str]:
     kinds = {slot.action.kind for table in tables for slots in table.workers for slot in slots}
     several = any(len({slot.action.stage for slot in slots}) > 1 for table in tables for slots in table.workers)
     lines, left, top = [], _LEFT, bottom + 7

@@ -22,8 +22,14 @@ import lockstep as ls
 from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.pipeline_config import SCHEDULES, Pipelining, ScheduleName, check_layers, choose_pipelining
-from lockstep.parallel.pipeline_trace import ActionKind, Orders, Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline_config import (
+    SCHEDULES,
+    PipelineConfig,
+    ScheduleName,
+    check_layers,
+    choose_pipeline_config,
+)
+from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, simulate, textbook_bubble
 from lockstep.recipes.config_checks import at_least, one_of
 from lockstep.report import markdown_table, text_table
 from lockstep.scaling.machine import Machine, this_machine
@@ -77,9 +83,9 @@ class PipelineSettings:
         """Attention heads."""
         return self.hidden // _HEAD
 
-    def pipelining(self, schedule: ScheduleName) -> Pipelining:
+    def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
         """How the strategy runs a schedule."""
-        return choose_pipelining(schedule, self.microbatches, self.workers)
+        return choose_pipeline_config(schedule, self.microbatches, self.workers)
 
 
 _HEAD = 32
@@ -115,7 +121,7 @@ class Sample:
 
     schedule: ScheduleName
     round: int
-    steps: tuple[Timetable, ...]
+    steps: tuple[PipelineTrace, ...]
 
 
 def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int) -> Sample:
@@ -132,7 +138,7 @@ def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int)
     return Sample(schedule=schedule, round=round, steps=tuple(steps))
 
 
-def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> list[Timetable]:
+def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> list[PipelineTrace]:
     """The timed steps. Every worker must run it; all return the same."""
     torch.manual_seed(0)
     pipelining = settings.pipelining(schedule)
@@ -140,7 +146,7 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
         data=1, pipeline=settings.workers, microbatches=settings.microbatches, schedule=schedule,
         stages_per_worker=pipelining.stages_per_worker,
     )  # fmt: skip
-    steps: list[Timetable] = []
+    steps: list[PipelineTrace] = []
     with closing(strategy), strategy.scope():
         model = ls.Model(_model(settings))
         model.compile(_optimizer, _loss)
@@ -151,9 +157,9 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
     return steps[settings.warm_up :]
 
 
-def _timetable(model: ls.Model) -> Timetable:
+def _timetable(model: ls.Model) -> PipelineTrace:
     part: Any = model.module
-    table: Timetable = part.timetable()
+    table: PipelineTrace = part.timetable()
     return table
 
 
@@ -212,7 +218,7 @@ class Row:
     textbook: float
     own: float
     with_costs: float
-    typical: Timetable
+    typical: PipelineTrace
 
 
 def rows_of(settings: PipelineSettings, samples: Sequence[Sample], orders: dict[ScheduleName, Orders]) -> list[Row]:
@@ -237,13 +243,13 @@ def _row(settings: PipelineSettings, schedule: ScheduleName, samples: Sequence[S
         lowest=min(rounds),
         highest=max(rounds),
         textbook=textbook_bubble(settings.workers, settings.microbatches),
-        own=timetable(orders).bubble,
+        own=simulate(orders).bubble,
         with_costs=_with_costs(orders, steps).bubble,
         typical=in_order[len(in_order) // 2],
     )
 
 
-def _with_costs(orders: Orders, steps: Sequence[Timetable]) -> Timetable:
+def _with_costs(orders: Orders, steps: Sequence[PipelineTrace]) -> PipelineTrace:
     """The timetable in which every action takes what those of its kind and stage took on average."""
     taken: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for step in steps:
@@ -251,7 +257,7 @@ def _with_costs(orders: Orders, steps: Sequence[Timetable]) -> Timetable:
             for slot in slots:
                 taken[slot.action.kind, slot.action.stage].append(slot.end - slot.begin)
     mean = {key: fmean(values) for key, values in taken.items()}
-    return timetable(orders, lambda action: mean[action.kind, action.stage])
+    return simulate(orders, lambda action: mean[action.kind, action.stage])
 
 
 Progress = Callable[[Sample, int, int], None]

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.collectives.communicator import OneWorker, Workers, caller
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
-from lockstep.collectives.replica_barrier import Rendezvous, Turns
-from lockstep.collectives.tensor_like import by_replica, for_reduction
+from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
+from lockstep.collectives.tensor_like import read_for_reduction, read_per_replica
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
@@ -56,7 +56,7 @@ class Executor(ABC):
 
     @property
     @abstractmethod
-    def workers(self) -> Workers:
+    def workers(self) -> Communicator:
         """The workers that run this strategy's replicas, as this one sees them."""
 
     @property
@@ -198,7 +198,7 @@ class Strategy(Executor):
             The same structure with a tensor (on replica 0's device) or number for each leaf.
         """
         self._outside("reduce")
-        op, value = ReduceOp.of(op), for_reduction(value)
+        op, value = ReduceOp.of(op), read_for_reduction(value)
         if (
             op is ReduceOp.MEAN
             and axis is None
@@ -211,11 +211,11 @@ class Strategy(Executor):
         """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
         self._outside("gather")
         gather = partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis)
-        return self._map_values(gather, by_replica(value))
+        return self._map_values(gather, read_per_replica(value))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of the local replicas, one item each; a plain value is every replica's. Of a variable, copies."""
-        value = by_replica(value)
+        value = read_per_replica(value)
         return tuple(self._view(value, replica) for replica in range(len(self.devices)))
 
     @overload
@@ -352,7 +352,7 @@ class Strategy(Executor):
             BaseException: whatever else the step raises, unchanged; everything is put back then too.
         """
         self._outside("find_batch_size")
-        if not self.workers.alone:
+        if not self.workers.is_single:
             raise UsageError(
                 f"find_batch_size tries batches in one process, and this is a job of {self.workers.size} workers; find "
                 "the size on the devices of one worker with MirroredStrategy, and multiply it by the workers"
@@ -404,7 +404,7 @@ class ThreadedStrategy(Strategy):
     def __init__(
         self,
         devices: tuple[LogicalDevice, ...],
-        workers: Workers,
+        workers: Communicator,
         runner: ReplicaRunner,
         make_exchange: MakeExchange = LocalExchange,
         *,
@@ -423,7 +423,7 @@ class ThreadedStrategy(Strategy):
         return self._devices
 
     @property
-    def workers(self) -> Workers:
+    def workers(self) -> Communicator:
         """The workers that run this strategy's replicas, as this one sees them."""
         return self._workers
 
@@ -455,8 +455,8 @@ class ThreadedStrategy(Strategy):
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
-        if not self._workers.alone:
-            self._workers.doing(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({caller()})")
+        if not self._workers.is_single:
+            self._workers.set_status(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({call_site()})")
         return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows)
 
 
@@ -480,9 +480,9 @@ class DefaultStrategy(Strategy):
         return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
 
     @cached_property
-    def workers(self) -> Workers:
+    def workers(self) -> Communicator:
         """This process alone."""
-        return OneWorker(1)
+        return SingleWorkerCommunicator(1)
 
     @cached_property
     def generators(self) -> ReplicaGenerators:
@@ -514,7 +514,9 @@ class DefaultStrategy(Strategy):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         device = self.devices[0]
-        context = ReplicaContext(self, 0, device, Rendezvous([f"replica 0 ({device.name})"], timeout_s=1.0), Turns(1))
+        context = ReplicaContext(
+            self, 0, device, ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0), IssueGate(1)
+        )
         with in_context(context):
             return [bodies[0]()]
 

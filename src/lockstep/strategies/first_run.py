@@ -32,7 +32,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_calls
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.rng.mode import ReplicaRandom
+from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.backward_check import Passes, counted_by_each, means_over_shards, over_rows
 from lockstep.strategies.captured import (
     LIBRARIES,
@@ -49,7 +49,7 @@ from lockstep.strategies.captured import (
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
-_TORCH = ReplicaRandom.__torch_function__.__code__
+_TORCH = ReplicaRng.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 

@@ -12,8 +12,8 @@ import torch
 from lockstep.cluster.local import core_card, divide_cores, place_here
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import OneWorker, Workers, agree
-from lockstep.collectives.distributed import RemoteWorkers
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
+from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices, resolve_devices
 from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
@@ -103,13 +103,13 @@ class Job:
         self._optimizers = 0
         self._membership: Membership | None = None
         self._gpus: tuple[int, ...] = ()
-        self.workers: Workers = OneWorker(len(devices))
+        self.workers: Communicator = SingleWorkerCommunicator(len(devices))
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
             info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_card()}
             self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
             divide_cores(self._membership.infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in self._membership.infos)
-            self.workers = RemoteWorkers(
+            self.workers = DistributedCommunicator(
                 self._membership,
                 [info["replicas"] for info in self._membership.infos],
                 nccl=self._nccl,
@@ -141,25 +141,25 @@ class Job:
             ClusterError: the workers were given different seeds or options.
         """
         with self._ending():
-            agree(self.workers, "the seed", [f"seed={seed}"])
-            agree(self.workers, "the settings of the strategy", [repr(self._options), *settings])
-            chiefs = self.workers.exchange_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
+            check_agreement(self.workers, "the seed", [f"seed={seed}"])
+            check_agreement(self.workers, "the settings of the strategy", [repr(self._options), *settings])
+            chiefs = self.workers.all_gather_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
             state = torch.default_generator.get_state()
             self.workers.broadcast("the chief's random numbers", [state])
         if self.workers.size > 1:
             torch.default_generator.set_state(state)
         return int(chiefs) if seed is None else seed
 
-    def team(self, name: str, members: Sequence[int]) -> Workers:
+    def team(self, name: str, members: Sequence[int]) -> Communicator:
         """Some of the workers, among them this one, as if they were all. Every one of them must ask for it.
 
         Args:
             name: what the team is called; no worker is in two of one name.
             members: their numbers, ascending.
         """
-        if not isinstance(self.workers, RemoteWorkers) or len(members) == 1:
-            return OneWorker(1)
-        return RemoteWorkers(
+        if not isinstance(self.workers, DistributedCommunicator) or len(members) == 1:
+            return SingleWorkerCommunicator(1)
+        return DistributedCommunicator(
             self.workers.membership,
             [1] * len(members),
             nccl=self._nccl,
@@ -180,7 +180,7 @@ class Job:
             self._membership.subscribe(stop)
 
     def make_exchange(
-        self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], team: Workers | None = None
+        self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], team: Communicator | None = None
     ) -> GradientExchange:
         """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it.
 
@@ -190,7 +190,7 @@ class Job:
             team: the workers over which to sum; None is all.
         """
         workers = self.workers if team is None else team
-        if not isinstance(workers, RemoteWorkers):
+        if not isinstance(workers, DistributedCommunicator):
             return LocalExchange(parameters, groups)
         self._optimizers += 1
         return BucketExchange(
@@ -198,12 +198,14 @@ class Job:
             [group[0] for group in groups],
             workers=workers,
             bucket_bytes=self._options.bucket_bytes,
-            stream=workers.stream(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
+            stream=workers.new_group(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
             travel_as=self._options.travel_as,
             marks=GradientMarks(self._devices),
         )
 
-    def make_sharing(self, parameters: Sequence[Copies], team: Workers, kinds: Sequence[Hashable]) -> Sharing | None:
+    def make_sharing(
+        self, parameters: Sequence[Copies], team: Communicator, kinds: Sequence[Hashable]
+    ) -> Sharing | None:
         """The workers of a team as those who share the state of an optimizer; None where there is one.
 
         Every one of them must ask for it, right after its ``make_exchange``.
@@ -213,12 +215,12 @@ class Job:
             team: they hold the same weights.
             kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
         """
-        if not isinstance(team, RemoteWorkers):
+        if not isinstance(team, DistributedCommunicator):
             return None
         name = f"shares of optimizer {self._optimizers}"
         return Sharing(
             workers=team,
-            stream=team.stream(name, parameters[0][0].device),
+            stream=team.new_group(name, parameters[0][0].device),
             window_bytes=self._options.bucket_bytes,
             kinds=kinds,
         )

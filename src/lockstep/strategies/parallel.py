@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import OneWorker, Workers, agree, exchange_values
-from lockstep.collectives.mesh_communicator import GridWorkers
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object, check_agreement
+from lockstep.collectives.mesh_communicator import MeshCommunicator
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
@@ -24,24 +24,24 @@ from lockstep.mirroring.gradients.partitioned import PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import Holding, Pipelined
-from lockstep.parallel.deferred_init import FirstWeights, fill, place
-from lockstep.parallel.mesh import GridMesh
-from lockstep.parallel.mesh_layout import Grid, Place, choose_grid
-from lockstep.parallel.model_specs import known_family
+from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
+from lockstep.parallel.mesh import WorkerMesh
+from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, choose_mesh_layout
+from lockstep.parallel.model_specs import require_model_spec
 from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.pipeline_config import Pipelining, ScheduleName, choose_pipelining
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut
-from lockstep.parallel.sequence_parallel import DividedSequences
-from lockstep.parallel.sharded_module import PartModule
-from lockstep.parallel.tensor_parallel import WHOLE, Division, Names, TensorPlan, divide_layers, ties_of
-from lockstep.parallel.tp_rng import DeviceDraws, OwnDraws
+from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
+from lockstep.parallel.sequence_parallel import SequenceSharding
+from lockstep.parallel.sharded_module import ShardedModule
+from lockstep.parallel.tensor_parallel import WHOLE, SpecNames, TensorPlan, TensorSharding, shard_layers, ties_of
+from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, observed
 from lockstep.strategies.multi_worker import Job, own_devices
 
 if TYPE_CHECKING:
-    from lockstep.parallel.fsdp import Borrowing
+    from lockstep.parallel.fsdp import StageWeights
     from lockstep.parallel.pipeline_stage import PipelineSplit
     from lockstep.parallel.tensor_parallel import TensorPlan
 
@@ -60,27 +60,27 @@ class Teams:
         twin: this one and that of the other end of the line; None in its middle, and without a pipeline.
     """
 
-    grid: Grid
-    place: Place
-    job: Workers
-    peers: Workers
-    replica: Workers
-    line: Workers | None = None
-    twin: Workers | None = None
+    grid: MeshLayout
+    place: MeshCoordinate
+    job: Communicator
+    peers: Communicator
+    replica: Communicator
+    line: Communicator | None = None
+    twin: Communicator | None = None
 
-    def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> GridWorkers:
+    def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> MeshCommunicator:
         """The replicas, each seen as one worker.
 
         Args:
             last: the place in the line of the worker that has the outputs.
             ends_with: what ends before the teams, and these before the job.
         """
-        return GridWorkers(
+        return MeshCommunicator(
             self.job,
             replica=self.place.replica,
-            speakers=self.grid.speakers(last),
+            leaders=self.grid.leaders(last),
             chief=self.job.is_chief,
-            layout="" if self.job.alone else str(self.grid),
+            layout="" if self.job.is_single else str(self.grid),
             ends_with=[*ends_with, self._close],
         )
 
@@ -90,7 +90,7 @@ class Teams:
                 team.close()
 
 
-def make_teams(job: Job, grid: Grid) -> Teams:
+def make_teams(job: Job, grid: MeshLayout) -> Teams:
     """This worker's teams, made in an order in which none waits for another in a circle. Every worker must call it.
 
     Args:
@@ -175,8 +175,8 @@ class ParallelStrategy(ThreadedStrategy):
         check_waiting_time("timeout_s", timeout_s)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        self.grid: Grid = choose_grid(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
-        pipelining = choose_pipelining(schedule, microbatches, self.grid.pipeline, stages_per_worker)
+        self.grid: MeshLayout = choose_mesh_layout(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
+        pipelining = choose_pipeline_config(schedule, microbatches, self.grid.pipeline, stages_per_worker)
         devices = observed(resolve_devices([own_devices(self.cluster)[0] if device is None else device]))
         job = self._job = Job(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
@@ -239,7 +239,7 @@ class ParallelStrategy(ThreadedStrategy):
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
         firsts, shared = [copies[0] for copies in parameters], self._parts.shares_weights
         # Of shared weights the gradients have been summed by the backward pass.
-        peers = OneWorker(1) if shared else self._teams.peers
+        peers = SingleWorkerCommunicator(1) if shared else self._teams.peers
         between_replicas = self._job.make_exchange(parameters, groups, peers)
         if self._mesh is None and self.devices[0].kind == "GPU":
             return between_replicas  # nobody to exchange with: nothing need pass through the host
@@ -303,9 +303,9 @@ class ModelParts(Holding):
     def __init__(
         self,
         teams: Teams,
-        mesh: GridMesh | None,
+        mesh: WorkerMesh | None,
         *,
-        pipelining: Pipelining,
+        pipelining: PipelineConfig,
         shard_parameters: bool,
         own: torch.Generator,
         device: torch.device,
@@ -316,18 +316,18 @@ class ModelParts(Holding):
         self._pipelining = pipelining
         self._shard_parameters = shard_parameters and teams.grid.data > 1
         self._device = device
-        self._draws = OwnDraws(own, _on_gpu(device, own.initial_seed()))
+        self._draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
         self._sequence_parallel = sequence_parallel
-        self._parts: WeakValueDictionary[int, PartModule] = WeakValueDictionary()
+        self._parts: WeakValueDictionary[int, ShardedModule] = WeakValueDictionary()
 
-    def peers(self, workers: Workers) -> Workers:
+    def peers(self, workers: Communicator) -> Communicator:
         """Those with the same part, one per replica."""
         return self._teams.peers
 
     def take(self, module: nn.Module) -> nn.Module:
         """This worker's part; of a plain module that by "auto"."""
-        return module if isinstance(module, PartModule) else self.divide(module, "auto", "auto")
+        return module if isinstance(module, ShardedModule) else self.divide(module, "auto", "auto")
 
     @property
     def parts(self) -> bool:
@@ -341,7 +341,7 @@ class ModelParts(Holding):
 
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         """The schedules of a part that is one stage of several."""
-        return module.pipeline if isinstance(module, PartModule) else None
+        return module.pipeline if isinstance(module, ShardedModule) else None
 
     def check(self, optimizer: Optimizer) -> None:
         """Only what updates each number by itself gives on parts what it gives on the whole."""
@@ -353,18 +353,18 @@ class ModelParts(Holding):
             )
 
     @property
-    def draws(self) -> OwnDraws:
+    def draws(self) -> TensorParallelRng:
         """What this worker draws by itself."""
         return self._draws
 
-    def divide(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> PartModule:
+    def divide(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
         """Divides a module, once. Every worker must call it.
 
         Raises:
             ConfigError: it cannot be divided so.
             ClusterError: another worker has another module.
         """
-        if isinstance(module, PartModule):
+        if isinstance(module, ShardedModule):
             return module
         part = self._parts.get(id(module))
         if part is None:
@@ -395,25 +395,25 @@ class ModelParts(Holding):
     def _divided_ids(self) -> frozenset[int]:
         return frozenset().union(*(part.divided for part in self._parts.values()))
 
-    def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> PartModule:
+    def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
         first = self._first_weights(module)
         if self._mesh is None:
             _fill(module, first, WHOLE, self._device)
-            place(module, self._device)
-            return PartModule(module)
+            move_to_device(module, self._device)
+            return ShardedModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
-        stages = cut(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
-        division = divide_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
+        stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
+        division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
             sequences.bound([stage.parts for stage in stages] or [module.modules()])
         _fill(module, first, division, self._device)
         self._draws.give(module, division.apart, division.together)
         borrowing = self._shared(module, stages, self._mesh) if self._shard_parameters else None
-        place(module, self._device)  # after torch has moved what it shares, layer by layer
+        move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
-            return PartModule(module, division, names=names, ties=ties)
-        return PartModule(
+            return ShardedModule(module, division, names=names, ties=ties)
+        return ShardedModule(
             module,
             division,
             names=names,
@@ -423,32 +423,32 @@ class ModelParts(Holding):
             pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
         )
 
-    def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: GridMesh) -> Borrowing | None:
+    def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh) -> StageWeights | None:
         """Leaves this worker its share; and how its stages have the rest, where there are any."""
         from lockstep.parallel.fsdp import (
             shard_fully,  # torch's FSDP, which few ask for
-            share_stages,
+            shard_stages,
         )
 
         if stages:
-            return share_stages(module, stages, self._pipelining, mesh.mesh["data"])
+            return shard_stages(module, stages, self._pipelining, mesh.mesh["data"])
         shard_fully(module, mesh.mesh["data"])
         return None
 
-    def _first_weights(self, module: nn.Module) -> FirstWeights | None:
+    def _first_weights(self, module: nn.Module) -> DeferredInit | None:
         """How the tensors on the meta device begin; those elsewhere become the chief's. None where all are there."""
         tensors = [*module.parameters(), *module.buffers()]
         there = [each for each in tensors if not each.is_meta]
         blank = f"{len(tensors) - len(there)} tensors on the meta device"
-        agree(self._teams.job, "the model", [*signature(module), blank])
+        check_agreement(self._teams.job, "the model", [*signature(module), blank])
         with torch.no_grad():
             self._teams.job.broadcast("the chief's weights", there)
         if len(there) == len(tensors):
             return None
         self._drawn += 1  # so that two models whose modules have the same names begin with different weights
-        return FirstWeights(module, f"{self._seed}/model {self._drawn}")
+        return DeferredInit(module, f"{self._seed}/model {self._drawn}")
 
-    def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: GridMesh) -> DividedSequences | None:
+    def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: WorkerMesh) -> SequenceSharding | None:
         """How the layers divide the sequences; before the cut, whose turns go around what is done here."""
         if not self._sequence_parallel:
             return None
@@ -457,11 +457,11 @@ class ModelParts(Holding):
                 'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
                 "in your plan"
             )
-        names = Names(module, known_family(module, "sequence_parallel=True"))
-        return DividedSequences(mesh.mesh["tensor"], module, names.layers())
+        names = SpecNames(module, require_model_spec(module, "sequence_parallel=True"))
+        return SequenceSharding(mesh.mesh["tensor"], module, names.layers())
 
     def _pipeline_of(
-        self, module: nn.Module, stages: Sequence[Stage], mesh: GridMesh, borrowing: Borrowing | None
+        self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh, borrowing: StageWeights | None
     ) -> Pipeline:
         config: Any = module.config
         return Pipeline(
@@ -478,7 +478,7 @@ class ModelParts(Holding):
         """The first of its names here of each weight that another stage holds too."""
         line = self._teams.line
         own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        stages = [] if line is None else exchange_values(line, "the names of the stages", sorted(own))
+        stages = [] if line is None else all_gather_object(line, "the names of the stages", sorted(own))
         found = []
         for names in ties:
             holders = [number for number, held in enumerate(stages) if set(held) & set(names)]
@@ -493,13 +493,13 @@ class ModelParts(Holding):
         return found
 
 
-def _fill(module: nn.Module, first: FirstWeights | None, division: Division, device: torch.device) -> None:
+def _fill(module: nn.Module, first: DeferredInit | None, division: TensorSharding, device: torch.device) -> None:
     if first is not None:
-        fill(module, first, division.orders, device)
+        materialize(module, first, division.orders, device)
 
 
-def _on_gpu(device: torch.device, own: int) -> DeviceDraws | None:
+def _on_gpu(device: torch.device, own: int) -> DeviceRng | None:
     if device.type != "cuda":
         return None
     torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
-    return DeviceDraws(lambda: torch.cuda.default_generators[device.index], own)
+    return DeviceRng(lambda: torch.cuda.default_generators[device.index], own)

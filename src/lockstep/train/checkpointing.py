@@ -19,7 +19,7 @@ from lockstep.checkpoint.export import stream_weights
 from lockstep.checkpoint.format import check_kind, check_like
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
-from lockstep.collectives.communicator import Workers, on_chief
+from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
@@ -100,7 +100,9 @@ class TrainingState(StateAdapter):
         return self._fit is None or not self._fit[0].pending
 
     @contextmanager
-    def of_fit(self, loop: TrainLoop, feed: EpochIterator, callbacks: CallbackList, *, epoch: int) -> Iterator[None]:
+    def during_fit(
+        self, loop: TrainLoop, feed: EpochIterator, callbacks: CallbackList, *, epoch: int
+    ) -> Iterator[None]:
         """Inside the block these belong to the state; the loop goes on counting steps where the last one stopped.
 
         Args:
@@ -210,7 +212,7 @@ def _history(state: Mapping[str, Any]) -> History:
 _TOGETHER_BYTES = 32 * 2**20
 
 
-def save_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def save_parts(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Writes the whole model's state_dict to a safetensors file. Every worker must call it; the chief writes."""
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
@@ -227,19 +229,19 @@ def save_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike
             failed = error
     for _ in stream:  # what the others, and a chief that could not write, do with the rest
         pass
-    on_chief(workers, "save the weights", lambda: _raise(failed))
+    run_on_chief(workers, "save the weights", lambda: _raise(failed))
 
 
-def load_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def load_parts(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a whole model's safetensors file, if everything fits. Every worker must call it; the chief reads."""
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
     part = sharded_module_of(module)
     described = part.described()
-    stored = on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
+    stored = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
     for names in _together(described):
         tensors = [torch.empty_like(described[name], device="cpu") for name in names]
-        on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
+        run_on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
         workers.broadcast("loaded weights", tensors)
         for name, tensor in zip(names, tensors, strict=True):
             part.take(name, tensor)
@@ -288,17 +290,17 @@ def _raise(error: CheckpointError | None) -> None:
         raise error
 
 
-def save_weights(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes."""
     if module.is_part:
         save_parts(module, workers, path)
         return
     module.exchange_buffers()
     state = module.state_dict()
-    on_chief(workers, "save the weights", lambda: write_weights(state, path))
+    run_on_chief(workers, "save the weights", lambda: write_weights(state, path))
 
 
-def load_weights(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a safetensors file into all copies, if everything fits. Every worker must call it; the chief reads."""
     if module.is_part:
         load_parts(module, workers, path)
@@ -311,7 +313,7 @@ def load_weights(module: MirroredModule, workers: Workers, path: str | os.PathLi
         return weights
 
     # The others go on from the chief's, which loading gives them.
-    module.load_state_dict(on_chief(workers, "load the weights", read) or state)
+    module.load_state_dict(run_on_chief(workers, "load the weights", read) or state)
 
 
 def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoint:

@@ -121,7 +121,7 @@ def pick(strategy: ls.Strategy, folder: str, kept_in: str, into: str, step: int 
     if strategy.workers.is_chief:
         name = f"step-{step:08d}"
         shutil.copytree(f"{folder}/{kept_in}/{name}", f"{folder}/{into}/{name}")
-    strategy.workers.exchange("picked")
+    strategy.workers.all_gather_numbers("picked")
 
 
 def resaved(name: str, source: Path | str, into: str) -> None:
@@ -206,7 +206,7 @@ def norms(strategy: ls.ParallelStrategy, folder: str) -> dict[str, Any]:
     again, restored = own_model(strategy, nn.BatchNorm1d(4), torch.float64)
     again.load_checkpoint(f"{folder}/norms")
     pairs = [(each[3].running_mean.tolist(), each[3].running_var.tolist()) for each in (module, restored)]
-    everyones = strategy.workers.everyone.exchange_bytes("statistics", repr(pairs).encode())
+    everyones = strategy.workers.processes.all_gather_bytes("statistics", repr(pairs).encode())
     return {"statistics": [each.decode() for each in everyones], "weights": copied(again)}
 
 
@@ -246,7 +246,7 @@ def in_trouble(folder: str) -> None:
     from lockstep.checkpoint.manager import ShardedSave
 
     with on(tensor=2) as strategy:
-        index = strategy.workers.everyone.index
+        index = strategy.workers.processes.index
         model = compiled("gpt2")
         manager = ls.CheckpointManager(model.checkpoint(), folder)
         model.fit(batches()[:1], verbose=0)

@@ -1,7 +1,7 @@
 """The exchange of gradients between workers: in buckets, while the backward pass goes on.
 
     hook of each parameter, in each local replica:  gradient is there
-    bucket k full, and k is next:  local sum in replica order -> a flat tensor -> start_sum, in the background
+    bucket k full, and k is next:  local sum in replica order -> a flat tensor -> start_all_reduce, in the background
     update:  the buckets that are not full yet -> wait for all -> the leaders' ".grad"
 
 Workers may be in different buckets at a time, but all begin them in the order of the plan. A backward pass that is not
@@ -28,15 +28,15 @@ from weakref import WeakMethod, finalize
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import Workers
-from lockstep.collectives.process_group import Group
+from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.process_group import ProcessGroup
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.bucket_plan import plan_buckets, views_of
 from lockstep.mirroring.gradients.local import Copies, GradientExchange, Settings, joined_norm
 from lockstep.mirroring.gradients.user import EngineHook
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.device.driver import Mark, driver_of
+from lockstep.replicas.device.driver import StreamEvent, driver_of
 
 
 class GradientMarks:
@@ -52,14 +52,14 @@ class GradientMarks:
             None if driver is None else (driver, device.torch_device)
             for driver, device in zip(drivers, devices, strict=False)
         ]
-        self._last: list[Mark | None] = [None] * len(self._sources)
+        self._last: list[StreamEvent | None] = [None] * len(self._sources)
 
     def note(self, replica: int) -> None:
         """Notes that a gradient of a replica is there; called by its hook, in the thread that has made it."""
         source = self._sources[replica] if self._sources else None
         if source is not None:
             driver, device = source
-            self._last[replica] = Mark(driver, device, driver.record(driver.current_stream(device)))
+            self._last[replica] = StreamEvent(driver, device, driver.record(driver.current_stream(device)))
 
     def precede(self) -> None:
         """What the calling thread queues from now on, on each device, runs behind the gradients noted there."""
@@ -92,9 +92,9 @@ class BucketExchange(GradientExchange):
         parameters: Sequence[Copies],
         leaders: Sequence[int],
         *,
-        workers: Workers,
+        workers: Communicator,
         bucket_bytes: int,
-        stream: Group,
+        stream: ProcessGroup,
         travel_as: torch.dtype | None,
         marks: GradientMarks,
     ) -> None:
@@ -120,11 +120,11 @@ class BucketExchange(GradientExchange):
             CollectiveError: another worker has other settings of the optimizer, other frozen parameters, or other
                 weights, as far as a few bytes of each show it.
         """
-        self._workers.attach(self._digest(settings))
+        self._workers.add_digest(self._digest(settings))
         changed = any(bucket.changed for bucket in self._under_way)
         outdated = _trained(self._parameters) != self._trained
         too_soon = changed or self._again or any(map(_is_changed, self._noted))
-        met = self._workers.exchange("optimizer update", [total, count, changed, outdated, too_soon])
+        met = self._workers.all_gather_numbers("optimizer update", [total, count, changed, outdated, too_soon])
         totals, counts, *flags = zip(*met, strict=True)
         changed, outdated, too_soon = map(any, flags)
         if changed:
@@ -210,7 +210,7 @@ class BucketExchange(GradientExchange):
         """Divides the parameters that are trained on any worker into buckets. Every worker must call it."""
         self._trained = _trained(self._parameters)
         own = bytes(index in self._trained for index in range(len(self._parameters)))
-        every = self._workers.exchange_bytes("which gradients travel", own)
+        every = self._workers.all_gather_bytes("which gradients travel", own)
         firsts = [copies[0] for copies in self._parameters]
         self._plan = plan_buckets(
             [parameter.numel() * parameter.element_size() for parameter in firsts],
@@ -286,7 +286,7 @@ class BucketExchange(GradientExchange):
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self._marks.precede()
             bucket = _Bucket(members, [self._parameters[index] for index in members], self._travel_as)
-            bucket.work = self._stream.start_sum(bucket.flat)
+            bucket.work = self._stream.start_all_reduce(bucket.flat)
         self._under_way.append(bucket)
 
     def _hand_out(self, bucket: _Bucket) -> None:
@@ -328,7 +328,7 @@ class _Bucket:
         """Whether a gradient is another one, or was written to, since it was taken."""
         return any(map(_is_changed, self._taken))
 
-    def wait(self, stream: Group) -> None:
+    def wait(self, stream: ProcessGroup) -> None:
         """Waits until the sums have arrived."""
         if self.work is not None:
             stream.wait(self.work, "the exchange of gradients")

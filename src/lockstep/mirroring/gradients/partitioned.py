@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.mirroring.gradients.local import GradientExchange, Settings
 from lockstep.mirroring.zero1 import Sharing
 from lockstep.replicas.context import ReplicaContext
@@ -36,11 +36,11 @@ class PartExchange(GradientExchange):
         self,
         between_replicas: GradientExchange,
         *,
-        workers: Workers,
-        holders: Workers,
+        workers: Communicator,
+        holders: Communicator,
         counted: frozenset[int],
         tied: Sequence[nn.Parameter] = (),
-        twin: Workers | None = None,
+        twin: Communicator | None = None,
         sharing: Sharing | None = None,
     ) -> None:
         self._sharing = sharing
@@ -53,7 +53,7 @@ class PartExchange(GradientExchange):
 
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
-        met = self._workers.exchange("optimizer update", [total, count])
+        met = self._workers.all_gather_numbers("optimizer update", [total, count])
         self._between_replicas.open(0.0, 0.0, settings)
         self._sum_tied()
         return sum(each for each, _ in met), sum(each for _, each in met)
@@ -67,7 +67,7 @@ class PartExchange(GradientExchange):
         counted = [norms[index].double() for index in sorted(norms) if index in self._counted]
         # Read at once: a GPU is waited for once, and not for each.
         own = sum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
-        squares = [square for (square,) in self._holders.exchange("gradient norm", [own])]
+        squares = [square for (square,) in self._holders.all_gather_numbers("gradient norm", [own])]
         return torch.tensor(sum(squares), dtype=torch.float64).sqrt()
 
     def _sum_tied(self) -> None:
@@ -75,7 +75,7 @@ class PartExchange(GradientExchange):
         if self._twin is None or not self._tied:
             return
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._tied]
-        summed = self._twin.sum_tensors("gradients of tied weights", gradients)
+        summed = self._twin.all_reduce("gradients of tied weights", gradients)
         for parameter, gradient in zip(self._tied, summed, strict=True):
             parameter.grad = gradient
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm
@@ -269,7 +269,7 @@ class BufferAverages:
         mode_in_replicas: whether replicas set the training mode themselves, each its copy's.
     """
 
-    def __init__(self, copies: Sequence[nn.Module], workers: Workers) -> None:
+    def __init__(self, copies: Sequence[nn.Module], workers: Communicator) -> None:
         self._copies, self._workers = copies, workers
         self.mode_in_replicas = False
         self._warned = False
@@ -284,12 +284,12 @@ class BufferAverages:
         """The averages, in the order of the buffers, for this and for later reads. Every worker must call it."""
         buffers = self._buffers()
         floating = [copies for copies in buffers if copies[0].is_floating_point()]
-        if self._workers.alone or not floating:
+        if self._workers.is_single or not floating:
             return [_mean(copies) for copies in buffers]
-        if len(set(self._workers.exchange("buffers", [_checksum(floating)]))) == 1:
+        if len(set(self._workers.all_gather_numbers("buffers", [_checksum(floating)]))) == 1:
             self._note([])
             return [copies[0].detach() for copies in buffers]
-        sums = self._workers.sum_tensors("averages of buffers", [sum_tensors(_at_home(copies)) for copies in floating])
+        sums = self._workers.all_reduce("averages of buffers", [sum_tensors(_at_home(copies)) for copies in floating])
         others = [copies[0].detach().clone() for copies in buffers if not copies[0].is_floating_point()]
         self._workers.broadcast("the chief's other buffers", others)
         means, firsts = iter([total / self._workers.num_replicas for total in sums]), iter(others)
@@ -305,7 +305,7 @@ class BufferAverages:
             UsageError: other workers' buffers may have changed since the last exchange, or these have.
         """
         buffers = self._buffers()
-        if self._workers.alone:
+        if self._workers.is_single:
             return [_mean(copies) for copies in buffers]
         own = self._own(buffers)
         if any(copies[0].is_floating_point() for copies in own):
@@ -348,7 +348,7 @@ class BufferAverages:
     def _note(self, means: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._means = means  # of the first copies' buffers, where the averages are others than these
         self.trained = self.passed = False
-        self._digest = 0 if self._workers.alone else _digest(self._own(self._buffers()))
+        self._digest = 0 if self._workers.is_single else _digest(self._own(self._buffers()))
 
     def _check_up_to_date(self, buffers: Sequence[_Copies]) -> None:
         if (not self.trained or self.passed) and _digest(buffers) == self._digest:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
-from lockstep.replicas.rng.mode import ReplicaRandom
+from lockstep.replicas.rng.mode import ReplicaRng
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 COMPILE_LIMIT_S = 1800.0
@@ -231,7 +231,7 @@ class _Draws(TorchDispatchMode):
 def _without_replica_random() -> Iterator[None]:
     """Inside the block the replica's function mode is off: dynamo would follow it into every call of torch."""
     if not torch._C._len_torch_function_stack() or not isinstance(
-        torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1), ReplicaRandom
+        torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1), ReplicaRng
     ):
         yield
         return

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from lockstep.collectives.communicator import Workers, agree
+from lockstep.collectives.communicator import Communicator, check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.batch_norm import (
@@ -28,7 +28,7 @@ from lockstep.mirroring.module.propagation import Following
 from lockstep.mirroring.optim.misuse import watch_plain_steps
 from lockstep.mirroring.partition import Pipelined
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.device.streams import in_memory_of
+from lockstep.replicas.device.streams import allocating_on
 
 _SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
 
@@ -89,7 +89,7 @@ class MirroredModule(nn.Module):
         owner: object,
         copies: Sequence[nn.Module],
         groups: Sequence[Sequence[int]],
-        workers: Workers,
+        workers: Communicator,
         following: Following,
         pipeline: Pipelined | None = None,
         *,
@@ -130,7 +130,7 @@ class MirroredModule(nn.Module):
         """Runs the current replica's copy; outside a replica, replica 0's."""
         here, context = self._here(), get_replica_context()
         if context is None:
-            if here.training and self._workers.alone and len(self._copies) > 1:
+            if here.training and self._workers.is_single and len(self._copies) > 1:
                 self.sync_buffers()  # the pass goes on with what all replicas have counted
             return here(*args, **kwargs)
         if self.on_call is not None:
@@ -202,9 +202,9 @@ class MirroredModule(nn.Module):
         Raises:
             CollectiveError: a worker has others.
         """
-        if not self._workers.alone and not self.shares_weights:
-            self._workers.attach(weights_digest(self.module))
-            self._workers.exchange("comparison of the weights")
+        if not self._workers.is_single and not self.shares_weights:
+            self._workers.add_digest(weights_digest(self.module))
+            self._workers.all_gather_numbers("comparison of the weights")
 
     def align(self) -> bool:
         """Before a run: gives all copies what was set on the user's module, and its training mode and frozen weights.
@@ -219,13 +219,15 @@ class MirroredModule(nn.Module):
             self._outside_changes.look_again()
         moved |= self._outside_changes.run_begins()
         fresh = self.following.take_fresh()
-        if fresh and not self._workers.alone and not self.shares_weights:
+        if fresh and not self._workers.is_single and not self.shares_weights:
             self._take_from_chief(fresh)
         return moved
 
     def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
         """What was given to the module after mirroring has the chief's numbers too, as all had at mirroring."""
-        agree(self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh])
+        check_agreement(
+            self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh]
+        )
         with torch.no_grad():
             self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
             for mine, *others in fresh:
@@ -270,7 +272,7 @@ class MirroredModule(nn.Module):
         Args:
             always: also where no run since the last time can have changed them.
         """
-        if not self._workers.alone and (always or self._buffer_averages.trained):
+        if not self._workers.is_single and (always or self._buffer_averages.trained):
             self.following.follow()
             self._outside_changes.spread()
             with torch.no_grad():
@@ -294,7 +296,7 @@ class MirroredModule(nn.Module):
         for duplicate in self._copies:
             duplicate.train(mode)
         self.training = mode
-        if not mode and self._workers.alone:
+        if not mode and self._workers.is_single:
             self.sync_buffers()
         return self
 
@@ -530,7 +532,7 @@ def mirror_module(
     owner: object,
     module: nn.Module,
     devices: Sequence[LogicalDevice],
-    workers: Workers,
+    workers: Communicator,
     *,
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
@@ -569,10 +571,10 @@ def mirror_module(
     # torch's own synchronised batch norm asks for it by its class.
     convert_sync_batch_norm(module, _BatchNorm if sync_batchnorm else nn.SyncBatchNorm)
     layout = _layout(module, memory_format)
-    with in_memory_of(devices[0]):
+    with allocating_on(devices[0]):
         _place(module, devices[0], layout)
-    if not workers.alone and not shares_weights:
-        agree(workers, "the model", signature(module))
+    if not workers.is_single and not shares_weights:
+        check_agreement(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
     watch_plain_steps()
@@ -588,7 +590,7 @@ def mirror_module(
             [device.torch_device for device in devices],
             groups,
             peers,
-            alone=len(copies) == 1 and (workers.alone or is_part or shares_weights),
+            alone=len(copies) == 1 and (workers.is_single or is_part or shares_weights),
         ),
         pipeline,
         is_part=is_part,
@@ -618,7 +620,7 @@ def _copies(
             leader=copyings.get(leader),
             known=known,
         )
-        with in_memory_of(device):
+        with allocating_on(device):
             copies.append(copying.of(module, type(module).__name__))
     return copies
 

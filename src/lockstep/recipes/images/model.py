@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.atomic_files import atomic_write
 from lockstep.checkpoint.weights import read_weights
-from lockstep.collectives.communicator import on_chief
+from lockstep.collectives.communicator import run_on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import check_kind, load_named, quiet_transformers
@@ -188,7 +188,7 @@ def save_mobilenet(model: Model, module: PictureClassifier, folder: Path, *, pix
         pixel_range: what the model was trained on.
     """
     model.save_weights(folder / WEIGHTS_FILE)
-    on_chief(model.strategy.workers, "describe the model", lambda: _describe(module, folder, pixel_range))
+    run_on_chief(model.strategy.workers, "describe the model", lambda: _describe(module, folder, pixel_range))
 
 
 def _describe(module: PictureClassifier, folder: Path, pixel_range: PixelRange) -> None:

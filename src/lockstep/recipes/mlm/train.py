@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.atomic_files import atomic_write
-from lockstep.collectives.communicator import on_chief
+from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
 from lockstep.recipes.batch_size import LargestBatch, largest_batch
 from lockstep.recipes.config_checks import SameRun, settings_but
@@ -208,7 +208,7 @@ def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
     The chief writes; every worker must call it.
     """
     model.save_weights(folder / "model.safetensors")
-    on_chief(model.strategy.workers, "describe the model", lambda: _describe(task, folder))
+    run_on_chief(model.strategy.workers, "describe the model", lambda: _describe(task, folder))
 
 
 def _describe(task: MlmTask, folder: Path) -> None:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lockstep.atomic_files import atomic_write
-from lockstep.collectives.communicator import on_chief
+from lockstep.collectives.communicator import run_on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.exactness import (
@@ -423,7 +423,7 @@ def train_reviews(
         metrics, logits = _tested(trainer, task)
         trained = trained_parameters(task.model)
         model = _without_adapters(trainer.model)
-        on_chief(strategy.workers, "write the model", lambda: _write(places, model, task, logits))
+        run_on_chief(strategy.workers, "write the model", lambda: _write(places, model, task, logits))
         return ReviewsResult(
             history=history,
             best_epoch=_best_epoch(history),

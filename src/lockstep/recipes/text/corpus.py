@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
 
 MINIMUM_CHARACTERS = 100
@@ -228,15 +228,15 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
         level = [inner for node in level for field in _BLOCKS for inner in getattr(node, field, ())]
 
 
-def text_for_all(read: Callable[[], TextSplits], workers: Workers) -> TextSplits:
+def text_for_all(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
     """What ``read`` gives on the chief. Every worker must call it.
 
     Raises:
         DataError: on every worker, where the chief's text cannot be used.
     """
-    if workers.alone:
+    if workers.is_single:
         return read()
-    told = json.loads(workers.chiefs_bytes("the text", _said(read) if workers.is_chief else b""))
+    told = json.loads(workers.broadcast_bytes("the text", _said(read) if workers.is_chief else b""))
     if "refused" in told:
         raise DataError(told["refused"])
     return TextSplits(
