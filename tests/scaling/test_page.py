@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from lockstep.scaling.measure import PARTS
 from lockstep.scaling.report import PART_HEADINGS, ROW_HEADINGS, part_cells, render_page, row_cells
 
