@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch._C._distributed_c10d import Store
-
+from lockstep._torch_compat import Store
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.heartbeat import Peers, Status, read_status
