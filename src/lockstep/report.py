@@ -50,7 +50,7 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, first column to the left, others to the right.
+    """A Markdown table; a column of numbers is aligned to the right.
 
     Example:
         >>> print(markdown_table(["who", "ms"], [["ours", "1"]]))
@@ -58,7 +58,8 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
         | --- | ---: |
         | ours | 1 |
     """
-    rule = ["---", *["---:"] * (len(headings) - 1)]
+    columns = zip(headings, *rows, strict=True)
+    rule = ["---:" if all(map(_is_number, cells)) else "---" for _, *cells in columns]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
 
 

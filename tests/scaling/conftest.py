@@ -44,9 +44,7 @@ frame.addEventListener("load", () => {
     tables: all("table").map((t) => [...t.rows].map((row) => [...row.cells].map(text))),
     alignments: all("tbody td:not(.words)").map((c) => frame.contentWindow.getComputedStyle(c).textAlign),
     figures: Object.fromEntries(all("figure").map((f) => [f.id, box(f)])),
-    shapes: all("svg polyline, .fill").map(box),
-    pieces: all("#plot-parts .track").map((t) => [...t.children].map((p) => box(p)[0])),
-    tracks: all("#plot-parts .track").map((t) => box(t)[0]),
+    plotted: all("svg text").map(text),
     text: text(page.body),
   });
 });

@@ -108,7 +108,8 @@ def _scaling_app() -> typer.Typer:
 
 def _measure(recipe: Recipe, config: Any, replicas: str | None, steps: dict[str, Any], places: _Places) -> int:
     # What would fail at the end fails now:
-    require("jinja2", "plots")
+    for package in ("jinja2", "matplotlib"):
+        require(package, "plots")
     usual = "gpu" if list_physical_devices("GPU") else "cpu:2"
     devices = usual if places.devices is None else places.devices
     logical = take_devices(devices)

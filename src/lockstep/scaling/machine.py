@@ -40,6 +40,16 @@ class Machine:
     commit: str
     load: float
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """For the head of a report, as pairs of a name and a text."""
+        where = f"{self.processor}, {self.cores} cores, {self.memory_gb:.0f} GB, {self.system}"
+        return [
+            ("machine", f"{where}; load average before the run {self.load:.2f}"),
+            ("versions", f"Python {self.python}, torch {self.torch}, transformers {self.transformers}"),
+            ("commit", self.commit),
+        ]
+
 
 def this_machine() -> Machine:
     """The machine that this runs on, now."""
