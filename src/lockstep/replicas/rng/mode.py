@@ -77,10 +77,7 @@ _FRAMES_TO_CALL = 24
 """How far above a mode's call the function stands that it was called for, with other modes between."""
 _METADATA: frozenset[Any] = frozenset(
     [
-        *(
-            vars(torch._C.TensorBase)[name].__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")
-        ),
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")),
         *(torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point),
     ]
 )
