@@ -193,7 +193,7 @@ class MirroredObjects:
         return self._without_optimizer_cache
 
     def _warn_of_own_gradients(self) -> None:
-        """With several workers: warns once if a run leaves gradients of parameters without an optimizer."""
+        """Warns once, with several workers, of a run that leaves gradients of parameters without an optimizer."""
         if self._warned_of_own or not any(copies[0].grad is not None for copies in self._without_optimizer()):
             return
         self._warned_of_own = True
