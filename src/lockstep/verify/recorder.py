@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.config import LogicalDevice
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import Totals
@@ -292,7 +293,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         if isinstance(module, MirroredModule):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 recorder.module_called(module, (args, kwargs), outputs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:

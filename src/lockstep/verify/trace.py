@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lockstep._torch_compat import keystr, tree_flatten_with_path
 from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.rng.state import own_generator
 
