@@ -14,7 +14,7 @@ from lockstep.launch.output import complain
 
 if TYPE_CHECKING:
     from lockstep.launch.jobs import Outcome
-    from lockstep.launch.rendezvous import Meeting
+    from lockstep.launch.rendezvous import Hosts
 
 EXAMPLE = "Example: lockstep run --workers 4 train.py --epochs 5"
 
@@ -101,7 +101,7 @@ def run(
         meeting = choose_meeting(hosts, index, rendezvous, nodes, job=job or what.job, timeout_s=timeout_s)
         launch = ProgramJob(
             program=what,
-            meeting=meeting,
+            hosts=meeting,
             workers=workers,
             gpus_per_worker=gpus_per_worker,
             max_restarts=max_restarts,
@@ -138,13 +138,13 @@ def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
 
 def choose_meeting(
     hosts: str | None, index: int | None, rendezvous: str | None, nodes: str | None, *, job: str, timeout_s: float
-) -> Meeting:
+) -> Hosts:
     """How this launcher meets the others, from the flags.
 
     Raises:
         ConfigError: the flags contradict each other, or one is missing.
     """
-    from lockstep.launch.rendezvous import ComingHosts, FixedHosts, OneHost
+    from lockstep.launch.rendezvous import ElasticHosts, FixedHosts, OneHost
 
     if hosts is not None and rendezvous is not None:
         raise ConfigError("--hosts and --rendezvous were given, expected one of them; leave one out")
@@ -157,7 +157,7 @@ def choose_meeting(
         return FixedHosts(hosts=listed, index=index, job=job, timeout_s=timeout_s)
     if rendezvous is not None and nodes is not None:
         least, most = parse_nodes(nodes)
-        return ComingHosts(address=rendezvous, least=least, most=most, job=job, timeout_s=timeout_s)
+        return ElasticHosts(address=rendezvous, least=least, most=most, job=job, timeout_s=timeout_s)
     return OneHost()
 
 
@@ -177,9 +177,9 @@ def _report(outcome: Outcome) -> int:
     """Prints which worker failed, and how; returns the exit code."""
     if outcome.interrupted:
         raise KeyboardInterrupt
-    if outcome.last_words:
-        last_words = outcome.last_words.rstrip("\n")
-        complain(f"the last words of worker {outcome.worker}:\n{last_words}")
+    if outcome.last_output:
+        last_output = outcome.last_output.rstrip("\n")
+        complain(f"the last output of worker {outcome.worker}:\n{last_output}")
     if outcome.line is not None:
         complain(f"error: {outcome.line}")
     return outcome.exit_code
