@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 
-from torch._C._distributed_c10d import Store
-
+from lockstep._torch_compat import Store
 from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import (
     FailureReport,

@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 import torch
-from torch._C._distributed_c10d import Store
 
+from lockstep._torch_compat import Store
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import FailureReport, describe_exception

@@ -16,8 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store, TCPStore
-
+from lockstep._torch_compat import Store, TCPStore
 from lockstep.cluster.address import join_address
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError
