@@ -9,16 +9,16 @@ from PIL import Image
 
 from lockstep.cli import main
 from lockstep.cli.data_images import describe_pictures
-from lockstep.recipes.images.dataset import BrokenPicture, PictureSummary
+from lockstep.recipes.images.dataset import BrokenImage, ImageSummary
 
-SUMMARY = PictureSummary(
+SUMMARY = ImageSummary(
     source="pets",
     classes=("Cat", "Dog"),
     counts={"train": (10_000, 9_000), "valid": (1_250, 1_250), "test": (1_250, 1_250)},
-    rule="the parts are as the data has them",
+    rule="the splits are those of the data",
     sizes={(500, 375): 20_000, (4, 4): 1, (1050, 702): 1},
-    broken=tuple(BrokenPicture(path=Path(f"Cat/{n}.jpg"), reason="empty file") for n in range(12)),
-    left_out=("the folder 'extra' beside the parts",),
+    broken=tuple(BrokenImage(path=Path(f"Cat/{n}.jpg"), reason="empty file") for n in range(12)),
+    ignored=("the folder 'extra' beside the parts",),
 )
 
 
@@ -86,4 +86,4 @@ def test_a_folder_that_is_none_is_one_line(run_lockstep):
     done = run_lockstep("data", "images", "--data", "nowhere")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("lockstep: error: the picture folder 'nowhere' does not exist")
+    assert done.stderr.startswith("lockstep: error: the image folder 'nowhere' does not exist")

@@ -11,9 +11,9 @@ import typer
 
 from lockstep.cli.decoding import decoding_bar
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import PictureSummary, summarize_pictures
+from lockstep.recipes.images.dataset import ImageSummary, summarize_images
 from lockstep.recipes.images.folder import write_digits
-from lockstep.recipes.images.pixels import said_size
+from lockstep.recipes.images.pixels import format_bytes
 from lockstep.report.table import text_table
 
 _BROKEN_SHOWN = 10
@@ -40,7 +40,7 @@ def images(*, data: DataFlag = None, workers: WorkersFlag = None) -> Callable[[]
 
     def job() -> int:
         with decoding_bar(quiet=False) as progress:
-            summary = summarize_pictures(config, progress=progress)
+            summary = summarize_images(config, progress=progress)
         print(describe_pictures(summary))
         return 0
 
@@ -59,7 +59,7 @@ def digits(*, folder: FolderArgument) -> Callable[[], int]:
     return job
 
 
-def describe_pictures(summary: PictureSummary) -> str:
+def describe_pictures(summary: ImageSummary) -> str:
     """The source, a table of classes and parts, the sizes, and the broken pictures by name."""
     names = list(summary.counts)
     rows = [
@@ -74,7 +74,7 @@ def describe_pictures(summary: PictureSummary) -> str:
     return "\n\n".join(lines)
 
 
-def _facts(summary: PictureSummary) -> str:
+def _facts(summary: ImageSummary) -> str:
     sizes = Counter(summary.sizes)
     facts = [f"parts   {summary.rule}"]
     if sizes:
@@ -82,11 +82,11 @@ def _facts(summary: PictureSummary) -> str:
         (common, number), *_ = sizes.most_common(1)
         most = f", most often {_size(common)} ({number:,})" if len(sizes) > 1 else ""
         facts.append(f"sizes   from {_size(by_area[0])} to {_size(by_area[-1])}{most}")
-    decoded = summary.pictures * _SIDE * _SIDE * 3
-    facts.append(f"decoded {said_size(decoded)} at {_SIDE}x{_SIDE}, {said_size(decoded // 49)} at 32x32")
-    facts += [f"besides {what}" for what in summary.left_out]
-    share = len(summary.broken) / summary.pictures
-    return "\n".join([*facts, f"broken  {len(summary.broken):,} of {summary.pictures:,} pictures ({share:.2%})"])
+    decoded = summary.num_images * _SIDE * _SIDE * 3
+    facts.append(f"decoded {format_bytes(decoded)} at {_SIDE}x{_SIDE}, {format_bytes(decoded // 49)} at 32x32")
+    facts += [f"besides {what}" for what in summary.ignored]
+    share = len(summary.broken) / summary.num_images
+    return "\n".join([*facts, f"broken  {len(summary.broken):,} of {summary.num_images:,} pictures ({share:.2%})"])
 
 
 def _size(size: tuple[int, int]) -> str:

@@ -84,9 +84,9 @@ class _Run:
 
 
 def _data(result: ImagesResult) -> str:
-    counts = ", ".join(f"{part} {number:,}" for part, number in result.pictures.items())
+    counts = ", ".join(f"{part} {number:,}" for part, number in result.num_images.items())
     skipped = f"; {counted(len(result.broken), 'broken picture')} skipped" if result.broken else ""
-    return f"{result.source}: {counts} pictures{skipped}; {result.kept}"
+    return f"{result.source}: {counts} pictures{skipped}; {result.decoded}"
 
 
 def _work(config: ImagesConfig) -> str:

@@ -46,15 +46,15 @@ def complaint(name: str | Path) -> str:
 
 
 def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
-    loaded = load_pretrained(str(folder), attention="eager", dropout=0.2)
+    module, vocabulary = load_pretrained(str(folder), attention="eager", dropout=0.2)
     theirs = BertForMaskedLM.from_pretrained(folder)
 
-    state = loaded.module.state_dict()
+    state = module.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in theirs.state_dict().items())
-    assert (loaded.vocabulary.size, loaded.vocabulary.pad_id, loaded.vocabulary.mask_id) == (450, 0, 4)
-    assert loaded.vocabulary.special().sum() == 5
-    assert loaded.module.bert.config.hidden_dropout_prob == 0.2
-    assert loaded.module.bert.config._attn_implementation == "eager"
+    assert (vocabulary.size, vocabulary.pad_id, vocabulary.mask_id) == (450, 0, 4)
+    assert vocabulary.is_special().sum() == 5
+    assert module.bert.config.hidden_dropout_prob == 0.2
+    assert module.bert.config._attn_implementation == "eager"
 
 
 def test_a_run_begins_with_them_at_the_published_rate(folder: Path, tiny: MakeConfig):

@@ -8,7 +8,7 @@ import pytest
 from lockstep.errors import DataError
 from lockstep.recipes.reviews.dataset import Division, Review, ReviewParts, ReviewTable, divide
 
-HOW = Division(test_share=0.1, valid_share=0.1, keep_repeated=False, limit=0, seed=0)
+HOW = Division(test_fraction=0.1, valid_fraction=0.1, keep_repeated=False, limit=0, seed=0)
 
 
 def table(*reviews: Review) -> ReviewTable:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import at_least, between, one_of, positive, share
+from lockstep.recipes.config_checks import at_least, between, fraction, one_of, positive
 from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
@@ -35,8 +35,8 @@ class ReviewsConfig:
         repeated: whether a review that stands in the data more than once is kept once, or as often as it does; its
             copies are always in one part.
         limit: most reviews to use, drawn evenly from the data; 0 uses all.
-        test_share: part of each class that is held out for the test.
-        valid_share: part of each class that chooses the best epoch.
+        test_fraction: part of each class that is held out for the test.
+        valid_fraction: part of each class that chooses the best epoch.
         pretrained: folder or Hugging Face name of a BERT to begin with; it brings its own size and tokenizer.
         tokens: whether the tokenizer that is trained knows words of several Chinese characters, or takes every
             character as a token, as Google's does.
@@ -72,8 +72,8 @@ class ReviewsConfig:
     names: str | None = None
     repeated: Literal["drop", "keep"] = "drop"
     limit: int = 0
-    test_share: float = 0.1
-    valid_share: float = 0.1
+    test_fraction: float = 0.1
+    valid_fraction: float = 0.1
     pretrained: str | None = None
     tokens: Literal["words", "characters"] = "words"
     vocabulary: int = 20000
@@ -112,11 +112,11 @@ class ReviewsConfig:
         one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         one_of("tokens", self.tokens, ("words", "characters"))
         positive("learning_rate", self.learning_rate)
-        for name in ("test_share", "valid_share"):
-            share(name, getattr(self, name), most=0.45, open_below=True)
-        share("warmup", self.warmup, most=0.9)
-        share("hide", self.hidden_share, most=0.9)
-        share("dropout", self.dropout, most=0.9)
+        for name in ("test_fraction", "valid_fraction"):
+            fraction(name, getattr(self, name), most=0.45, above_zero=True)
+        fraction("warmup", self.warmup, most=0.9)
+        fraction("hide", self.hidden_fraction, most=0.9)
+        fraction("dropout", self.dropout, most=0.9)
         if not (self.weight_decay >= 0 and self.clip_norm >= 0):
             raise ConfigError(
                 f"weight_decay={self.weight_decay} and clip_norm={self.clip_norm} were given, expected 0 or more"
@@ -159,7 +159,7 @@ class ReviewsConfig:
         return 1e-3 if self.pretrained is None else 2e-5
 
     @property
-    def hidden_share(self) -> float:
+    def hidden_fraction(self) -> float:
         """Part of the tokens that training hides."""
         if self.hide is not None:
             return self.hide
@@ -194,4 +194,4 @@ def reviews(*, csv: Path | None = None, pretrained: str | None = None) -> Review
         (64, 0.001, 2e-05)
     """
     config = ReviewsConfig(csv=csv, pretrained=pretrained)
-    return dataclasses.replace(config, learning_rate=config.rate, hide=config.hidden_share)
+    return dataclasses.replace(config, learning_rate=config.rate, hide=config.hidden_fraction)

@@ -227,15 +227,15 @@ class Division:
     """How a table is divided.
 
     Args:
-        test_share: part of each class for the test.
-        valid_share: part of each class that chooses the best epoch.
+        test_fraction: part of each class for the test.
+        valid_fraction: part of each class that chooses the best epoch.
         keep_repeated: whether copies of a review are kept.
         limit: most reviews; 0 is all.
         seed: another one gives other parts.
     """
 
-    test_share: float
-    valid_share: float
+    test_fraction: float
+    valid_fraction: float
     keep_repeated: bool
     limit: int
     seed: int
@@ -322,7 +322,7 @@ def _part_of_each_text(
     part_of: dict[str, Part] = {}
     for label in labels:
         texts = sorted((text for text, its in first_label.items() if its == label), key=lambda t: _hash(t, how.seed))
-        test, valid = (max(1, round(share * len(texts))) for share in (how.test_share, how.valid_share))
+        test, valid = (max(1, round(share * len(texts))) for share in (how.test_fraction, how.valid_fraction))
         if len(texts) < test + valid + 1:
             raise DataError(
                 f"{source} has {_counted(len(texts))} with the label {label} to divide, expected at least 3: one each"

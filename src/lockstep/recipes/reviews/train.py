@@ -155,7 +155,7 @@ def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> Revie
         tokenizer = _tokenizer(config, [review.text for review in parts.train])
         model = make_model(config, tokenizer, names, device=device)
         limit = longest_row(config, model)
-        hide = config.hidden_share if tokenizer.mask_token_id is not None else 0.0
+        hide = config.hidden_fraction if tokenizer.mask_token_id is not None else 0.0
         return ReviewsTask(
             model=model,
             tokenizer=tokenizer,
@@ -178,8 +178,8 @@ def read_table(config: ReviewsConfig) -> ReviewTable:
 def divide_table(config: ReviewsConfig, table: ReviewTable) -> ReviewParts:
     """The reviews in three parts, as the config says."""
     how = Division(
-        test_share=config.test_share,
-        valid_share=config.valid_share,
+        test_fraction=config.test_fraction,
+        valid_fraction=config.valid_fraction,
         keep_repeated=config.repeated == "keep",
         limit=config.limit,
         seed=config.seed,
