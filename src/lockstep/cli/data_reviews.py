@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.dataset import Review, ReviewParts, ReviewTable
-from lockstep.recipes.reviews.train import class_names, divide_table, read_table
+from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable
+from lockstep.recipes.reviews.train import class_names, read_table, split_table
 from lockstep.report.table import text_table
 
 CsvFlag = Annotated[
@@ -37,7 +37,7 @@ def reviews(
 
     def job() -> int:
         table = read_table(config)
-        parts = divide_table(config, table)
+        parts = split_table(config, table)
         names = class_names(config, parts.labels)
         print(f"{data_lines(table, parts, names)}\n\n{describe_parts(parts)}")
         if first := first_reviews(parts, lines):
@@ -47,7 +47,7 @@ def reviews(
     return job
 
 
-def data_lines(table: ReviewTable, parts: ReviewParts, names: Sequence[str]) -> str:
+def data_lines(table: ReviewTable, parts: ReviewSplits, names: Sequence[str]) -> str:
     """What was read, what was dropped of it, how it was divided, and what the labels mean."""
     dropped = [f"{table.empty:,} empty"] + [f"{parts.repeated:,} repeated"] * bool(parts.repeated)
     both = f"; {parts.contradictory:,} stand under more than one label" if parts.contradictory else ""
@@ -62,13 +62,13 @@ def data_lines(table: ReviewTable, parts: ReviewParts, names: Sequence[str]) -> 
     )
 
 
-def describe_parts(parts: ReviewParts) -> str:
+def describe_parts(parts: ReviewSplits) -> str:
     """A table: a row a part, a column for each class, and how long its reviews are."""
     headings = ["part", "reviews", *(f"label {label}" for label in parts.labels), "characters", "longest"]
     return text_table(headings, [_row(part, reviews, parts.labels) for part, reviews in parts.by_name.items()])
 
 
-def first_reviews(parts: ReviewParts, lines: int) -> str:
+def first_reviews(parts: ReviewSplits, lines: int) -> str:
     """The first reviews of each part, cut to one line of a terminal."""
     shown = [(part, review) for part, reviews in parts.by_name.items() for review in reviews[:lines]]
     return "\n".join(f"{part:<6}{review.label:>3}  {_cut(review.text)}" for part, review in shown)

@@ -24,7 +24,14 @@ from lockstep.cli.training import (
 )
 from lockstep.extras import require
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.train import Answer, Places, ReviewsResult, build_reviews, check_exactness, train_reviews
+from lockstep.recipes.reviews.train import (
+    Classified,
+    ReviewsResult,
+    RunPaths,
+    build_reviews,
+    check_exactness,
+    train_reviews,
+)
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.fit import Verbose
@@ -88,9 +95,9 @@ class _Run:
         """Reads, says what was read, trains, and gives what is reported."""
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
         if strategy.workers.is_chief:
-            print(f"{data_lines(task.table, task.parts, task.names)}\n", flush=True)
+            print(f"{data_lines(task.table, task.splits, task.names)}\n", flush=True)
         output = model.parent
-        places = Places(
+        places = RunPaths(
             checkpoints=output / "checkpoints" / logs.name,
             logs=logs,
             model=model,
@@ -98,21 +105,21 @@ class _Run:
             resume=self.resume,
         )
         bar = ProgressBar(verbose) if verbose else None
-        result = train_reviews(self.config, task, strategy, texts=self.texts, places=places, bar=bar)
+        result = train_reviews(self.config, task, strategy, texts=self.texts, paths=places, bar=bar)
         tested = f"{places.predictions} (label, prediction and score of each review of the test)"
         return Trained(
             history=result.history,
             test_metrics=result.test_metrics,
             size=_size(result, len(task.tokenizer)),
             notes=[f"best    epoch {result.best_epoch} by val_f1; the test and the answers are its"],
-            last=[f"tested  {tested}", *_answers(result.answers)],
+            last=[f"tested  {tested}", *_answers(result.classified)],
         )
 
 
 def _check(output: Path, resume: Path | None) -> None:
     """What can be seen to fail before anything is read."""
     check_folder(output / "checkpoints")
-    _ = Places(resume=resume)
+    _ = RunPaths(resume=resume)
     for package in ("transformers", "accelerate", "torchmetrics"):
         require(package, "text")
 
@@ -129,7 +136,7 @@ def _size(result: ReviewsResult, tokens: int) -> str:
     return f"{result.parameters:,} parameters{of_them}; {tokens:,} tokens"
 
 
-def _answers(answers: Sequence[Answer]) -> list[str]:
+def _answers(answers: Sequence[Classified]) -> list[str]:
     """A line for each text: what it is, how sure that is, and the text."""
     lines = [f"{answer.label}  {answer.score:.3f}  {answer.text}" for answer in answers]
     return ["", *lines] if lines else []

@@ -15,7 +15,7 @@ from lockstep.bench.laps import Laps
 from lockstep.bench.spawned import Seat
 from lockstep.bench.trainer.work import ReviewsWork, reviews_work
 from lockstep.bench.trial import Trial
-from lockstep.recipes.reviews.train import build_collator
+from lockstep.recipes.reviews.task import build_collator
 from lockstep.recipes.reviews.trainer import ReviewsTrainer
 
 
