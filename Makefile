@@ -1,5 +1,6 @@
-# Needs python3.11, make and a network, nothing else: every target makes its own environment first.
-PYTHON ?= python3.11
+# Needs Python 3.11, 3.12 or 3.13, make and a network, nothing else: every target makes its own environment first.
+# The first that runs; pyenv leaves commands on the path for versions that are not active.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '' 2> /dev/null && echo $$p && break; done)
 # The environment made here may hold torch for the CPU alone; a machine with a GPU usually has its own.
 GPU_PYTHON ?= python3
 VENV := .venv
@@ -9,13 +10,15 @@ PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers bench-workers bench-trainer bench-memory bench-layouts gpu docs clean
+.PHONY: help demo test test-slow test-all check bench bench-peers bench-workers bench-trainer bench-memory bench-layouts gpu docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from, so that a second run installs nothing.
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null \
+	    || { echo "expected Python 3.11, 3.12 or 3.13; name one: make PYTHON=python3.12"; exit 1; }
 	@echo "installing into $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
@@ -25,17 +28,25 @@ demo: $(STAMP) ## train the masked language model on four logical devices, then 
 	@$(BIN)/lockstep train mlm --devices cpu:4 --epochs 3 --output runs/demo --check-exact
 
 # Three processes on any number of cores: many tests wait for workers that were killed or hosts that do not come.
-test: $(STAMP) ## run every test
-	@$(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-check: $(STAMP) ## lint, formatting, types and import order
+test: $(STAMP) ## run the tests that guard the promises (six minutes on two cores)
+	@$(PYTEST) -m "not slow"
+
+test-slow: $(STAMP) ## run the tests that `make test` leaves out
+	@$(PYTEST) -m slow
+
+test-all: $(STAMP) ## run every test (fifteen minutes)
+	@$(PYTEST)
+
+check: $(STAMP) ## lint, formatting, types for every supported Python, and the order of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/test_architecture.py
+	@for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version || exit 1; done
+	@$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_python_versions.py
 
 bench: $(STAMP) ## measure step time and memory beside the peers; writes a dated table
-	@$(BIN)/python -m lockstep.bench
+	@$(BIN)/python -m benchmarks
 
 # Each peer's environment is its own. One that cannot be made is told, and the table says that the peer did not run.
 $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
@@ -45,25 +56,25 @@ $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
 
 bench-peers: $(STAMP) $(PEER_STAMPS) ## the same beside Accelerate, Fabric, TensorFlow and JAX too, in .venv-peers
-	@$(BIN)/python -m lockstep.bench --peers also
+	@$(BIN)/python -m benchmarks --peers also
 
 bench-workers: $(STAMP) ## measure many workers beside DDP, on one host and on two that a slowed link joins
-	@$(BIN)/python -m lockstep.bench --workers
+	@$(BIN)/python -m benchmarks --workers
 
 bench-trainer: $(STAMP) ## measure the recipe reviews' step beside the original Transformers Trainer
-	@$(BIN)/python -m lockstep.bench --trainer
+	@$(BIN)/python -m benchmarks --trainer
 
 bench-memory: $(STAMP) ## measure the memory that LoRA, bf16 and gradient checkpointing save
-	@$(BIN)/python -m lockstep.bench --memory
+	@$(BIN)/python -m benchmarks --memory
 
 bench-layouts: $(STAMP) ## measure each worker's memory by layout of a divided model, beside the estimate
-	@$(BIN)/python -m lockstep.bench --layouts
+	@$(BIN)/python -m benchmarks --layouts
 
 # Any machine with a CUDA GPU, whatever else it has: nothing is installed, nothing fetched. docs/gpu.md says more.
 gpu: ## run the tests that need a GPU and measure on it, with ten minutes to spend: make gpu GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
 	    || { echo "$(GPU_PYTHON) is no Python 3.11 or later with torch; name one that is: make gpu GPU_PYTHON=~/venv/bin/python"; exit 1; }
-	@PYTHONPATH=src $(GPU_PYTHON) -m lockstep.bench --gpu --tests tests
+	@PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks --gpu --tests tests
 
 docs: $(STAMP) ## build the documentation, warnings being errors
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
@@ -71,4 +82,4 @@ docs: $(STAMP) ## build the documentation, warnings being errors
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) $(PEERS_VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.parallel.pipeline import orders_of
-from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipelining
-from lockstep.parallel.pipeline_trace import timetable
-from lockstep.report.schedule_picture import Scale, draw_timetable
+from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipeline_config
+from lockstep.parallel.pipeline_trace import simulate
+from lockstep.scaling.schedule_plot import Scale, draw_timetable
 
 WORKERS, MICROBATCHES = 4, 8
 FOLDER = Path(__file__).parent / "schedules"
@@ -15,8 +15,8 @@ FOLDER = Path(__file__).parent / "schedules"
 
 def pictures() -> dict[str, str]:
     """The name of each file and what is in it; all have one scale, so that their lengths compare."""
-    orders = {name: orders_of(choose_pipelining(name, MICROBATCHES, WORKERS)) for name in SCHEDULES}
-    tables = {name: timetable(order) for name, order in orders.items()}
+    orders = {name: orders_of(choose_pipeline_config(name, MICROBATCHES, WORKERS)) for name in SCHEDULES}
+    tables = {name: simulate(order) for name, order in orders.items()}
     scale = Scale(length=max(table.length for table in tables.values()))
     return {
         f"{name}.svg": draw_timetable(

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from contextlib import ExitStack, closing, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import arbitrary_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 
@@ -174,35 +176,79 @@ class Forks:
         self._requests.close()
 
 
-class Program(subprocess.Popen[str]):
-    """``python WORDS`` in a process that begins with the usual imports done; else all is as of any ``Popen``."""
+class Program:
+    """``python WORDS`` in a process that begins with the usual imports done; used as a ``subprocess.Popen`` with pipes.
+
+    Attributes:
+        args: what follows ``python``.
+        pid: of the process.
+        returncode: None while it runs; negative for a signal.
+        stdout: what it prints, as text.
+        stderr: the same of its errors.
+    """
 
     def __init__(self, forks: Forks, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self._forks = forks
-        pipe = subprocess.PIPE
-        super().__init__(words, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-    def _execute_child(self, words: Any, *given: Any) -> None:
-        _, _, _, _, folder, environment, _, _, _, _, _, _, printed, _, errors, *_ = given
-        request = {"words": list(words), "folder": str(folder), "environment": dict(environment)}
-        self.pid = self._forks.begin(request, [printed, errors])
+        self.args = list(words)
+        self.returncode: int | None = None
+        (printed, out), (errors, err) = os.pipe(), os.pipe()
+        request = {"words": self.args, "folder": str(folder), "environment": dict(environment)}
+        self.pid = forks.begin(request, [out, err])
+        os.close(out)
+        os.close(err)
         self._handle = os.pidfd_open(self.pid)
-        self._child_created = True
-        os.close(printed)
-        os.close(errors)
+        self.stdout, self.stderr = open(printed), open(errors)  # noqa: PTH123, SIM115 - a pipe, closed with the process
+        self._readers: list[threading.Thread] = []
+        self._read: dict[TextIO, str] = {}
 
-    def _wait(self, timeout: float | None) -> int:
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for its end; what it has printed, and its errors, as far as they were not read before."""
+        end = monotonic() + (threading.TIMEOUT_MAX / 2 if timeout is None else timeout)
+        if not self._readers:
+            self._readers = [threading.Thread(target=self._read_all, args=[f]) for f in (self.stdout, self.stderr)]
+            for reader in self._readers:
+                reader.start()
+        for reader in self._readers:
+            reader.join(max(0.0, end - monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(max(0.0, end - monotonic()))
+        return self._read[self.stdout], self._read[self.stderr]
+
+    def _read_all(self, stream: TextIO) -> None:
+        self._read[stream] = stream.read()
+
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not select.select([self._handle], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             self.returncode = self._forks.collect(self.pid)
-            os.close(self._handle)
         return self.returncode
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+    def poll(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
-            self._wait(0)
+            self.wait(0)
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._handle, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kills it if it still runs."""
+        self.kill()
+        self.wait()
+        for reader in self._readers:
+            reader.join()
+        self.stdout.close()
+        self.stderr.close()
+        os.close(self._handle)
 
 
 SERVER = pytest.StashKey[ForkServer]()
@@ -283,9 +329,7 @@ def python(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Program]]:
     with ExitStack() as stack:
 
         def start(*words: str, folder: Path = tmp_path, **variables: str) -> Program:
-            process = stack.enter_context(Program(forks, words, folder, {**os.environ, **variables}))
-            stack.callback(process.kill)
-            return process
+            return stack.enter_context(closing(Program(forks, words, folder, {**os.environ, **variables})))
 
         yield start
 

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"extras", "lifeline"}),
+    frozenset({"extras", "atomic_files", "parent_death"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
     frozenset({"membership"}),
@@ -34,7 +34,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"train"}),
     frozenset({"integrations"}),
     frozenset({"recipes", "report"}),  # one recipe trains with the Trainer of integrations
-    frozenset({"launch", "bench", "verify"}),
+    frozenset({"launch", "scaling", "verify"}),
     frozenset({"cli"}),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROWS) for room in rooms}
@@ -44,15 +44,13 @@ SEES_THE_FACADE = RANK["integrations"]
 READS_ENVIRONMENT = (
     "cluster/",
     "launch/",
-    "bench/hosts.py",  # tells DDP's gloo its network interface, as its users do; there is no other way
 )
 WRITES_FILES = (
+    "atomic_files.py",
     "checkpoint/",
     "collectives/communicator.py",  # torch.save into memory: bytes for other workers
-    "report/",
-    "bench/report",
-    "bench/inputs.py",
-    "bench/harness.py",  # a folder for each trial, gone with it
+    "report.py",
+    "scaling/report.py",  # savefig writes the SVG to memory
     "train/callbacks/loggers.py",
     "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
     "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
@@ -63,12 +61,12 @@ WRITES_FILES = (
 PRINTS = (
     "cli/",
     "train/callbacks/progress",
-    "launch/console.py",  # passes on what the workers say
-    "launch/function_worker.py",  # its own streams become pipes to the launcher
+    "launch/output.py",  # passes on what the workers say
+    "launch/worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
     "replicas/device/cuda.py",
-    "bench/",
+    "scaling/",
     "plan/measure.py",  # measures a GPU's rates
 )
 MAX_FUNCTION_LINES = 60

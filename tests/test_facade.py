@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.launch.launch import launch
+from lockstep.launch.api import launch
 
 
 def typed_imports() -> dict[str, str]:
@@ -35,7 +35,7 @@ def test_every_name_is_what_type_checkers_take_it_for():
 
 
 def test_a_function_is_not_hidden_by_the_room_of_its_name():
-    import_module("lockstep.launch.program_job")
+    import_module("lockstep.launch.jobs")
 
     assert lockstep.launch is launch
 
@@ -47,7 +47,7 @@ def test_a_name_that_it_does_not_have_is_said_to_be_missing():
         exec("from lockstep import MirorredStrategy")
 
 
-@pytest.mark.parametrize("does", ["import lockstep", "import lockstep.launch.program_worker", "dir(lockstep)"])
+@pytest.mark.parametrize("does", ["import lockstep", "import lockstep.launch.worker", "dir(lockstep)"])
 def test_torch_is_not_imported_until_it_is_needed(does: str):
     code = f"import lockstep, sys\n{does}\nprint('torch' in sys.modules, 'Model' in dir(lockstep))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -31,6 +31,9 @@ def runnable_bash(page: Path) -> list[str]:
     return [body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and mark]
 
 
+RUNNABLE = [(page, number) for page in PAGES for number in range(len(runnable_bash(page)))]
+
+
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command with this environment's programs first on the path, in a folder of its own."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -53,12 +56,17 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callab
     assert done.returncode == 0, said
 
 
-@pytest.mark.slow
+def test_the_readme_shows_what_its_first_program_prints(python: Callable[..., subprocess.Popen[str]]):
+    printed, _ = python("-c", blocks(README, "python")[0]).communicate(timeout=LIMIT_S)
+
+    assert blocks(README, "text") == blocks(CHINESE, "text") == [printed]
+
+
 @pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize("number", range(len(runnable_bash(README))))
-def test_the_bash_of_the_readme_runs(number: int, tmp_path: Path):
+@pytest.mark.parametrize(("page", "number"), RUNNABLE, ids=lambda value: getattr(value, "name", value))
+def test_the_bash_of_a_page_runs(page: Path, number: int, tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout
-    done = run(["bash", "-euo", "pipefail", "-c", runnable_bash(README)[number]], tmp_path)
+    done = run(["bash", "-euo", "pipefail", "-c", runnable_bash(page)[number]], tmp_path)
 
     assert done.returncode == 0, done.stderr
 

@@ -36,7 +36,7 @@ class Job:
         count: how many examples, or masked tokens, the loss of a global batch is divided by.
         options: settings of this contender that its program knows.
         inputs: path of the batches, an .npz file.
-        source: folder that the package ``lockstep`` lies in.
+        source: folder that the packages ``lockstep`` and ``benchmarks`` lie in.
         socket: path at which the harness listens.
         started_s: ``time.monotonic()`` of the machine when the program was started.
         lifeline: what each process of the program hangs on, so that it ends with the benchmark.
@@ -61,7 +61,7 @@ class Job:
 def take_job() -> Job:
     """The job on the command line, the only argument. From here on this process ends with the benchmark."""
     job = Job(**json.loads(sys.argv[1]))
-    _load(Path(job.source) / "lockstep" / "lifeline.py").hang_on(job.lifeline)
+    _load(Path(job.source) / "lockstep" / "parent_death.py").hang_on(job.lifeline)
     return job
 
 
@@ -82,7 +82,7 @@ def start_laps(job: Job, *, trained: int) -> Any:
         job: the job.
         trained: parameters that the optimizer changes.
     """
-    laps = _load(Path(job.source) / "lockstep" / "bench" / "laps.py")
+    laps = _load(Path(job.source) / "benchmarks" / "laps.py")
     stopwatch = laps.Laps(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
     stopwatch.trained = trained
     return stopwatch

@@ -12,10 +12,10 @@ from typing import Any
 from program import Job
 from torch import Tensor, nn
 
-from lockstep.bench.contenders.plain import laid_out, memory_format, trained_parameters
-from lockstep.bench.trial import Batch
-from lockstep.bench.workloads import find_workload
-from lockstep.data.shards import split_batch
+from benchmarks.contenders.plain import laid_out, memory_format, trained_parameters
+from benchmarks.trial import Batch
+from benchmarks.workloads import find_workload
+from lockstep.data.sharding import split_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 # Not when it is asked for: by then the room of that name may stand in its place.
-from lockstep.launch.launch import launch
+from lockstep.launch.api import launch
 
 if TYPE_CHECKING:
     from lockstep import config, errors
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from lockstep.collectives.options import CommunicationOptions
     from lockstep.collectives.per_replica import PerReplica
     from lockstep.collectives.reduce import ReduceOp
-    from lockstep.data.input_context import InputContext
-    from lockstep.data.no_rows import has_rows
+    from lockstep.data.dataset import InputContext
+    from lockstep.data.sharding import has_rows
     from lockstep.replicas.context import ReplicaContext, get_replica_context
-    from lockstep.strategies.base import Strategy
-    from lockstep.strategies.default import get_strategy
+    from lockstep.strategies.base import Strategy, get_strategy
     from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -87,11 +86,10 @@ _WHERE = {
     "lockstep.collectives.options": ("CommunicationOptions",),
     "lockstep.collectives.per_replica": ("PerReplica",),
     "lockstep.collectives.reduce": ("ReduceOp",),
-    "lockstep.data.input_context": ("InputContext",),
-    "lockstep.data.no_rows": ("has_rows",),
+    "lockstep.data.dataset": ("InputContext",),
+    "lockstep.data.sharding": ("has_rows",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
-    "lockstep.strategies.base": ("Strategy",),
-    "lockstep.strategies.default": ("get_strategy",),
+    "lockstep.strategies.base": ("Strategy", "get_strategy"),
     "lockstep.strategies.losses": ("compute_average_loss", "scale_regularization_loss"),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),

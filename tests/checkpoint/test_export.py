@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lockstep as ls
-from lockstep.checkpoint.record import Contents, Record, write_checkpoint
-from lockstep.checkpoint.streamed_weights import write_streamed
+from lockstep.checkpoint.export import stream_weights
+from lockstep.checkpoint.format import CheckpointRecord, Contents, write_checkpoint
 from lockstep.errors import CheckpointError
 
 WEIGHTS = {
@@ -23,7 +23,9 @@ WEIGHTS = {
 
 def written(folder: Path, step: int, **modules: dict[str, torch.Tensor]) -> Path:
     path = folder / f"step-{step:08d}"
-    write_checkpoint(path, Contents(record=Record(step=step, run="a", replicas=(1,)), parts={}, weights=modules))
+    write_checkpoint(
+        path, Contents(record=CheckpointRecord(step=step, run="a", replicas=(1,)), parts={}, weights=modules)
+    )
     return path
 
 
@@ -31,7 +33,7 @@ def test_a_file_written_in_any_order_is_what_safetensors_reads(tmp_path: Path):
     path = tmp_path / "deep" / "model.safetensors"
     blank = {name: torch.empty_like(value, device="meta") for name, value in WEIGHTS.items()}
 
-    write_streamed(path, blank, reversed(WEIGHTS.items()))
+    stream_weights(path, blank, reversed(WEIGHTS.items()))
 
     found = load_file(path)
     assert {name: value.dtype for name, value in found.items()} == {name: each.dtype for name, each in WEIGHTS.items()}
@@ -50,14 +52,14 @@ def test_a_stream_that_fails_leaves_the_file_of_before(tmp_path: Path):
         raise CheckpointError("broken")
 
     with pytest.raises(CheckpointError, match="broken"):
-        write_streamed(path, {"a": torch.empty(2, device="meta")}, broken())  # type: ignore[arg-type]
+        stream_weights(path, {"a": torch.empty(2, device="meta")}, broken())  # type: ignore[arg-type]
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_type_without_a_word_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"a is torch\.complex64, which safetensors has no word for"):
-        write_streamed(tmp_path / "f", {"a": torch.empty(2, dtype=torch.complex64, device="meta")}, [])
+        stream_weights(tmp_path / "f", {"a": torch.empty(2, dtype=torch.complex64, device="meta")}, [])
 
 
 def test_the_newest_checkpoint_is_exported(tmp_path: Path):

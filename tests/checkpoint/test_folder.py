@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.record import Contents, Record, read_checkpoint, read_record, write_checkpoint
+from lockstep.checkpoint.format import CheckpointRecord, Contents, read_checkpoint, read_record, write_checkpoint
 from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import CheckpointError
 
 
 def contents(step: int, *, run: str = "a", monitored: float | None = None, numbers: int = 8) -> Contents:
     return Contents(
-        record=Record(step=step, run=run, replicas=(2, 2), monitored=monitored),
+        record=CheckpointRecord(step=step, run=run, replicas=(2, 2), monitored=monitored),
         parts={"optimizer": {"lr": 0.1, "moments": torch.full((numbers,), float(step))}},
         weights={"model": {"weight": torch.full((numbers,), float(step))}},
     )
@@ -44,7 +44,9 @@ def test_a_checkpoint_comes_back_whole(tmp_path: Path):
     back = read_checkpoint(path)
 
     assert path.name == "step-00000120"
-    assert back.record == Record(step=120, run="a", replicas=(2, 2), monitored=float("inf")) == read_record(path)
+    assert (
+        back.record == CheckpointRecord(step=120, run="a", replicas=(2, 2), monitored=float("inf")) == read_record(path)
+    )
     assert back.parts["optimizer"]["lr"] == 0.1
     assert torch.equal(back.parts["optimizer"]["moments"], torch.full((8,), 120.0))
     assert torch.equal(back.weights["model"]["weight"], torch.full((8,), 120.0))

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint.held_tensors import HeldTensor, StoredTensors, write_held
-from lockstep.checkpoint.sharing_out import writers
-from lockstep.checkpoint.tensor_files import read_tensors, write_tensors
+from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, read_tensors, write_shards, write_tensors, writers
 from lockstep.errors import CheckpointError
 from lockstep.parallel.regions import Region, whole_region
 
@@ -18,14 +16,14 @@ WHOLE = {
 }
 
 
-def half(rank: int) -> dict[str, HeldTensor]:
+def half(rank: int) -> dict[str, TensorShard]:
     """What one of two tensor ranks holds: of the first every second pair of columns, put side by side."""
     columns = tuple(each for each in range(12) if each // 2 % 2 == rank)
     rows = Region(whole=(6, 3), sizes=(3, 3), offsets=(3 * rank, 0))
     fused = Region(whole=(4, 12), sizes=(4, 6), offsets=(0, 6 * rank), columns=columns)
     return {
-        "columns": HeldTensor(WHOLE["columns"][:, list(columns)], fused),
-        "rows": HeldTensor(WHOLE["rows"][3 * rank : 3 * rank + 3], rows),
+        "columns": TensorShard(WHOLE["columns"][:, list(columns)], fused),
+        "rows": TensorShard(WHOLE["rows"][3 * rank : 3 * rank + 3], rows),
     }
 
 
@@ -33,8 +31,8 @@ def half(rank: int) -> dict[str, HeldTensor]:
 def folder(tmp_path: Path) -> Path:
     """Written by two workers, and a third one that has the rest."""
     for rank in (0, 1):
-        write_held(half(rank), tmp_path, number=rank, of=3)
-    write_held({"step": HeldTensor(WHOLE["step"])}, tmp_path, number=2, of=3)
+        write_shards(half(rank), tmp_path, number=rank, of=3)
+    write_shards({"step": TensorShard(WHOLE["step"])}, tmp_path, number=2, of=3)
     return tmp_path
 
 
@@ -55,7 +53,7 @@ def test_any_elements_are_read_from_whole_files_and_from_boxes(
         write_tensors(WHOLE, folder)
     found = torch.full((stop - start,), float("nan"))
 
-    StoredTensors(folder).read({"columns": HeldTensor(found, whole_region((4, 12)), start=start)})
+    TensorReader(folder).read({"columns": TensorShard(found, whole_region((4, 12)), start=start)})
 
     assert torch.equal(found, WHOLE["columns"].view(-1)[start:stop])
 
@@ -65,7 +63,7 @@ def test_another_rank_of_another_order_reads_its_columns(folder: Path):
     found = torch.empty(4, 4)
     region = Region(whole=(4, 12), sizes=(4, 4), offsets=(0, 0), columns=columns)
 
-    StoredTensors(folder).read({"columns": HeldTensor(found, region)})
+    TensorReader(folder).read({"columns": TensorShard(found, region)})
 
     assert torch.equal(found, WHOLE["columns"][:, list(columns)])
 
@@ -73,7 +71,7 @@ def test_another_rank_of_another_order_reads_its_columns(folder: Path):
 def test_a_tensor_in_column_major_order_is_read_into(folder: Path):
     found = torch.empty(12, 4).t()
 
-    StoredTensors(folder).read({"columns": HeldTensor(found)})
+    TensorReader(folder).read({"columns": TensorShard(found)})
 
     assert torch.equal(found, WHOLE["columns"])
 
@@ -81,7 +79,7 @@ def test_a_tensor_in_column_major_order_is_read_into(folder: Path):
 def test_other_types_are_converted(folder: Path):
     found = torch.empty(6, 3, dtype=torch.float64)
 
-    StoredTensors(folder).read({"rows": HeldTensor(found)})
+    TensorReader(folder).read({"rows": TensorShard(found)})
 
     assert torch.equal(found, WHOLE["rows"].double())
 
@@ -90,22 +88,22 @@ def test_a_lost_file_is_told(folder: Path):
     next(folder.glob("shard-00002-*")).unlink()
 
     with pytest.raises(CheckpointError, match="lacks a part of"):
-        StoredTensors(folder)
+        TensorReader(folder)
 
 
 def test_a_copy_is_what_was_held_then(folder: Path):
     tensor = torch.ones(2)
-    held = HeldTensor(tensor)
+    held = TensorShard(tensor)
     copied = held.copied()
     tensor.zero_()
-    write_held({"late": copied}, folder / "late", number=0, of=1)
+    write_shards({"late": copied}, folder / "late", number=0, of=1)
 
     assert torch.equal(read_tensors(folder / "late")["late"], torch.ones(2))
 
 
 def test_tied_tensors_are_each_written_in_full(tmp_path: Path):
     tensor = torch.ones(2, 3)
-    write_held({"words": HeldTensor(tensor), "head": HeldTensor(tensor)}, tmp_path, number=0, of=1)
+    write_shards({"words": TensorShard(tensor), "head": TensorShard(tensor)}, tmp_path, number=0, of=1)
 
     assert all(torch.equal(value, tensor) for value in read_tensors(tmp_path).values())
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.kinds import DamagedStateError, check_kind, check_like
-from lockstep.checkpoint.nested import Stored
+from lockstep.checkpoint.format import DamagedStateError, TensorRef, check_kind, check_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Place:
         (None, str | None),
         ("a", str | None),
         (torch.ones(2), torch.Tensor),
-        (Stored("a"), torch.Tensor),
+        (TensorRef("a"), torch.Tensor),
         ([1, 2.5], list[float]),
         ({"a": [torch.ones(1)]}, dict[str, list[torch.Tensor]]),
         ({"a": 1, "besides": "x"}, {"a": int}),

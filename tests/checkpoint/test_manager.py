@@ -10,8 +10,8 @@ import torch
 
 from lockstep.checkpoint import folder as folder_module
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.format import Contents, read_checkpoint, write_checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.record import Contents, read_checkpoint, write_checkpoint
 from lockstep.errors import CheckpointError, ConfigError
 
 LIMIT_S = 30.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.checkpoint.nested import flatten, unflatten
+from lockstep.checkpoint.format import flatten, unflatten
 from lockstep.errors import CheckpointError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.checkpoint.optimizer_names import in_order
+from lockstep.checkpoint.state_adapters import in_order
 
 STATE = {
     "state": {0: {"step": 1}, 2: {"step": 3}},

@@ -8,8 +8,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from lockstep.checkpoint import tensor_files
-from lockstep.checkpoint.tensor_files import read_tensors, write_tensors
+from lockstep.checkpoint import sharded_io
+from lockstep.checkpoint.sharded_io import read_tensors, write_tensors
 
 WHOLE = torch.arange(12.0)
 TENSORS = {
@@ -59,7 +59,7 @@ def test_the_files_are_plain_safetensors(tmp_path: Path):
 
 
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tensor_files, "FILE_BYTES", 100)
+    monkeypatch.setattr(sharded_io, "FILE_BYTES", 100)
 
     write_tensors(TENSORS, tmp_path)
 

@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli.grid import GridFlags, grid_table
 from lockstep.cli.training import TrainingFlags
 from lockstep.errors import ConfigError
-from lockstep.parallel.mesh_layout import Grid
+from lockstep.parallel.mesh_layout import MeshLayout
 
 
 def test_without_a_degree_nothing_is_divided():
@@ -31,7 +31,7 @@ def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: GridFlags,
 
 
 def test_data_takes_what_the_others_leave():
-    assert GridFlags(pipeline=2, tensor=2).choose(8) == Grid(data=2, pipeline=2, tensor=2)
+    assert GridFlags(pipeline=2, tensor=2).choose(8) == MeshLayout(data=2, pipeline=2, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_devices_and_a_grid_do_not_go_together():
 
 
 def test_the_table_has_a_row_for_each_replica():
-    assert grid_table(Grid(data=2, pipeline=2, tensor=2)).splitlines()[2:] == [
+    assert grid_table(MeshLayout(data=2, pipeline=2, tensor=2)).splitlines()[2:] == [
         "      0  workers 0-1  workers 4-5",
         "      1  workers 2-3  workers 6-7",
     ]
-    assert grid_table(Grid(data=2)).splitlines()[0].split() == ["replica", "workers"]
-    assert grid_table(Grid(pipeline=2)).splitlines()[2].split() == ["0", "worker", "0", "worker", "1"]
+    assert grid_table(MeshLayout(data=2)).splitlines()[0].split() == ["replica", "workers"]
+    assert grid_table(MeshLayout(pipeline=2)).splitlines()[2].split() == ["0", "worker", "0", "worker", "1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.host_list import expand_hosts
+from lockstep.cluster.slurm import expand_hosts
 from lockstep.errors import ClusterError
 
 

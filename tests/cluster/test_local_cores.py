@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.local_cores import own_threads, sharing_cores
+from lockstep.cluster.local import own_threads, sharing_cores
 
 ALL, LOW, HIGH = 0b1111, 0b0011, 0b1100
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.local_place import LocalPlace, local_place
+from lockstep.cluster.local import LocalPlace, local_place
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 

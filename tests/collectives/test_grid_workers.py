@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.communicator import Wish, Workers, exchange_values, on_chief
-from lockstep.collectives.mesh_communicator import GridWorkers
-from lockstep.parallel.mesh_layout import Grid
+from lockstep.collectives.communicator import Communicator, ControlFlags, all_gather_object, run_on_chief
+from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.parallel.mesh_layout import MeshLayout
 
-GRID = Grid(data=2, pipeline=2)
+GRID = MeshLayout(data=2, pipeline=2)
 
 
-class ThreadJob(Workers):
+class ThreadJob(Communicator):
     """Four workers as four threads."""
 
     def __init__(self, index: int, table: dict[int, Any], barrier: Barrier) -> None:
@@ -30,38 +30,38 @@ class ThreadJob(Workers):
         self._barrier.wait(10)
         return found
 
-    def exchange(self, name: str, numbers: Any = ()) -> list[tuple[float, ...]]:
+    def all_gather_numbers(self, name: str, numbers: Any = ()) -> list[tuple[float, ...]]:
         wishes = self._wishes
         met = self._all((tuple(numbers), wishes))
-        self._grant(Wish(sum({int(each) for _, each in met})), sent=wishes)
+        self._grant(ControlFlags(sum({int(each) for _, each in met})), sent=wishes)
         return [numbers for numbers, _ in met]
 
-    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         return self._all(payload)
 
-    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
+    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
         return self._all(payload)[0]
 
-    def sum_tensors(self, name: str, tensors: Any) -> list[torch.Tensor]:
+    def all_reduce(self, name: str, tensors: Any) -> list[torch.Tensor]:
         return [torch.stack(each).sum(0) for each in zip(*self._all(list(tensors)), strict=True)]
 
-    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+    def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         return self._all(tensor)
 
     def broadcast(self, name: str, tensors: Any) -> None:
         raise NotImplementedError
 
-    def attach(self, digest: int) -> None:
+    def add_digest(self, digest: int) -> None:
         raise NotImplementedError
 
-    def doing(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError
 
 
-def on_all(act: Callable[[GridWorkers], Any]) -> list[Any]:
+def on_all(act: Callable[[MeshCommunicator], Any]) -> list[Any]:
     """What ``act`` gives on each of the workers: stage 0 of both replicas, then stage 1, which speaks."""
     table: dict[int, Any] = {}
     barrier = Barrier(4)
@@ -69,7 +69,7 @@ def on_all(act: Callable[[GridWorkers], Any]) -> list[Any]:
     def body(index: int) -> Any:
         replica = GRID.place(index).replica
         job = ThreadJob(index, table, barrier)
-        return act(GridWorkers(job, replica=replica, speakers=GRID.speakers(GRID.pipeline - 1), chief=index == 0))
+        return act(MeshCommunicator(job, replica=replica, leaders=GRID.leaders(GRID.pipeline - 1), chief=index == 0))
 
     with ThreadPoolExecutor(4, thread_name_prefix="worker") as pool:
         return list(pool.map(body, range(4)))
@@ -80,18 +80,18 @@ def test_a_replica_is_one_worker():
 
     assert seen == [(2, 0, 2, 0), (2, 1, 2, 1)] * 2
     assert on_all(lambda workers: workers.is_chief) == [True, False, False, False]
-    assert on_all(lambda workers: workers.alone) == [False] * 4
+    assert on_all(lambda workers: workers.is_single) == [False] * 4
 
 
 def test_what_adds_up_counts_each_replica_once_and_those_who_do_not_know_learn_it():
-    def loss(workers: GridWorkers) -> Any:
-        own = [float(10 * workers.index + 1)] if workers.speaks else [float("nan")]
+    def loss(workers: MeshCommunicator) -> Any:
+        own = [float(10 * workers.index + 1)] if workers.is_leader else [float("nan")]
         total = torch.tensor(own)
         return (
-            workers.exchange("loss", own),
-            exchange_values(workers, "metric", {"total": own[0]} if workers.speaks else None),
-            workers.sum_tensors("sum", [torch.nan_to_num(total, 99.0)])[0].item(),
-            [each.tolist() for each in workers.gather_tensors("rows", total, 0)],
+            workers.all_gather_numbers("loss", own),
+            all_gather_object(workers, "metric", {"total": own[0]} if workers.is_leader else None),
+            workers.all_reduce("sum", [torch.nan_to_num(total, 99.0)])[0].item(),
+            [each.tolist() for each in workers.all_gather("rows", total, 0)],
         )
 
     expected = ([(1.0,), (11.0,)], [{"total": 1.0}, {"total": 11.0}], 12.0, [[1.0], [11.0]])
@@ -99,17 +99,17 @@ def test_what_adds_up_counts_each_replica_once_and_those_who_do_not_know_learn_i
 
 
 def test_the_chief_is_heard_though_it_does_not_speak():
-    def act(workers: GridWorkers) -> Any:
-        return on_chief(workers, "write", lambda: "written")
+    def act(workers: MeshCommunicator) -> Any:
+        return run_on_chief(workers, "write", lambda: "written")
 
     assert on_all(act) == ["written", None, None, None]
 
 
 def test_a_wish_of_any_worker_is_granted_on_all():
-    def wish(workers: GridWorkers) -> Wish:
-        if workers.index == 1 and not workers.speaks:
-            workers.wish(Wish.STOP)
-        workers.exchange("end of a batch")
-        return workers.granted
+    def wish(workers: MeshCommunicator) -> ControlFlags:
+        if workers.index == 1 and not workers.is_leader:
+            workers.set_flags(ControlFlags.STOP)
+        workers.all_gather_numbers("end of a batch")
+        return workers.agreed_flags
 
-    assert on_all(wish) == [Wish.STOP] * 4
+    assert on_all(wish) == [ControlFlags.STOP] * 4

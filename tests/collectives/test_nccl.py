@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.collectives import process_group
-from lockstep.collectives.process_group import Group
+from lockstep.collectives.process_group import ProcessGroup
 from lockstep.errors import ClusterError, CollectiveError
 from lockstep.membership.membership import Membership
 
@@ -85,11 +85,11 @@ class Member:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Group, Backend, Member]]:
-    def made(work: Work | None = None, timeout_s: float = LIMIT_S) -> tuple[Group, Backend, Member]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ProcessGroup, Backend, Member]]:
+    def made(work: Work | None = None, timeout_s: float = LIMIT_S) -> tuple[ProcessGroup, Backend, Member]:
         backend, member = Backend(work), Member()
         monkeypatch.setattr(process_group, "connect_nccl", lambda *_, **__: backend)
-        group = Group(cast(Membership, member), "gradients", gpu=GPU, timeout_s=timeout_s)
+        group = ProcessGroup(cast(Membership, member), "gradients", gpu=GPU, timeout_s=timeout_s)
         return group, backend, member
 
     return made
@@ -103,9 +103,9 @@ def test_a_wait_ends_when_the_gpu_is_done_and_what_follows_is_queued_behind_it()
     assert not process_group.is_done(cast(Any, Work(float("inf"))), timedelta(milliseconds=5))
 
 
-def test_a_group_that_was_waited_for_is_shut_down(make: Callable[..., tuple[Group, Backend, Member]]):
+def test_a_group_that_was_waited_for_is_shut_down(make: Callable[..., tuple[ProcessGroup, Backend, Member]]):
     group, backend, _ = make()
-    group.wait(group.start_sum(torch.ones(2)), "a sum")
+    group.wait(group.start_all_reduce(torch.ones(2)), "a sum")
     group.close()
     group.close()
 
@@ -113,10 +113,10 @@ def test_a_group_that_was_waited_for_is_shut_down(make: Callable[..., tuple[Grou
 
 
 def test_one_whose_worker_was_lost_is_aborted_and_left_to_the_end_of_the_process(
-    make: Callable[..., tuple[Group, Backend, Member]],
+    make: Callable[..., tuple[ProcessGroup, Backend, Member]],
 ):
     group, backend, member = make(Work(float("inf")))
-    work = group.start_sum(torch.ones(2))
+    work = group.start_all_reduce(torch.ones(2))
     member.lose()
     with pytest.raises(ClusterError, match="worker 1"):
         group.wait(work, "a sum")
@@ -126,9 +126,9 @@ def test_one_whose_worker_was_lost_is_aborted_and_left_to_the_end_of_the_process
     assert backend.calls == ["allreduce", "abort"]
 
 
-def test_sums_that_an_abort_ended_are_not_taken_for_sums(make: Callable[..., tuple[Group, Backend, Member]]):
+def test_sums_that_an_abort_ended_are_not_taken_for_sums(make: Callable[..., tuple[ProcessGroup, Backend, Member]]):
     group, backend, member = make(Work(0))  # it looks done, as everything does whose kernels were aborted
-    work = group.start_sum(torch.ones(2))
+    work = group.start_all_reduce(torch.ones(2))
     member.lose()
 
     with pytest.raises(ClusterError, match="worker 1"):
@@ -136,11 +136,11 @@ def test_sums_that_an_abort_ended_are_not_taken_for_sums(make: Callable[..., tup
     assert backend.aborted.wait(LIMIT_S)
 
 
-def test_a_worker_that_is_alive_and_does_not_come_is_named(make: Callable[..., tuple[Group, Backend, Member]]):
+def test_a_worker_that_is_alive_and_does_not_come_is_named(make: Callable[..., tuple[ProcessGroup, Backend, Member]]):
     group, _, _ = make(Work(float("inf")), timeout_s=0.01)
 
     with pytest.raises(CollectiveError, match=r"nothing came for 0.01 s in a sum.*worker 1 was last in a run of step"):
-        group.wait(group.start_sum(torch.ones(2)), "a sum")
+        group.wait(group.start_all_reduce(torch.ones(2)), "a sum")
 
 
 def test_ending_is_given_up_where_others_do_not_end(monkeypatch: pytest.MonkeyPatch):

@@ -2,14 +2,14 @@ import math
 
 import pytest
 
-from lockstep.collectives.distributed import MOST_NUMBERS, RECORD_BYTES, TEXT_BYTES, Record, check_met
+from lockstep.collectives.distributed import MOST_NUMBERS, RECORD_BYTES, TEXT_BYTES, CallRecord, check_same_call
 from lockstep.errors import CollectiveError, ConfigError
 
 NAMES = ("worker 0 (a:1)", "worker 1 (b:2)", "worker 2 (c:3)")
 
 
 def test_a_record_survives_the_way():
-    record = Record(
+    record = CallRecord(
         name="optimizer update",
         where="train.py:30 in step",
         sequence=2**40,
@@ -20,11 +20,11 @@ def test_a_record_survives_the_way():
     )
 
     assert len(record.pack()) == RECORD_BYTES
-    assert Record.unpack(record.pack()) == record
+    assert CallRecord.unpack(record.pack()) == record
 
 
 def test_a_long_text_loses_its_end_only():
-    unpacked = Record.unpack(Record(name="ü" * TEXT_BYTES, where="x").pack())
+    unpacked = CallRecord.unpack(CallRecord(name="ü" * TEXT_BYTES, where="x").pack())
 
     assert unpacked.name == "ü" * (TEXT_BYTES // 2)
     assert unpacked.where == ""
@@ -32,21 +32,21 @@ def test_a_long_text_loses_its_end_only():
 
 def test_more_numbers_than_fit_are_refused():
     with pytest.raises(ConfigError, match=f"at most {MOST_NUMBERS} numbers, got {MOST_NUMBERS + 1}"):
-        Record(name="a", numbers=(0.0,) * (MOST_NUMBERS + 1)).pack()
+        CallRecord(name="a", numbers=(0.0,) * (MOST_NUMBERS + 1)).pack()
 
 
 def test_workers_at_one_call_have_met():
-    check_met([Record(name="a", where="x"), Record(name="a", where="y"), Record(name="a")], NAMES)
+    check_same_call([CallRecord(name="a", where="x"), CallRecord(name="a", where="y"), CallRecord(name="a")], NAMES)
 
 
 @pytest.mark.parametrize(
-    "other", [Record(name="reduce(sum)", where="t.py:9 in f"), Record(name="optimizer update", numbers=(1.0,))]
+    "other", [CallRecord(name="reduce(sum)", where="t.py:9 in f"), CallRecord(name="optimizer update", numbers=(1.0,))]
 )
-def test_workers_at_different_calls_are_named_with_their_places(other: Record):
-    records = [Record(name="optimizer update", where="t.py:5 in step"), other, Record(name="optimizer update")]
+def test_workers_at_different_calls_are_named_with_their_places(other: CallRecord):
+    records = [CallRecord(name="optimizer update", where="t.py:5 in step"), other, CallRecord(name="optimizer update")]
 
     with pytest.raises(CollectiveError) as caught:
-        check_met(records, NAMES)
+        check_same_call(records, NAMES)
 
     message = str(caught.value)
     assert "worker 0 (a:1) is at 'optimizer update' (t.py:5 in step), its exchange 0" in message
@@ -55,16 +55,16 @@ def test_workers_at_different_calls_are_named_with_their_places(other: Record):
 
 def test_a_worker_that_is_an_exchange_behind_is_found():
     with pytest.raises(CollectiveError, match=r"worker 1 .* its exchange 4"):
-        check_met([Record(name="a", sequence=5), Record(name="a", sequence=4)], NAMES[:2])
+        check_same_call([CallRecord(name="a", sequence=5), CallRecord(name="a", sequence=4)], NAMES[:2])
 
 
 def test_the_odd_one_out_is_named_for_other_data():
-    records = [Record(name="a", digest=7), Record(name="a", digest=7), Record(name="a", digest=8)]
+    records = [CallRecord(name="a", digest=7), CallRecord(name="a", digest=7), CallRecord(name="a", digest=8)]
 
     with pytest.raises(CollectiveError, match=r"^worker 2 \(c:3\) was handed other data"):
-        check_met(records, NAMES)
+        check_same_call(records, NAMES)
 
 
 def test_of_two_the_second_is_named_for_other_data():
     with pytest.raises(CollectiveError, match=r"^worker 1 \(b:2\) .* than worker 0 \(a:1\) before 'a'"):
-        check_met([Record(name="a", digest=7), Record(name="a", digest=8)], NAMES[:2])
+        check_same_call([CallRecord(name="a", digest=7), CallRecord(name="a", digest=8)], NAMES[:2])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.collectives.communicator import Wish, agree, exchange_values, on_chief
-from lockstep.collectives.distributed import RemoteWorkers, as_bytes, chunks, from_bytes
+from lockstep.collectives.communicator import ControlFlags, all_gather_object, check_agreement, run_on_chief
+from lockstep.collectives.distributed import DistributedCommunicator, as_bytes, chunks, from_bytes
 from lockstep.errors import CheckpointError, ClusterError, CollectiveError
 
 DTYPES = [
@@ -27,33 +27,33 @@ def conversation() -> dict[str, Any]:
     own = torch.tensor([[1, 2], [3, 4]]) + index
     found: dict[str, Any] = {
         "names": workers.names,
-        "exchange": workers.exchange("numbers", [index, -0.5]),
-        "bytes": workers.exchange_bytes("bytes", b"x" * index),
-        "no bytes": workers.exchange_bytes("no bytes", b""),
-        "sums": {str(dtype): workers.sum_tensors(str(dtype), [own.to(dtype)])[0] for dtype in DTYPES},
-        "several": workers.sum_tensors("several", [own, torch.ones(()), torch.zeros(0, 3)]),
-        "strided": workers.sum_tensors("strided", [own.t()])[0],
-        "uneven": workers.gather_tensors("uneven", torch.full((2, index), index), 1),
-        "none": workers.gather_tensors("none", torch.zeros(0, 2), 0),
-        "last": workers.gather_tensors("last", own, -1),
-        "values": exchange_values(workers, "values", {"a": own, "b": [index, "text", None]}),
-        "chief": on_chief(workers, "act", lambda: index + 40),
+        "exchange": workers.all_gather_numbers("numbers", [index, -0.5]),
+        "bytes": workers.all_gather_bytes("bytes", b"x" * index),
+        "no bytes": workers.all_gather_bytes("no bytes", b""),
+        "sums": {str(dtype): workers.all_reduce(str(dtype), [own.to(dtype)])[0] for dtype in DTYPES},
+        "several": workers.all_reduce("several", [own, torch.ones(()), torch.zeros(0, 3)]),
+        "strided": workers.all_reduce("strided", [own.t()])[0],
+        "uneven": workers.all_gather("uneven", torch.full((2, index), index), 1),
+        "none": workers.all_gather("none", torch.zeros(0, 2), 0),
+        "last": workers.all_gather("last", own, -1),
+        "values": all_gather_object(workers, "values", {"a": own, "b": [index, "text", None]}),
+        "chief": run_on_chief(workers, "act", lambda: index + 40),
     }
     written = [torch.full((3,), float(index)), torch.tensor(index), torch.tensor(index > 0)]
     workers.broadcast("written", written)
-    found["broadcast"] = workers.gather_tensors("the last one's", written[0], 0)[-1], written
-    workers.wish(Wish.LOGS if index == 1 else Wish(0))
-    before = workers.granted
-    workers.exchange("wishes")
-    workers.exchange("later")
-    found["wishes"] = before, workers.granted
-    workers.settle(Wish.LOGS)
-    found["settled"] = workers.granted
-    workers.attach(7)
-    workers.exchange("alike")
+    found["broadcast"] = workers.all_gather("the last one's", written[0], 0)[-1], written
+    workers.set_flags(ControlFlags.LOGS if index == 1 else ControlFlags(0))
+    before = workers.agreed_flags
+    workers.all_gather_numbers("wishes")
+    workers.all_gather_numbers("later")
+    found["wishes"] = before, workers.agreed_flags
+    workers.clear_flags(ControlFlags.LOGS)
+    found["settled"] = workers.agreed_flags
+    workers.add_digest(7)
+    workers.all_gather_numbers("alike")
     found["failed act"] = refused(workers, index)
     found["disagreement"] = disagreement(workers, index)
-    everyones = workers.exchange_bytes("failed act", found["failed act"].encode())
+    everyones = workers.all_gather_bytes("failed act", found["failed act"].encode())
     found["failed act of worker 1"] = everyones[1].decode()
     strategy.close()
     return found
@@ -64,7 +64,7 @@ def refused(workers: Any, index: int) -> str:
         raise CheckpointError("the disk is full")
 
     try:
-        on_chief(workers, "save", act)
+        run_on_chief(workers, "save", act)
     except (CheckpointError, ClusterError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
@@ -72,7 +72,7 @@ def refused(workers: Any, index: int) -> str:
 
 def disagreement(workers: Any, index: int) -> str:
     try:
-        agree(workers, "the weather", ["sun", "wind" if index == 2 else "rain"])
+        check_agreement(workers, "the weather", ["sun", "wind" if index == 2 else "rain"])
     except ClusterError as error:
         return str(error)
     return "nothing was raised"
@@ -133,8 +133,8 @@ def test_the_chief_s_values_are_written():
 
 
 def test_wishes_reach_all_and_stay_until_they_are_settled():
-    assert found()["wishes"] == (Wish(0), Wish.LOGS)
-    assert found()["settled"] == Wish(0)
+    assert found()["wishes"] == (ControlFlags(0), ControlFlags.LOGS)
+    assert found()["settled"] == ControlFlags(0)
 
 
 def test_what_the_chief_cannot_do_all_learn():
@@ -156,17 +156,17 @@ def test_the_first_difference_is_named():
 def other_calls(kind: str) -> str:
     strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], communication=ls.CommunicationOptions(lost_after_s=60))
     workers = strategy.workers
-    assert isinstance(workers, RemoteWorkers)
+    assert isinstance(workers, DistributedCommunicator)
     try:
         if kind == "name" and workers.index == 0:
-            workers.exchange("first")
+            workers.all_gather_numbers("first")
         elif kind == "shape":
-            workers.sum_tensors("sum", [torch.zeros(2 + workers.index)])
+            workers.all_reduce("sum", [torch.zeros(2 + workers.index)])
         elif kind == "digest":
-            workers.attach(workers.index)
-            workers.exchange("first")
+            workers.add_digest(workers.index)
+            workers.all_gather_numbers("first")
         else:
-            workers.exchange("second")
+            workers.all_gather_numbers("second")
     except CollectiveError as error:
         return str(error)
     return "nothing was raised"

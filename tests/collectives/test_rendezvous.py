@@ -8,17 +8,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lockstep.collectives.replica_barrier import Call, Rendezvous, ReplicaStopped, Turns
+from lockstep.collectives.replica_barrier import Call, IssueGate, ReplicaBarrier, ReplicaStopped
 from lockstep.errors import CollectiveError
 
 NAMES = ["replica 0 (cpu:0)", "replica 1 (cpu:1)", "replica 2 (cpu:2)"]
 LIMIT_S = 20.0
 SUM = Call("all_reduce(sum)", "train.py:3 in step")
 GATHER = Call("all_gather(axis=0)", "train.py:9 in step")
-Behaviour = Callable[[Rendezvous, int], Any]
+Behaviour = Callable[[ReplicaBarrier, int], Any]
 
 
-def play(rendezvous: Rendezvous, behaviours: list[Behaviour]) -> list[Any]:
+def play(rendezvous: ReplicaBarrier, behaviours: list[Behaviour]) -> list[Any]:
     """Each replica behaves in a thread of its own, then leaves; returns what each returned or raised."""
 
     def replica(number: int) -> Any:
@@ -36,20 +36,20 @@ def play(rendezvous: Rendezvous, behaviours: list[Behaviour]) -> list[Any]:
 
 
 def meet(call: Call) -> Behaviour:
-    return lambda rendezvous, number: rendezvous.meet(number, call, number, list, Turns(1))
+    return lambda rendezvous, number: rendezvous.meet(number, call, number, list, IssueGate(1))
 
 
-def return_at_once(rendezvous: Rendezvous, number: int) -> None:
+def return_at_once(rendezvous: ReplicaBarrier, number: int) -> None:
     pass
 
 
-def cause_of(rendezvous: Rendezvous) -> str:
+def cause_of(rendezvous: ReplicaBarrier) -> str:
     assert isinstance(rendezvous.cause, CollectiveError)
     return str(rendezvous.cause)
 
 
 def test_all_get_the_one_result_of_the_values_in_replica_order():
-    rendezvous = Rendezvous(NAMES, LIMIT_S)
+    rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     first, *others = play(rendezvous, [meet(SUM)] * 3)
 
     assert first == [0, 1, 2]
@@ -59,15 +59,15 @@ def test_all_get_the_one_result_of_the_values_in_replica_order():
 
 
 def test_one_meeting_after_another():
-    def twice(rendezvous: Rendezvous, number: int) -> list[Any]:
-        turn = Turns(1)
+    def twice(rendezvous: ReplicaBarrier, number: int) -> list[Any]:
+        turn = IssueGate(1)
         return [rendezvous.meet(number, SUM, number, sum, turn), rendezvous.meet(number, GATHER, 10, sum, turn)]
 
-    assert play(Rendezvous(NAMES, LIMIT_S), [twice] * 3) == [[3, 30]] * 3
+    assert play(ReplicaBarrier(NAMES, LIMIT_S), [twice] * 3) == [[3, 30]] * 3
 
 
 def test_different_collectives_say_who_waits_where():
-    rendezvous = Rendezvous(NAMES, LIMIT_S)
+    rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     outcomes = play(rendezvous, [meet(SUM), meet(GATHER), meet(SUM)])
 
     assert sorted(type(outcome).__name__ for outcome in outcomes).count("CollectiveError") == 1
@@ -78,7 +78,7 @@ def test_different_collectives_say_who_waits_where():
 
 
 def test_a_replica_that_returns_early_is_named():
-    rendezvous = Rendezvous(NAMES, LIMIT_S)
+    rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     outcomes = play(rendezvous, [meet(SUM), return_at_once, meet(SUM)])
 
     assert "replica 1 (cpu:1) has returned" in cause_of(rendezvous)
@@ -89,10 +89,10 @@ def test_a_replica_that_returns_early_is_named():
 def test_an_error_of_one_replica_is_the_cause_and_the_others_are_stopped():
     error = ValueError("bad input")
 
-    def fail(rendezvous: Rendezvous, number: int) -> None:
+    def fail(rendezvous: ReplicaBarrier, number: int) -> None:
         raise error
 
-    rendezvous = Rendezvous(NAMES, LIMIT_S)
+    rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     outcomes = play(rendezvous, [meet(SUM), fail, meet(SUM)])
 
     assert rendezvous.cause is error
@@ -103,8 +103,8 @@ def test_an_error_in_combine_is_the_cause():
     def combine(values: list[int]) -> None:
         raise ZeroDivisionError("of the combination")
 
-    rendezvous = Rendezvous(NAMES, LIMIT_S)
-    outcomes = play(rendezvous, [lambda r, number: r.meet(number, SUM, number, combine, Turns(1))] * 3)
+    rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
+    outcomes = play(rendezvous, [lambda r, number: r.meet(number, SUM, number, combine, IssueGate(1))] * 3)
 
     assert isinstance(rendezvous.cause, ZeroDivisionError)
     assert sorted(type(outcome).__name__ for outcome in outcomes) == [
@@ -115,10 +115,10 @@ def test_an_error_in_combine_is_the_cause():
 
 
 def test_after_the_time_limit_the_missing_replica_is_named():
-    rendezvous = Rendezvous(NAMES[:2], timeout_s=0.05)
+    rendezvous = ReplicaBarrier(NAMES[:2], timeout_s=0.05)
     computing = threading.Event()
 
-    def compute(rendezvous: Rendezvous, number: int) -> None:
+    def compute(rendezvous: ReplicaBarrier, number: int) -> None:
         rendezvous.wait_until_settled()
         computing.set()
         meet(SUM)(rendezvous, number)
@@ -132,9 +132,9 @@ def test_after_the_time_limit_the_missing_replica_is_named():
 
 
 def test_abort_stops_those_who_wait_and_those_who_come_later():
-    rendezvous = Rendezvous(NAMES[:2], LIMIT_S)
+    rendezvous = ReplicaBarrier(NAMES[:2], LIMIT_S)
 
-    def abort_then_meet(rendezvous: Rendezvous, number: int) -> None:
+    def abort_then_meet(rendezvous: ReplicaBarrier, number: int) -> None:
         rendezvous.abort(KeyboardInterrupt())
         meet(SUM)(rendezvous, number)
 
@@ -146,20 +146,20 @@ def test_abort_stops_those_who_wait_and_those_who_come_later():
 
 def test_a_turn_is_given_up_while_waiting():
     # With one turn for both, the second can only meet the first if the first has given its turn up.
-    turns = Turns(1)
+    turns = IssueGate(1)
 
-    def in_turn(rendezvous: Rendezvous, number: int) -> Any:
+    def in_turn(rendezvous: ReplicaBarrier, number: int) -> Any:
         turns.acquire()
         try:
             return rendezvous.meet(number, SUM, number, sum, turns)
         finally:
             turns.release()
 
-    assert play(Rendezvous(NAMES[:2], LIMIT_S), [in_turn] * 2) == [1, 1]
+    assert play(ReplicaBarrier(NAMES[:2], LIMIT_S), [in_turn] * 2) == [1, 1]
 
 
 def test_waiting_for_the_end_has_a_limit():
-    rendezvous = Rendezvous(NAMES[:1], LIMIT_S)
+    rendezvous = ReplicaBarrier(NAMES[:1], LIMIT_S)
 
     assert not rendezvous.wait_until_left(0.01)
     assert rendezvous.missing == NAMES[:1]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.collectives.replica_barrier import Turns
+from lockstep.collectives.replica_barrier import IssueGate
 
 LIMIT_S = 10.0
 
@@ -36,7 +36,7 @@ def in_thread(work: Callable[[], None]) -> threading.Thread:
 
 
 def test_as_many_holders_as_the_width():
-    turns = Turns(2)
+    turns = IssueGate(2)
     turns.acquire()
     turns.acquire()
     third = threading.Event()
@@ -53,7 +53,7 @@ def test_as_many_holders_as_the_width():
 
 
 def test_turns_are_given_in_the_order_they_were_asked_for():
-    turns = Turns(1)
+    turns = IssueGate(1)
     turns.acquire()
     order: list[int] = []
     threads = []
@@ -75,7 +75,7 @@ def test_turns_are_given_in_the_order_they_were_asked_for():
 
 
 def test_an_interrupted_holder_hands_its_turn_on(monkeypatch: pytest.MonkeyPatch):
-    turns = Turns(1)
+    turns = IssueGate(1)
     turns.acquire()
     lock = InterruptedLock()
     monkeypatch.setattr("lockstep.collectives.replica_barrier.threading.Lock", lambda: lock)

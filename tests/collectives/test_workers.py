@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.collectives.communicator import OneWorker, Wish
+from lockstep.collectives.communicator import ControlFlags, SingleWorkerCommunicator
 
 
 def test_wishes_are_granted_by_the_next_exchange_and_stay_until_they_are_settled():
-    workers = OneWorker(2)
-    workers.wish(Wish.LOGS)
-    workers.wish(Wish.STOP)
-    assert workers.granted == Wish(0)
+    workers = SingleWorkerCommunicator(2)
+    workers.set_flags(ControlFlags.LOGS)
+    workers.set_flags(ControlFlags.STOP)
+    assert workers.agreed_flags == ControlFlags(0)
 
-    workers.exchange("wishes")
-    workers.exchange("later")
-    assert workers.granted == Wish.LOGS | Wish.STOP
+    workers.all_gather_numbers("wishes")
+    workers.all_gather_numbers("later")
+    assert workers.agreed_flags == ControlFlags.LOGS | ControlFlags.STOP
 
-    workers.settle(Wish.LOGS)
-    assert workers.granted == Wish.STOP
+    workers.clear_flags(ControlFlags.LOGS)
+    assert workers.agreed_flags == ControlFlags.STOP
 
 
 def test_a_wish_that_comes_during_an_exchange_waits_for_the_next():
-    class Interrupted(OneWorker):
+    class Interrupted(SingleWorkerCommunicator):
         """A signal comes while the wishes of before are on their way."""
 
-        def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+        def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
             sent = self._wishes
-            self.wish(Wish.SAVE)
+            self.set_flags(ControlFlags.SAVE)
             self._grant(sent, sent=sent)
             return [tuple(numbers)]
 
     workers = Interrupted(1)
-    workers.wish(Wish.LOGS)
+    workers.set_flags(ControlFlags.LOGS)
 
-    workers.exchange("the one that the signal comes in")
-    assert workers.granted == Wish.LOGS
+    workers.all_gather_numbers("the one that the signal comes in")
+    assert workers.agreed_flags == ControlFlags.LOGS
 
-    workers.settle(Wish.LOGS)
-    workers.exchange("the next")
-    assert workers.granted == Wish.SAVE
+    workers.clear_flags(ControlFlags.LOGS)
+    workers.all_gather_numbers("the next")
+    assert workers.agreed_flags == ControlFlags.SAVE

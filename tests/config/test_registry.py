@@ -141,7 +141,7 @@ def test_a_registry_finds_this_machine_when_it_is_first_asked(monkeypatch, two_g
         asked.append(1)
         return two_gpus.physical_devices()
 
-    monkeypatch.setattr("lockstep.config.registry.discover_physical_devices", discover)
+    monkeypatch.setattr("lockstep.config.devices.discover_physical_devices", discover)
     registry = DeviceRegistry()
     assert asked == []
     assert names(registry.logical_devices()) == ["cpu:0", "gpu:0", "gpu:1"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.config import DeviceRegistry, LogicalDeviceConfiguration
-from lockstep.config.resolve import resolve
+from lockstep.config.request import resolve
 from lockstep.errors import ConfigError
 
 

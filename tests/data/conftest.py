@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.collectives.communicator import Workers
-from lockstep.collectives.distributed import Record, check_met
+from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.distributed import CallRecord, check_same_call
 
 LIMIT_S = 30.0
 
@@ -37,7 +37,7 @@ class Group:
         self._barrier.abort()
 
 
-class ThreadWorkers(Workers):
+class ThreadWorkers(Communicator):
     """One thread's view of the group; what it does not need for data is not there."""
 
     def __init__(self, group: Group, index: int) -> None:
@@ -45,35 +45,35 @@ class ThreadWorkers(Workers):
         self.group = group
         self.sequence = self.digest = 0
 
-    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        mine = Record(name=name, sequence=self.sequence, numbers=tuple(map(float, numbers)), digest=self.digest)
+    def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+        mine = CallRecord(name=name, sequence=self.sequence, numbers=tuple(map(float, numbers)), digest=self.digest)
         records = self.group.meet(self.index, mine)
         if self.is_chief:
             self.group.calls.append(name)
-        check_met(records, self.names)
+        check_same_call(records, self.names)
         self.sequence, self.digest = self.sequence + 1, 0
         return [record.numbers for record in records]
 
-    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
-        self.exchange(name)
+    def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
+        self.all_gather_numbers(name)
         return self.group.meet(self.index, payload)
 
-    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
-        return self.exchange_bytes(name, payload)[0]
+    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
+        return self.all_gather_bytes(name, payload)[0]
 
-    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise NotImplementedError
 
-    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+    def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         raise NotImplementedError
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         raise NotImplementedError
 
-    def attach(self, digest: int) -> None:
+    def add_digest(self, digest: int) -> None:
         self.digest = hash((self.digest, digest)) & (2**63 - 1)
 
-    def doing(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         pass
 
     def close(self) -> None:

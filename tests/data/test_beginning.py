@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.collectives.communicator import Workers
-from lockstep.data.beginning import begin_alike
+from lockstep.collectives.communicator import Communicator
+from lockstep.data.worker_sync import start_together
 from lockstep.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 DATA = [torch.zeros(2)]
 
 
-def drawn_after(workers: Workers, generators: int) -> list[int]:
+def drawn_after(workers: Communicator, generators: int) -> list[int]:
     """What generators draw that every worker seeded in its own way."""
     own = [torch.Generator().manual_seed(10 * workers.index + number) for number in range(generators)]
-    begin_alike(workers, DATA, own)
+    start_together(workers, DATA, own)
     return [int(torch.randint(2**31, (), generator=each)) for each in own]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.digest import batch_digest, index_digest
+from lockstep.data.readers import batch_digest, index_digest
 
 
 class Place:

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
-from lockstep.data.input_context import InputContext
+from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset
 from lockstep.errors import DataError
 
 

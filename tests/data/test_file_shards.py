@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from lockstep.collectives.communicator import Workers
-from lockstep.data.file_shards import own_files
+from lockstep.collectives.communicator import Communicator
+from lockstep.data.sources import shard_files
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def of_worker_1(run_workers: RunWorkers, loader: DataLoader[Any]) -> DataLoader[Any]:
-    def own(workers: Workers) -> Any:
-        return own_files(loader, workers)
+    def own(workers: Communicator) -> Any:
+        return shard_files(loader, workers)
 
     return run_workers((1, 1), own)[1]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.data.input_context import InputContext
+from lockstep.data.dataset import InputContext
 
 
 def test_the_defaults_are_one_of_each():

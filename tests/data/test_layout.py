@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
-from lockstep.collectives.communicator import OneWorker, Workers
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.collectives.per_replica import select
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import per_replica_batch, split_batch
+from lockstep.data.sharding import per_replica_batch, split_batch
 from lockstep.errors import ConfigError, DataError
 
 
@@ -352,7 +352,9 @@ def test_a_mistake_is_no_list_of_rows(batch: Any):
         per_replica_batch(batch, 2)
 
 
-def shards_of(workers: Workers, make: Callable[[Workers], Iterable[Any]], devices: Any, **named: Any) -> list[Any]:
+def shards_of(
+    workers: Communicator, make: Callable[[Communicator], Iterable[Any]], devices: Any, **named: Any
+) -> list[Any]:
     own = devices[: workers.replicas[workers.index]]
     data = DistributedDataset(make(workers), own, workers=workers, **named)
     return [[select(batch, replica, len(own)) for replica in range(len(own))] for batch in data]
@@ -363,13 +365,13 @@ def shards_of(workers: Workers, make: Callable[[Workers], Iterable[Any]], device
     [*((name, False) for name in COLLATES), *((name, True) for name in COLLATES if name != "a list of lists")],
 )
 def test_several_workers_cut_lists_as_one_does(split_cpu, run_workers, name: str, whole: bool):
-    def make(_: Workers) -> Iterable[Any]:
+    def make(_: Communicator) -> Iterable[Any]:
         loader = DataLoader(Detection(), batch_size=4, collate_fn=COLLATES[name])
         return list(loader) if whole else loader
 
     lists = "rows" if whole else "auto"  # a list of batches says nothing of its rows
     found = run_workers((1, 2), partial(shards_of, lists=lists), make, split_cpu(2))
-    batches = list(make(OneWorker(1)))
+    batches = list(make(SingleWorkerCommunicator(1)))
     for number, batch in enumerate(batches):
         parts = [shard for of_worker in found for shard in of_worker[number]]
         assert [row for part in parts for row in rows_of(name, part)] == rows_of(name, batch)
@@ -377,7 +379,7 @@ def test_several_workers_cut_lists_as_one_does(split_cpu, run_workers, name: str
 
 
 def test_a_worker_without_data_gets_empty_lists(split_cpu, run_workers):
-    def make(workers: Workers) -> Iterable[Any]:
+    def make(workers: Communicator) -> Iterable[Any]:
         return [(images(3, 4), ("a", "b", "c"), torch.ones(3, 1))][workers.index :]
 
     found = run_workers((2, 2), partial(shards_of, shard="off", lists="rows"), make, split_cpu(2))

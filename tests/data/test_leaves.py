@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 import lockstep as ls
 from lockstep.config import LogicalDevice
-from lockstep.data.digest import batch_digest
-from lockstep.data.shards import split_batch
+from lockstep.data.readers import batch_digest
+from lockstep.data.sharding import split_batch
 from lockstep.errors import DataError
 
 

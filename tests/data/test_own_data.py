@@ -1,4 +1,4 @@
-"""Workers with data of their own: files divided, nothing divided, functions; uneven lengths, and none at all."""
+"""Communicator with data of their own: files divided, nothing divided, functions; uneven lengths, and none at all."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
-from lockstep.data.input_context import InputContext
+from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset
 from lockstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tests.data.conftest import RunWorkers
 
 
-def own(workers: Workers, source: Any, devices: Sequence[LogicalDevice], shard: Any = "off") -> DistributedDataset:
+def own(workers: Communicator, source: Any, devices: Sequence[LogicalDevice], shard: Any = "off") -> DistributedDataset:
     return DistributedDataset(source, devices[: workers.replicas[workers.index]], workers=workers, shard=shard)
 
 
@@ -33,7 +32,7 @@ def test_the_iteration_goes_on_until_all_have_ended(split_cpu, run_workers: RunW
     devices = split_cpu(2)
     sources = [[torch.arange(3)], [torch.arange(2)] * 3, []]
 
-    def body(workers: Workers) -> tuple[int, Any, Any]:
+    def body(workers: Communicator) -> tuple[int, Any, Any]:
         data = own(workers, sources[workers.index], devices)
         return len(data), rows(data), rows(data)
 
@@ -52,7 +51,7 @@ def test_a_worker_without_data_learns_its_structure(split_cpu, run_workers: RunW
         "names": ["a", None, 3],
     }
 
-    def body(workers: Workers) -> Any:
+    def body(workers: Communicator) -> Any:
         (only,) = own(workers, [batch] if workers.is_chief else [], devices)
         return only
 
@@ -73,7 +72,7 @@ class Pair(typing.NamedTuple):
 def test_a_structure_that_cannot_be_sent_is_named(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> None:
+    def body(workers: Communicator) -> None:
         list(own(workers, [Pair(torch.ones(2))] if workers.is_chief else [], devices))
 
     with pytest.raises(DataError, match="cannot be sent to it: it has a Pair; make batches of tuples, lists and dicts"):
@@ -83,7 +82,7 @@ def test_a_structure_that_cannot_be_sent_is_named(split_cpu, run_workers: RunWor
 def test_a_length_is_known_where_all_know_it(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> None:
+    def body(workers: Communicator) -> None:
         source = [torch.ones(1)] if workers.is_chief else (torch.ones(1) for _ in range(2))
         with pytest.raises(TypeError, match="number of batches is unknown"):
             len(own(workers, source, devices))
@@ -95,7 +94,7 @@ def test_a_length_is_known_where_all_know_it(split_cpu, run_workers: RunWorkers)
 def test_each_worker_passes_over_what_it_has(split_cpu, run_workers: RunWorkers, skip: int):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> Any:
+    def body(workers: Communicator) -> Any:
         data = own(workers, [torch.tensor([n]) for n in range(1 + 2 * workers.index)], devices)
         return rows(data.iterate(skip=skip))
 
@@ -105,7 +104,7 @@ def test_each_worker_passes_over_what_it_has(split_cpu, run_workers: RunWorkers,
 def test_a_function_is_told_its_place_among_the_workers(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(2)
 
-    def body(workers: Workers) -> tuple[InputContext, int, Any]:
+    def body(workers: Communicator) -> tuple[InputContext, int, Any]:
         contexts = []
 
         def fn(context: InputContext) -> list[Tensor]:
@@ -159,7 +158,7 @@ def test_hugging_face_data_is_divided(split_cpu, run_workers: RunWorkers, stream
     datasets = pytest.importorskip("datasets")
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> list[int]:
+    def body(workers: Communicator) -> list[int]:
         data: Any = datasets.Dataset.from_dict({"n": list(range(9))})
         data = (data.to_iterable_dataset(num_shards=4) if streaming else data).with_format("torch")
         source = DataLoader(data, batch_size=2, shuffle=None if streaming else True) if loader else data.batch(2)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
-from lockstep.data.position import random_state, set_random_state
+from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
+from lockstep.data.resume import random_state, set_random_state
 from lockstep.errors import ConfigError, DataError
 
 numpy = pytest.importorskip("numpy")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import lockstep as ls
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset
+from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
 
 Draw = Callable[[], float]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.data.shards import batch_rows, join_batches, per_replica_batch, shard_sizes, split_batch
+from lockstep.data.sharding import batch_rows, join_batches, per_replica_batch, shard_sizes, split_batch
 from lockstep.errors import DataError
 
 Pair = namedtuple("Pair", ["image", "label"])

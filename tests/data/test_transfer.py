@@ -13,7 +13,7 @@ from tests.stand_in import stand_in_gpus
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.config.devices import discover_physical_devices
-from lockstep.data.distributed import DistributedDataset
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.transfer import Transfer
 
 

@@ -1,4 +1,4 @@
-"""Workers that share their data get, all together, exactly what one worker with as many replicas gets."""
+"""Communicator that share their data get, all together, exactly what one worker with as many replicas gets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.config import LogicalDevice
-from lockstep.data.distributed import DistributedDataset
+from lockstep.data.dataset import DistributedDataset
 from lockstep.errors import ClusterError, CollectiveError, DataError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def test_all_workers_get_what_one_gets(split_cpu, run_workers: RunWorkers, name:
     one = DistributedDataset(make(), devices[: sum(layout)])
     expected = [seen(one) for _ in range(2)]
 
-    def body(workers: Workers) -> list[Any]:
+    def body(workers: Communicator) -> list[Any]:
         data = DistributedDataset(make(), devices[: layout[workers.index]], workers=workers)
         return [seen(data) for _ in range(2)]
 
@@ -128,7 +128,7 @@ def test_all_workers_get_what_one_gets(split_cpu, run_workers: RunWorkers, name:
 
 
 def by_hand(
-    workers: Workers, source: Iterable[Any], devices: Sequence[LogicalDevice], **settings: Any
+    workers: Communicator, source: Iterable[Any], devices: Sequence[LogicalDevice], **settings: Any
 ) -> DistributedDataset:
     return DistributedDataset(source, devices[: workers.replicas[workers.index]], workers=workers, **settings)
 
@@ -144,7 +144,7 @@ def test_batches_cut_by_hand(split_cpu, run_workers: RunWorkers):
 def test_only_the_own_rows_are_loaded(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(2)
 
-    def body(workers: Workers) -> list[int]:
+    def body(workers: Communicator) -> list[int]:
         data = Logged(8)
         seen(by_hand(workers, DataLoader(data, batch_size=6), devices))
         return data.loaded
@@ -156,7 +156,7 @@ def test_only_the_own_rows_are_loaded(split_cpu, run_workers: RunWorkers):
 def test_a_length_that_differs_is_named_at_the_beginning(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> None:
+    def body(workers: Communicator) -> None:
         by_hand(workers, [torch.arange(2)] * (4 if workers.index == 1 else 3), devices).iterate()
 
     with pytest.raises(ClusterError, match="worker 1 has 4 global batches, worker 0 has 3; give every worker the same"):
@@ -166,7 +166,7 @@ def test_a_length_that_differs_is_named_at_the_beginning(split_cpu, run_workers:
 def test_examples_that_differ_within_as_many_batches_are_named(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> None:
+    def body(workers: Communicator) -> None:
         by_hand(workers, DataLoader(Logged(8 - workers.index), batch_size=4), devices).iterate()
 
     with pytest.raises(ClusterError, match="worker 1 has 7 examples, worker 0 has 8"):
@@ -176,7 +176,7 @@ def test_examples_that_differ_within_as_many_batches_are_named(split_cpu, run_wo
 def test_an_end_that_comes_early_is_named(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> None:
+    def body(workers: Communicator) -> None:
         list(by_hand(workers, (torch.arange(2) for _ in range(3 + workers.index)), devices))
 
     ends = (
@@ -190,14 +190,14 @@ def test_an_end_that_comes_early_is_named(split_cpu, run_workers: RunWorkers):
 def test_another_order_is_found_at_the_next_exchange(split_cpu, run_workers: RunWorkers, kind: str):
     devices, orders = split_cpu(1), [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3, 2]]
 
-    def body(workers: Workers) -> int:
+    def body(workers: Communicator) -> int:
         order = orders[workers.index]
         whole = TensorDataset(torch.arange(4))
         source = (
             DataLoader(whole, batch_size=2, sampler=order) if kind == "indices" else list(torch.tensor(order).split(2))
         )
         for step, _ in enumerate(by_hand(workers, source, devices)):
-            workers.exchange(f"step {step}")
+            workers.all_gather_numbers(f"step {step}")
         return 0
 
     with pytest.raises(CollectiveError, match=r"worker 2 was handed other data.* before 'step 1'"):
@@ -207,7 +207,7 @@ def test_another_order_is_found_at_the_next_exchange(split_cpu, run_workers: Run
 def test_a_part_that_was_taken_already_is_refused(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> None:
+    def body(workers: Communicator) -> None:
         sampler = DistributedSampler(Logged(8), num_replicas=2, rank=workers.index)
         by_hand(workers, DataLoader(Logged(8), sampler=sampler), devices)
 
@@ -218,7 +218,7 @@ def test_a_part_that_was_taken_already_is_refused(split_cpu, run_workers: RunWor
 def test_no_batch_costs_an_exchange_of_its_own(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> list[str]:
+    def body(workers: Communicator) -> list[str]:
         list(by_hand(workers, DataLoader(Logged(64)), devices))
         return workers.group.calls
 
@@ -240,7 +240,7 @@ class Drawing(Dataset[Tensor]):
 def test_rows_loaded_in_processes_draw_other_numbers_on_each_worker(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
-    def body(workers: Workers) -> list[float]:
+    def body(workers: Communicator) -> list[float]:
         loader = DataLoader(Drawing(), batch_size=4, num_workers=2, generator=generator())
         return torch.cat([batch[0] for batch in by_hand(workers, loader, devices)]).flatten().tolist()
 
@@ -255,7 +255,7 @@ def test_rows_loaded_in_processes_draw_other_numbers_on_each_worker(split_cpu, r
 def test_every_worker_passes_over_the_same(split_cpu, run_workers: RunWorkers, name: str, skip: int):
     devices = split_cpu(2)
 
-    def body(workers: Workers) -> tuple[Any, Any]:
+    def body(workers: Communicator) -> tuple[Any, Any]:
         data = by_hand(workers, SOURCES[name](), devices)
         begun = data.random_state()
         return seen(data), seen(data.iterate(skip=skip, random=begun))
@@ -270,7 +270,7 @@ def test_a_collate_fn_that_makes_other_numbers_of_rows_loses_none(split_cpu, run
     def doubled(rows: list[Tensor]) -> Tensor:
         return torch.cat([torch.stack(rows)[:, 0]] * 2)
 
-    def body(workers: Workers) -> list[Any]:
+    def body(workers: Communicator) -> list[Any]:
         return seen(by_hand(workers, DataLoader(Logged(5), batch_size=4, collate_fn=doubled), devices))
 
     found = run_workers((2, 1), body)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
-from lockstep.collectives.communicator import exchange_values
+from lockstep.collectives.communicator import all_gather_object
 
 pytestmark = pytest.mark.workers
 
@@ -71,7 +71,7 @@ def job() -> dict[str, Any]:
         found[name] = [local(data) for _ in range(2)]
         found[f"{name}: drawn after"] = torch.rand(()).item()
         found[f"{name}: gone on"] = gone_on(data)
-    everyones = exchange_values(strategy.workers, "found", found)
+    everyones = all_gather_object(strategy.workers, "found", found)
     strategy.close()
     return {name: [worker[name] for worker in everyones] for name in found}
 

@@ -34,7 +34,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Whether replicas share one storage of the weights, or have their own as on several GPUs, which is forced here."""
     if request.param == "own":
         monkeypatch.setattr("lockstep.mirroring.registry.storage_groups", _each_alone)
-        monkeypatch.setattr("lockstep.mirroring.mirror.storage_groups", _each_alone)
+        monkeypatch.setattr("lockstep.mirroring.module.module.storage_groups", _each_alone)
     return str(request.param)
 
 

@@ -18,7 +18,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import lockstep as ls  # noqa: E402
-from lockstep.collectives.communicator import exchange_values  # noqa: E402
+from lockstep.collectives.communicator import all_gather_object  # noqa: E402
 from lockstep.errors import ClusterError  # noqa: E402
 
 pytestmark = pytest.mark.workers
@@ -95,7 +95,7 @@ def job(program: str, folder: str) -> dict[str, Any]:
         tiny.train(causal(tiny, learning_rate=0.1 if chief else 0.2), Trainer, replicas=4)
     except ClusterError as error:
         found["disagreement"] = str(error)
-    both = exchange_values(strategy.workers, "what was found", found)
+    both = all_gather_object(strategy.workers, "what was found", found)
     strategy.close()
     return {"chief": both[0], "other": both[1]}
 

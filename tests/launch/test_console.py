@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.console import complain, reader_for
-from lockstep.launch.streams import Streams
+from lockstep.launch.output import Streams, complain, reader_for
 
 
 def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:

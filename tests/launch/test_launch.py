@@ -67,7 +67,7 @@ def test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named():
     assert isinstance(cause, ValueError)
     shown = str(cause.__cause__)
     assert "raise error" in shown
-    assert "function_worker.py" not in shown
+    assert "launch/worker.py" not in shown
 
 
 class Stubborn(Exception):
@@ -254,10 +254,10 @@ def work():
     strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"])
     if strategy.workers.index == 1:
         pathlib.Path("worker-1").write_text(str(os.getpid()))
-    strategy.workers.exchange("both are here")
+    strategy.workers.all_gather_numbers("both are here")
     if strategy.workers.index == 0:
         next(iter(DataLoader(Stuck(), num_workers=1)))
-    strategy.workers.exchange("the other never comes")
+    strategy.workers.all_gather_numbers("the other never comes")
 ls.launch(work, workers=2)
 """
 

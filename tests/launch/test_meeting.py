@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 from lockstep.errors import ClusterError
-from lockstep.launch.meeting import ComingHosts
-from lockstep.launch.telling import tell_nobody
+from lockstep.launch.output import tell_nobody
+from lockstep.launch.rendezvous import ComingHosts
 
 NAME = "pod-0.job"
 LIMIT_S = 20.0

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.cluster.local_place import local_place
+from lockstep.cluster.local import local_place
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
-from lockstep.launch.shares import share_host, visible_gpus
+from lockstep.launch.resources import share_host, visible_gpus
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
@@ -90,7 +90,7 @@ def told() -> list[list[str | None]]:
     strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(lost_after_s=60))
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCKSTEP_OWN_GPUS")
     own = json.dumps([os.environ.get(name) for name in names])
-    every = strategy.workers.exchange_bytes("what was shown", own.encode())
+    every = strategy.workers.all_gather_bytes("what was shown", own.encode())
     strategy.close()
     return [json.loads(each) for each in every]
 

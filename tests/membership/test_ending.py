@@ -6,10 +6,16 @@ import pytest
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
-from lockstep.membership.card import Card, find_disagreement, read_card
-from lockstep.membership.ending import Ending, describe_failure, describe_loss, read_ending, shorten_traceback
-from lockstep.membership.job_end import JobEnd
+from lockstep.membership.failure_report import (
+    Ending,
+    JobEnd,
+    describe_failure,
+    describe_loss,
+    read_ending,
+    shorten_traceback,
+)
 from lockstep.membership.membership import join
+from lockstep.membership.rendezvous import Card, find_disagreement, read_card
 
 
 def noted(error: BaseException, *notes: str) -> BaseException:

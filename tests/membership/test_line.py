@@ -12,9 +12,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from lockstep.errors import ClusterError
-from lockstep.membership.line import Line, StoreBrokenError, StoreSilentError
-from lockstep.membership.occupant import describe_occupant
-from lockstep.membership.watched import call_watched
+from lockstep.membership.membership import call_watched
+from lockstep.membership.store import Line, StoreBrokenError, StoreSilentError, describe_occupant
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.membership.peers import LivedClock, Peers
-from lockstep.membership.status import Status, read_status
+from lockstep.membership.heartbeat import LivedClock, Peers, Status, read_status
 
 
 def heard(*beats: int, ended: tuple[int, ...] = (), warned: tuple[int, ...] = ()) -> list[Status]:

@@ -19,8 +19,8 @@ import torch.distributed
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
-from lockstep.membership.card import terms_of
 from lockstep.membership.membership import join
+from lockstep.membership.rendezvous import terms_of
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import MakeMembers, Member
@@ -185,8 +185,8 @@ def test_the_same_processes_can_form_the_job_again(members: MakeMembers):
     ("change", "term", "there"),
     [
         (("torch", "__version__", "2.1.7"), "torch", "2.1"),
-        (("lockstep.membership.card", "version", "0.0.1"), "lockstep", "0.0.1"),
-        (("lockstep.membership.card", "PROTOCOL", 99), "protocol", "99"),
+        (("lockstep.membership.rendezvous", "version", "0.0.1"), "lockstep", "0.0.1"),
+        (("lockstep.membership.rendezvous", "PROTOCOL", 99), "protocol", "99"),
     ],
 )
 def test_versions_that_disagree_end_all(

@@ -23,5 +23,5 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param != "shared":
         groups = _each_alone if request.param == "own" else _in_pairs
         monkeypatch.setattr("lockstep.mirroring.registry.storage_groups", groups)
-        monkeypatch.setattr("lockstep.mirroring.mirror.storage_groups", groups)
+        monkeypatch.setattr("lockstep.mirroring.module.module.storage_groups", groups)
     return str(request.param)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
-from lockstep.mirroring.batch_norm import SyncBatchNorm
+from lockstep.mirroring.module.batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

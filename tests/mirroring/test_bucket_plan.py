@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.mirroring.bucket_plan import FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, plan_buckets
+from lockstep.mirroring.gradients.bucket_plan import FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, plan_buckets
 
 MB = 2**20
 

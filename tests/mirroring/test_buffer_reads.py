@@ -149,9 +149,9 @@ def run_job() -> dict[str, Any]:
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
     strategy = ls.MultiWorkerMirroredStrategy()
     own = {"by hand": by_hand(strategy), "by fit": by_fit(strategy), "without rows": without_rows(strategy)}
-    from lockstep.collectives.communicator import exchange_values
+    from lockstep.collectives.communicator import all_gather_object
 
-    everyones = exchange_values(strategy.workers, "results", torch.utils._pytree.tree_map(as_list, own))
+    everyones = all_gather_object(strategy.workers, "results", torch.utils._pytree.tree_map(as_list, own))
     strategy.close()
     return {name: [theirs[name] for theirs in everyones] for name in own}
 

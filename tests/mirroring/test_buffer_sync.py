@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.mirroring.buffer_sync import OutsideChanges
+from lockstep.mirroring.module.buffers import OutsideChanges
 from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.module import MirroredModule
+    from lockstep.mirroring.module.module import MirroredModule
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]

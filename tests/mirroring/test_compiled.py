@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 import lockstep as ls
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, ReplicaError
-from lockstep.mirroring.compiled import _LOOKUP, Compilation
+from lockstep.mirroring.module.compile import _LOOKUP, Compilation
 from lockstep.strategies.mirrored import MirroredStrategy
 
 
@@ -99,12 +99,12 @@ def test_a_turn_that_does_not_come_is_an_error_and_leaves_the_turn_to_whose_it_i
 ) -> None:
     mirrored = strategy.mirror(nn.Linear(3, 1))
     mirrored.compile_as(Compilation(backend="eager"))
-    monkeypatch.setattr("lockstep.mirroring.compiled.COMPILE_LIMIT_S", 0.01)
+    monkeypatch.setattr("lockstep.mirroring.module.compile.COMPILE_LIMIT_S", 0.01)
     with _LOOKUP.turn("Other", ends_when_found=False), pytest.raises(ReplicaError) as raised:
         strategy.run(mirrored, (torch.ones(2, 3),))
     assert "Linear has waited 0.01 s for a compiled module" in str(raised.value)
 
-    monkeypatch.setattr("lockstep.mirroring.compiled.COMPILE_LIMIT_S", 60.0)
+    monkeypatch.setattr("lockstep.mirroring.module.compile.COMPILE_LIMIT_S", 60.0)
     strategy.run(mirrored, (torch.ones(2, 3),))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.copies import copy_module, storage_groups, uses_channels_last
+from lockstep.mirroring.module.copies import copy_module, storage_groups, uses_channels_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable

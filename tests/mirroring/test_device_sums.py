@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.mirroring.bucket_plan import plan_runs
-from lockstep.mirroring.device_sums import NcclSums, choose_sum, sum_by_copies
+from lockstep.mirroring.gradients.bucket_plan import plan_runs
+from lockstep.mirroring.gradients.local import NcclSums, choose_sum, sum_by_copies
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -14,11 +14,10 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.collectives.communicator import OneWorker
-from lockstep.mirroring.buckets import BucketExchange, _Bucket
-from lockstep.mirroring.exchange import Copies
-from lockstep.mirroring.gradient_marks import GradientMarks
-from lockstep.mirroring.holding import WholeModels
+from lockstep.collectives.communicator import SingleWorkerCommunicator
+from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks, _Bucket
+from lockstep.mirroring.gradients.local import Copies
+from lockstep.mirroring.partition import WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 
 BUCKET_BYTES = 256
@@ -30,7 +29,7 @@ class Loop:
     def __init__(self) -> None:
         self.sent: list[int] = []
 
-    def start_sum(self, flat: Tensor) -> str:
+    def start_all_reduce(self, flat: Tensor) -> str:
         self.sent.append(flat.numel())
         return "on its way"
 
@@ -65,7 +64,7 @@ def train(driver: StandInDriver, devices: Sequence[ls.config.LogicalDevice]) -> 
         return BucketExchange(
             parameters,
             [group[0] for group in groups],
-            workers=OneWorker(len(devices)),
+            workers=SingleWorkerCommunicator(len(devices)),
             bucket_bytes=BUCKET_BYTES,
             stream=loop,  # type: ignore[arg-type]
             travel_as=None,

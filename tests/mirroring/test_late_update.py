@@ -15,13 +15,13 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.device.host_syncs import HostReads
+from lockstep.replicas.device.host_syncs import HostSyncs
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.optimizer import MirroredOptimizer
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 
     MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
@@ -99,7 +99,7 @@ def test_the_numbers_are_those_of_an_update_that_is_read_and_nothing_is(name: st
     for make_optimizer in (with_hook, OPTIMIZERS[name]):
         with training(make_optimizer) as trainer:
             trainer.step(clip_norm=clip_norm)
-            with HostReads() as reads:
+            with HostSyncs() as reads:
                 result = trainer.step(ROWS * 2, clip_norm=clip_norm)
             assert bool(reads.places) is (make_optimizer is with_hook)
             assert trainer.driver.waits == 0
@@ -161,7 +161,7 @@ def test_an_fp16_overflow_skips_and_lowers_the_scale_without_a_read(name: str):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
         scaler.scale(torch.ones(()))  # makes its tensors, for all replicas
         before = trainer.weights()
-        with HostReads() as reads:
+        with HostSyncs() as reads:
             overflowed = trainer.step(times=1e6, scaler=scaler)
         assert reads.places == []
         assert float(overflowed.skipped) == 1.0

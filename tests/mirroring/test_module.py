@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import UsageError
-from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:

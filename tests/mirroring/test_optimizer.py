@@ -18,8 +18,8 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.module import MirroredModule
-    from lockstep.mirroring.optimizer import MirroredOptimizer
+    from lockstep.mirroring.module.module import MirroredModule
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]

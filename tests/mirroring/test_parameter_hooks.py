@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.errors import UsageError
-from lockstep.mirroring.update import Totals
+from lockstep.mirroring.optim.step import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable

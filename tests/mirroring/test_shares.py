@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.mirroring.shares import CUT_AT, Piece, Shares, divide_state, window
+from lockstep.mirroring.zero1 import CUT_AT, Piece, Shares, divide_state, window
 
 
 def pieces(shares: Shares) -> list[list[tuple[int, int, int]]]:

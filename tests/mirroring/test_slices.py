@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.mirroring.slices import balance
+from lockstep.mirroring.optim.step import balance
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -203,6 +204,63 @@ def test_a_tensor_from_outside_that_all_replicas_change_is_refused(make_strategy
 
     with pytest.raises(UsageError, match=r"strategy\.reduce"):
         strategy.run(lambda: [total.add_(1)])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda total: total[0],
+        lambda total: total[1:],
+        lambda total: total.view(-1),
+        lambda total: total.data,
+        lambda total: total.detach(),
+    ],
+    ids=["an item", "a slice", "view", "data", "detach"],
+)
+def test_a_view_of_a_tensor_from_outside_that_all_replicas_change_is_refused(
+    make_strategy: MakeStrategy, view: Callable[[torch.Tensor], torch.Tensor]
+):
+    strategy, total = make_strategy(2), torch.zeros(4)
+
+    with pytest.raises(UsageError, match=r"strategy\.reduce"):
+        strategy.run(lambda: [view(total).add_(1)])
+
+
+def test_replicas_may_change_rows_of_their_own_in_one_tensor(make_strategy: MakeStrategy):
+    strategy, rows = make_strategy(3), torch.zeros(3, 2)
+
+    def step() -> None:
+        context = get_replica_context()
+        assert context is not None
+        number = context.replica_id_in_sync_group
+        rows[number].add_(number)
+        rows[number, 1:].mul_(2)
+
+    strategy.run(step)
+    strategy.run(step)
+
+    expected = torch.zeros(3, 2)
+    for _ in range(2):
+        for number in range(3):
+            expected[number] += number
+            expected[number, 1:] *= 2
+    assert torch.equal(rows, expected)
+
+
+def test_a_replica_may_change_its_own_tensors_through_views(make_strategy: MakeStrategy):
+    strategy, x = make_strategy(3), torch.arange(12.0).view(6, 2)
+
+    def step(shard: torch.Tensor) -> torch.Tensor:
+        own = shard.clone()
+        own[0].mul_(2)
+        own.view(-1).add_(1)
+        return own.detach().sum().add_(1) - 1
+
+    (batch,) = strategy.distribute_dataset([x])
+
+    doubled = x.clone()
+    doubled[::2] *= 2
+    assert strategy.reduce("sum", strategy.run(step, (batch,))) == (doubled + 1).sum()
 
 
 def test_a_generator_from_outside_is_refused(make_strategy: MakeStrategy):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.module import MirroredModule
-    from lockstep.mirroring.optimizer import MirroredOptimizer
+    from lockstep.mirroring.module.module import MirroredModule
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, NonFiniteLossError
-from lockstep.mirroring.update import StepResult, Totals
+from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.optimizer import MirroredOptimizer
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]

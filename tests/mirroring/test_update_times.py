@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.mirroring.update import Totals
-from lockstep.mirroring.update_times import UpdateClock, UpdateTimes
+from lockstep.mirroring.optim.step import Totals, UpdateClock, UpdateTimes
 from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.optimizer import MirroredOptimizer
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
     from lockstep.strategies.mirrored import MirroredStrategy
 
 LATE_S = 0.05

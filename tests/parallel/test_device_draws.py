@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from lockstep.parallel.tp_rng import DeviceDraws
+from lockstep.parallel.tp_rng import DeviceRng
 
 
 class Philox:
@@ -32,12 +32,12 @@ class Philox:
         return self.seed, self.place
 
 
-def rank(number: int, seed: int = 11) -> tuple[Philox, DeviceDraws]:
+def rank(number: int, seed: int = 11) -> tuple[Philox, DeviceRng]:
     generator = Philox(seed)
-    return generator, DeviceDraws(lambda: cast(torch.Generator, cast(Any, generator)), number)
+    return generator, DeviceRng(lambda: cast(torch.Generator, cast(Any, generator)), number)
 
 
-def a_layer(generator: Philox, draws: DeviceDraws) -> dict[str, tuple[int, int]]:
+def a_layer(generator: Philox, draws: DeviceRng) -> dict[str, tuple[int, int]]:
     found = {"before": generator.draw()}
     with draws.apart(True):
         found["own"] = generator.draw()

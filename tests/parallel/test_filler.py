@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.forward_inputs import call_without_rows, has_no_rows
+from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
 
 
 def test_a_model_that_takes_no_empty_batch_gives_none_of_its_outputs_and_zero_gradients():
@@ -13,7 +13,7 @@ def test_a_model_that_takes_no_empty_batch_gives_none_of_its_outputs_and_zero_gr
         scores = linear(x).view(len(x), -1, 2) / attention_mask.sum()  # the view has no answer for no rows
         return {"scores": scores, "of all": scores.sum()}
 
-    outputs = call_without_rows(model, [torch.empty(0, 3)], {"attention_mask": torch.empty(0, 5)})
+    outputs = call_on_dummy_row(model, [torch.empty(0, 3)], {"attention_mask": torch.empty(0, 5)})
     outputs["scores"].sum().backward()
 
     assert outputs["scores"].shape == (0, 2, 2)
@@ -27,7 +27,7 @@ def test_a_mask_given_by_its_place_masks_nothing_either():
     def model(x: Tensor, attention_mask: Tensor) -> Tensor:
         return linear(x).view(len(x), -1) / attention_mask.sum()
 
-    outputs = call_without_rows(model, [torch.empty(0, 3), torch.empty(0, 3)], {})
+    outputs = call_on_dummy_row(model, [torch.empty(0, 3), torch.empty(0, 3)], {})
     outputs.sum().backward()
 
     assert outputs.shape == (0, 3)

@@ -10,7 +10,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.errors import ConfigError
-from lockstep.parallel.deferred_init import FirstWeights
+from lockstep.parallel.deferred_init import DeferredInit
 
 WORDS, WIDTH, LAYERS = 500, 32, 2
 
@@ -46,7 +46,7 @@ def test_models_of_transformers_begin_as_transformers_begins_them(name: str):
     with torch.device("meta"):
         blank = model_of(name)
 
-    first = FirstWeights(blank, "seed")
+    first = DeferredInit(blank, "seed")
 
     for key, expected in plain.items():
         found = first.make(key)
@@ -66,7 +66,7 @@ def test_the_model_of_the_recipe_begins_as_transformers_begins_it():
     with torch.device("meta"):
         blank = new_bert(BertShape(hidden=64, heads=2, feed_forward=64, vocabulary=WORDS))
 
-    first = FirstWeights(blank, "seed")
+    first = DeferredInit(blank, "seed")
 
     assert first.make("cls.predictions.transform.dense.weight").std() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(first.make("cls.predictions.bias"), torch.zeros(WORDS))
@@ -77,15 +77,15 @@ def test_the_row_of_padding_is_zero():
     with torch.device("meta"):
         blank = model_of("bert")
 
-    words = FirstWeights(blank, "seed").make("cls.predictions.decoder.weight")  # the name of the head that is tied
+    words = DeferredInit(blank, "seed").make("cls.predictions.decoder.weight")  # the name of the head that is tied
 
     assert torch.equal(words[0], torch.zeros(WIDTH))
-    assert torch.equal(words, FirstWeights(blank, "seed").make("bert.embeddings.word_embeddings.weight"))
+    assert torch.equal(words, DeferredInit(blank, "seed").make("bert.embeddings.word_embeddings.weight"))
 
 
 def test_residual_layers_of_gpt2_begin_smaller():
     with torch.device("meta"):
-        first = FirstWeights(model_of("gpt2"), "seed")
+        first = DeferredInit(model_of("gpt2"), "seed")
 
     inner, outer = first.make("transformer.h.0.mlp.c_fc.weight"), first.make("transformer.h.0.mlp.c_proj.weight")
 
@@ -96,7 +96,7 @@ def test_values_depend_on_the_seed_and_the_name_alone():
     with torch.device("meta"):
         blank = model_of("gpt2")
     before = torch.get_rng_state()
-    one, other, third = FirstWeights(blank, "1"), FirstWeights(blank, "1"), FirstWeights(blank, "2")
+    one, other, third = DeferredInit(blank, "1"), DeferredInit(blank, "1"), DeferredInit(blank, "2")
     names = [f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(LAYERS)]
 
     values = [one.make(name) for name in names]
@@ -112,7 +112,7 @@ def test_modules_of_torch_begin_by_reset_parameters():
     with torch.device("meta"):
         blank = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.TransformerEncoderLayer(64, 4))
 
-    first = FirstWeights(blank, "seed")
+    first = DeferredInit(blank, "seed")
 
     assert float(first.make("0.weight").abs().max()) <= 1 / 8
     assert torch.equal(first.make("1.running_var"), torch.ones(64))
@@ -125,7 +125,7 @@ def test_values_that_are_there_are_left_alone():
         blank = nn.BatchNorm1d(4)
     blank.running_mean = torch.full((4,), 3.0)
 
-    FirstWeights(blank, "seed").make("weight")
+    DeferredInit(blank, "seed").make("weight")
 
     assert torch.equal(blank.running_mean, torch.full((4,), 3.0))
 
@@ -159,12 +159,12 @@ def test_what_nothing_initialises_is_refused():
         blank = nn.Sequential(nn.Linear(3, 3), Scale())
 
     with pytest.raises(ConfigError, match=r"1\.factor is on the meta device, and nothing .*; give Scale a reset_param"):
-        FirstWeights(blank, "seed")
+        DeferredInit(blank, "seed")
 
 
 def test_what_is_made_from_other_weights_is_refused():
     with torch.device("meta"):
-        first = FirstWeights(Normed(), "seed")
+        first = DeferredInit(Normed(), "seed")
 
     with pytest.raises(ConfigError, match=r"first values of the model cannot be made on the meta device .* outside"):
         first.make("norm")
@@ -174,7 +174,7 @@ def test_what_is_adjusted_begins_with_what_it_is_adjusted_from():
     with torch.device("meta"):
         blank = Halved(2, 2)
 
-    assert torch.equal(FirstWeights(blank, "seed").make("weight"), torch.full((2, 2), 0.5))
+    assert torch.equal(DeferredInit(blank, "seed").make("weight"), torch.full((2, 2), 0.5))
 
 
 def test_one_worker_begins_a_model_on_the_meta_device():

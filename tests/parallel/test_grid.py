@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.mesh_layout import Grid, Place, check_divides, choose_grid
+from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, check_divides, choose_mesh_layout
 
 
 @pytest.mark.parametrize(
     ("workers", "degrees", "expected"),
     [
-        (1, {}, Grid()),
-        (8, {}, Grid(data=8)),
-        (8, {"tensor": 2}, Grid(data=4, tensor=2)),
-        (8, {"data": 1, "pipeline": 2, "tensor": -1}, Grid(pipeline=2, tensor=4)),
-        (8, {"data": 2, "pipeline": 2, "tensor": 2}, Grid(data=2, pipeline=2, tensor=2)),
+        (1, {}, MeshLayout()),
+        (8, {}, MeshLayout(data=8)),
+        (8, {"tensor": 2}, MeshLayout(data=4, tensor=2)),
+        (8, {"data": 1, "pipeline": 2, "tensor": -1}, MeshLayout(pipeline=2, tensor=4)),
+        (8, {"data": 2, "pipeline": 2, "tensor": 2}, MeshLayout(data=2, pipeline=2, tensor=2)),
     ],
 )
-def test_what_is_left_is_taken(workers: int, degrees: dict[str, int], expected: Grid):
-    assert choose_grid(workers, **degrees) == expected
+def test_what_is_left_is_taken(workers: int, degrees: dict[str, int], expected: MeshLayout):
+    assert choose_mesh_layout(workers, **degrees) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,28 +39,28 @@ def test_what_is_left_is_taken(workers: int, degrees: dict[str, int], expected: 
 )
 def test_degrees_that_do_not_fit_are_refused_with_those_that_would(workers: int, degrees: dict[str, int], message: str):
     with pytest.raises(ConfigError, match=message):
-        choose_grid(workers, **degrees)
+        choose_mesh_layout(workers, **degrees)
 
 
 def test_tensor_ranks_are_neighbours_and_stages_are_far_apart():
-    grid = Grid(data=2, pipeline=2, tensor=2)
+    grid = MeshLayout(data=2, pipeline=2, tensor=2)
 
     assert [grid.place(worker) for worker in (0, 1, 2, 4)] == [
-        Place(stage=0, replica=0, tensor=0),
-        Place(stage=0, replica=0, tensor=1),
-        Place(stage=0, replica=1, tensor=0),
-        Place(stage=1, replica=0, tensor=0),
+        MeshCoordinate(stage=0, replica=0, tensor=0),
+        MeshCoordinate(stage=0, replica=0, tensor=1),
+        MeshCoordinate(stage=0, replica=1, tensor=0),
+        MeshCoordinate(stage=1, replica=0, tensor=0),
     ]
     assert [grid.worker(grid.place(worker)) for worker in range(8)] == list(range(8))
 
 
 def test_who_belongs_together():
-    grid = Grid(data=2, pipeline=2, tensor=2)
+    grid = MeshLayout(data=2, pipeline=2, tensor=2)
 
     assert grid.peers(5) == (5, 7)
     assert grid.members(1) == (2, 3, 6, 7)
-    assert grid.speakers(1) == (4, 6)
-    assert Grid(tensor=4).speakers(0) == (0,)
+    assert grid.leaders(1) == (4, 6)
+    assert MeshLayout(tensor=4).leaders(0) == (0,)
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_would():

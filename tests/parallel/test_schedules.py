@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from lockstep.parallel.pipeline import orders_of, without_its_log
-from lockstep.parallel.pipeline_config import SCHEDULES, ScheduleName, choose_pipelining
-from lockstep.parallel.pipeline_trace import Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline_config import SCHEDULES, ScheduleName, choose_pipeline_config
+from lockstep.parallel.pipeline_trace import PipelineTrace, simulate, textbook_bubble
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXTBOOK: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 
 
-def table(schedule: ScheduleName, microbatches: int, workers: int, each: int | None = None) -> Timetable:
-    return timetable(orders_of(choose_pipelining(schedule, microbatches, workers, each)))
+def table(schedule: ScheduleName, microbatches: int, workers: int, each: int | None = None) -> PipelineTrace:
+    return simulate(orders_of(choose_pipeline_config(schedule, microbatches, workers, each)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -28,7 +28,7 @@ def table(schedule: ScheduleName, microbatches: int, workers: int, each: int | N
 def test_every_worker_does_each_microbatch_once_in_its_own_stages(
     schedule: ScheduleName, microbatches: int, workers: int
 ):
-    pipelining = choose_pipelining(schedule, microbatches, workers)
+    pipelining = choose_pipeline_config(schedule, microbatches, workers)
     orders = orders_of(pipelining)
     kinds = ("forward", "inputs", "weights") if schedule.startswith("zero") else ("forward", "backward")
 
@@ -39,7 +39,7 @@ def test_every_worker_does_each_microbatch_once_in_its_own_stages(
             for stage in pipelining.stages_of(worker)
             for microbatch in range(microbatches)
         )
-    assert timetable(orders).length >= 3 * microbatches  # nobody waits in a circle
+    assert simulate(orders).length >= 3 * microbatches  # nobody waits in a circle
 
 
 @pytest.mark.parametrize("schedule", TEXTBOOK)

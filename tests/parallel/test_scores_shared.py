@@ -13,13 +13,13 @@ def job() -> tuple[list[bool], list[float]]:
     import torch.nn.functional as F
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from lockstep.parallel.vocab_parallel import Scores
+    from lockstep.parallel.vocab_parallel import VocabParallelLogits
 
     torch.set_num_threads(1)
     divided: list[bool] = []
 
     def loss(outputs, words):
-        divided.append(isinstance(outputs.logits, Scores) and outputs.logits.divided)
+        divided.append(isinstance(outputs.logits, VocabParallelLogits) and outputs.logits.divided)
         return F.cross_entropy(outputs.logits.transpose(1, 2), words, reduction="none")
 
     sizes = {"vocab_size": 40, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}

@@ -8,7 +8,13 @@ from itertools import pairwise, product
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.pipeline_config import ScheduleName, check_layers, check_split, choose_pipelining, split_layers
+from lockstep.parallel.pipeline_config import (
+    ScheduleName,
+    check_layers,
+    check_split,
+    choose_pipeline_config,
+    split_layers,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +58,16 @@ def test_a_split_of_one_s_own_must_fit(given: tuple[int, ...]):
 
 
 def test_without_a_number_there_are_two_microbatches_for_every_stage():
-    assert choose_pipelining("1f1b", None, 4).microbatches == 8
-    assert choose_pipelining("gpipe", None, 1).microbatches == 1
-    assert choose_pipelining("gpipe", 5, 4).microbatches == 5
+    assert choose_pipeline_config("1f1b", None, 4).microbatches == 8
+    assert choose_pipeline_config("gpipe", None, 1).microbatches == 1
+    assert choose_pipeline_config("gpipe", 5, 4).microbatches == 5
 
 
 def test_what_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="microbatches=2 leave some of 4 workers idle all the time; give at least 4"):
-        choose_pipelining("1f1b", 2, 4)
+        choose_pipeline_config("1f1b", 2, 4)
     with pytest.raises(ConfigError, match="schedule='zero' is unknown; choose 1f1b, gpipe, interleaved, zero_bubble, "):
-        choose_pipelining("zero", None, 2)  # type: ignore[arg-type]
+        choose_pipeline_config("zero", None, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +80,11 @@ def test_what_cannot_run_is_refused():
     ],
 )
 def test_which_stages_a_worker_holds(schedule: ScheduleName, stages: list[tuple[int, ...]]):
-    pipelining = choose_pipelining(schedule, None, 3)
+    pipelining = choose_pipeline_config(schedule, None, 3)
 
     assert [pipelining.stages_of(worker) for worker in range(3)] == stages
     assert pipelining.last_worker == (0 if schedule == "zero_bubble_v" else 2)
-    assert choose_pipelining(schedule, None, 1).stages_of(0) == (0,)
+    assert choose_pipeline_config(schedule, None, 1).stages_of(0) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +102,12 @@ def test_what_a_schedule_cannot_take_is_refused_with_what_it_can(
     schedule: ScheduleName, microbatches: int | None, each: int | None, message: str
 ):
     with pytest.raises(ConfigError, match=message):
-        choose_pipelining(schedule, microbatches, 2, each)
+        choose_pipeline_config(schedule, microbatches, 2, each)
 
 
 def test_several_stages_are_about_pipelines():
     with pytest.raises(ConfigError, match="stages_per_worker=2 is about pipelines, and pipeline=1 is none; leave it"):
-        choose_pipelining("interleaved", None, 1, 2)
+        choose_pipeline_config("interleaved", None, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,7 @@ def test_several_stages_are_about_pipelines():
 def test_more_stages_than_layers_are_refused_with_what_fits(
     schedule: ScheduleName, workers: int, each: int, layers: int, fits: str
 ):
-    pipelining = choose_pipelining(schedule, None, workers, each)
+    pipelining = choose_pipeline_config(schedule, None, workers, each)
     check_layers(pipelining, workers * each)
 
     with pytest.raises(ConfigError, match=f"{workers * each} stages, and the model has {layers} layers; {fits}"):

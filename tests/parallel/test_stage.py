@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.pipeline_config import ScheduleName, choose_pipelining
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut
+from lockstep.parallel.pipeline_config import ScheduleName, choose_pipeline_config
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
 
 WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)
@@ -39,8 +39,8 @@ def build(name: str, layers: int = 5) -> nn.Module:
 
 def stages_of(module: nn.Module, schedule: ScheduleName, split: PipelineSplit = "auto") -> list[Stage]:
     """Of all workers, in their order."""
-    pipelining = choose_pipelining(schedule, None, 2)
-    found = [stage for worker in range(2) for stage in cut(deepcopy(module), split, pipelining, worker)]
+    pipelining = choose_pipeline_config(schedule, None, 2)
+    found = [stage for worker in range(2) for stage in cut_to_stages(deepcopy(module), split, pipelining, worker)]
     return sorted(found, key=lambda stage: stage.number)
 
 
@@ -62,7 +62,7 @@ def test_one_after_another_they_are_the_model(name: str, schedule: ScheduleName)
 
 def test_the_stages_of_a_worker_are_parts_of_one_module_with_its_plain_names():
     module = build("bert")
-    first, last = cut(module, [1, 1, 2, 1], choose_pipelining("zero_bubble_v", None, 2), 0)
+    first, last = cut_to_stages(module, [1, 1, 2, 1], choose_pipeline_config("zero_bubble_v", None, 2), 0)
 
     assert first.model is last.model is module
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.fsdp import Borrowing, share_stages
-from lockstep.parallel.pipeline_config import choose_pipelining
-from lockstep.parallel.pipeline_stage import Stage, Turn
+from lockstep.parallel.fsdp import StageWeights, shard_stages
+from lockstep.parallel.pipeline_config import choose_pipeline_config
+from lockstep.parallel.pipeline_stage import ActiveStage, Stage
 
 
 class Sees(nn.Linear):
@@ -49,12 +49,14 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def make(mesh: DeviceMesh, schedule: str, *, tied: bool = False) -> tuple[list[Sees], list[Stage], Watches, Borrowing]:
+def make(
+    mesh: DeviceMesh, schedule: str, *, tied: bool = False
+) -> tuple[list[Sees], list[Stage], Watches, StageWeights]:
     """Two stages of one worker with a layer each, and what the second does in the first one's turn."""
     layers = [Sees(), Sees()]
     if tied:
         layers[1].weight = layers[0].weight
-    model, turn = nn.Module(), Turn()
+    model, turn = nn.Module(), ActiveStage()
     model.layers = nn.ModuleList(layers)
     watch = Watches(layers[1])
     turn.give(layers[1], 3, watch)
@@ -62,7 +64,7 @@ def make(mesh: DeviceMesh, schedule: str, *, tied: bool = False) -> tuple[list[S
         Stage(model, model, [layer], number=number, stages=4, turn=turn)
         for number, layer in zip((0, 3), layers, strict=True)
     ]
-    borrowing = share_stages(model, stages, choose_pipelining(schedule, 4, 2), mesh)  # type: ignore[arg-type]
+    borrowing = shard_stages(model, stages, choose_pipeline_config(schedule, 4, 2), mesh)  # type: ignore[arg-type]
     return layers, stages, watch, borrowing
 
 

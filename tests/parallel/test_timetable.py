@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.pipeline_trace import Action, ActionKind, Timetable, textbook_bubble, timetable
+from lockstep.parallel.pipeline_trace import Action, ActionKind, PipelineTrace, simulate, textbook_bubble
 
 
 def action(text: str) -> Action:
@@ -15,11 +15,11 @@ def action(text: str) -> Action:
     return Action(kind=kinds[text[0]], stage=int(stage), microbatch=int(microbatch))
 
 
-def table(*orders: str) -> Timetable:
-    return timetable([[action(each) for each in order.split()] for order in orders])
+def table(*orders: str) -> PipelineTrace:
+    return simulate([[action(each) for each in order.split()] for order in orders])
 
 
-def begins(found: Timetable, worker: int) -> list[float]:
+def begins(found: PipelineTrace, worker: int) -> list[float]:
     return [slot.begin for slot in found.workers[worker]]
 
 
@@ -55,7 +55,7 @@ def test_workers_that_wait_for_each_other_are_refused():
 
 def test_costs_of_one_s_own_make_the_slowest_stage_set_the_pace():
     orders = [[action(f"F{stage}.{part}") for part in range(3)] for stage in range(2)]
-    found = timetable(orders, lambda each: 5.0 if each.stage == 1 else 1.0)
+    found = simulate(orders, lambda each: 5.0 if each.stage == 1 else 1.0)
 
     assert found.length == 16
     assert found.bubble == pytest.approx(1 - 18 / 32)

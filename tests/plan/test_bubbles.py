@@ -9,8 +9,14 @@ from itertools import accumulate
 import pytest
 
 from lockstep.parallel.pipeline import orders_of
-from lockstep.parallel.pipeline_config import SCHEDULES, Pipelining, ScheduleName, choose_pipelining, split_layers
-from lockstep.parallel.pipeline_trace import Action, timetable
+from lockstep.parallel.pipeline_config import (
+    SCHEDULES,
+    PipelineConfig,
+    ScheduleName,
+    choose_pipeline_config,
+    split_layers,
+)
+from lockstep.parallel.pipeline_trace import Action, simulate
 from lockstep.plan.cost import Passes, waiting
 from lockstep.plan.layout import Layout, parts_held, split_evenly, stages_of
 
@@ -18,14 +24,14 @@ from lockstep.plan.layout import Layout, parts_held, split_evenly, stages_of
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (1.1, 1.9, 1.0), (1.0, 2.6, 0.6))
 
 
-def pipelines(schedule: ScheduleName) -> Iterator[Pipelining]:
+def pipelines(schedule: ScheduleName) -> Iterator[PipelineConfig]:
     """With 2 to 6 workers, microbatches from as many as workers up to three times as many, and up to 3 parts."""
     many = {"interleaved": (2, 3), "zero_bubble": (1, 2, 3)}.get(schedule, (None,))
     for workers in (2, 3, 4, 6):
         for microbatches in range(workers, 3 * workers + 1):
             in_rounds = microbatches % (microbatches // workers) == 0
             if in_rounds or schedule not in ("interleaved", "zero_bubble"):
-                yield from (choose_pipelining(schedule, microbatches, workers, parts) for parts in many)
+                yield from (choose_pipeline_config(schedule, microbatches, workers, parts) for parts in many)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -36,7 +42,7 @@ def test_the_waiting_is_that_of_torch_s_schedule(schedule: ScheduleName):
         orders = orders_of(pipelining)
         for forward, inputs, weights in COSTS:
             takes = {"forward": forward, "backward": inputs + weights, "inputs": inputs, "weights": weights}
-            length = timetable(orders, lambda action, takes=takes, n=parts: takes[action.kind] / n).length  # type: ignore[misc]
+            length = simulate(orders, lambda action, takes=takes, n=parts: takes[action.kind] / n).length  # type: ignore[misc]
             others = Passes(forward=forward, inputs=inputs, weights=weights)
 
             assert microbatches * others.all + waiting(layout, others) == pytest.approx(length, rel=1e-12), layout

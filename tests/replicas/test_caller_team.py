@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.replicas.cpu import openmp_team
-from lockstep.replicas.cpu.openmp_team import CallerTeam
+from lockstep.replicas.cpu.openmp_team import CallerOpenMPTeam
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -96,7 +96,7 @@ def test_a_team_that_has_been_ended_is_made_again_where_it_is_needed():
 
     def body() -> None:
         before = numbers.sum()
-        openmp_team.end_own_team()
+        openmp_team.end_openmp_team()
 
         assert len(own_team()) == 1
         assert torch.equal(numbers.sum(), before)
@@ -118,7 +118,7 @@ def test_the_teams_of_other_threads_stay(make_strategy: Callable[..., MirroredSt
 
 def test_ending_teams_takes_a_small_part_of_the_runs_time():
     ended: list[None] = []
-    team = CallerTeam((2,), lambda: ended.append(None))
+    team = CallerOpenMPTeam((2,), lambda: ended.append(None))
 
     team.end()  # nothing has been spent
     team.end()
@@ -131,7 +131,7 @@ def test_ending_teams_takes_a_small_part_of_the_runs_time():
 
 def test_replicas_of_one_thread_each_leave_the_caller_s_team_alone():
     ended: list[None] = []
-    team = CallerTeam((1, 1), lambda: ended.append(None))
+    team = CallerOpenMPTeam((1, 1), lambda: ended.append(None))
 
     team.end()
     assert not ended

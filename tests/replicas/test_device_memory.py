@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import DeviceMemoryError
-from lockstep.replicas.device.memory import MB, PoolUse, ShareAccount, out_of_memory
+from lockstep.replicas.device.memory import MB, MemoryAccount, PoolUse, out_of_memory
 
 
-def account(limit_mb: int | None = 100, static_mb: int = 0) -> ShareAccount:
-    made = ShareAccount("gpu:1", limit_mb)
+def account(limit_mb: int | None = 100, static_mb: int = 0) -> MemoryAccount:
+    made = MemoryAccount("gpu:1", limit_mb)
     made.static = static_mb * MB
     return made
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.rng import ops
-from lockstep.replicas.rng.mode import ReplicaRandom
+from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.replicas.rng.state import replica_generator
 
 MANY = 200_000
@@ -27,7 +27,7 @@ class _Here(ReplicaContext):
 
 
 def in_replica(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    with ReplicaRandom(replica_generator(0, 0)), in_context(_Here()):
+    with ReplicaRng(replica_generator(0, 0)), in_context(_Here()):
         return function(*args, **kwargs)
 
 
@@ -92,7 +92,7 @@ def test_in_place_changes_the_input_and_gradients_agree(function: Callable[..., 
 def test_outside_training_nothing_is_drawn(call: Callable[[], Tensor]):
     generator = replica_generator(0, 0)
     before = generator.get_state()
-    with ReplicaRandom(generator), in_context(_Here()):
+    with ReplicaRng(generator), in_context(_Here()):
         output = call()
 
     assert torch.equal(output, torch.ones(3))

@@ -8,16 +8,16 @@ import pytest
 import torch
 from tests.stand_in import StandInDriver, stand_in_gpus
 
-from lockstep.collectives.replica_barrier import Turns
+from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
 from lockstep.replicas.device.memory import MB
-from lockstep.replicas.device.streams import GpuReplica, GpuTurn, RunStreams, in_memory_of, memory_of
+from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams, allocating_on, device_memory_of
 
 
-def turns_on(devices: Sequence[LogicalDevice], driver: StandInDriver, rows: int | None = None) -> list[GpuTurn]:
-    gate = Turns(1)
-    return [GpuTurn(gate, GpuReplica(device, driver, seed), rows) for seed, device in enumerate(devices)]
+def turns_on(devices: Sequence[LogicalDevice], driver: StandInDriver, rows: int | None = None) -> list[GpuSlot]:
+    gate = IssueGate(1)
+    return [GpuSlot(gate, GpuReplica(device, driver, seed), rows) for seed, device in enumerate(devices)]
 
 
 def drawn(order: Sequence[int]) -> dict[int, list[list[float]]]:
@@ -137,10 +137,10 @@ def test_memory_is_looked_at_only_when_a_pool_has_another_size():
 
 def test_what_is_made_in_the_memory_of_a_device_is_counted_there():
     with stand_in_gpus((64, 64)) as (devices, _):
-        with in_memory_of(devices[1]):
+        with allocating_on(devices[1]):
             held = torch.empty(6 * MB, dtype=torch.uint8)
         held += 1
-        sizes = [memory_of(device) for device in devices]
+        sizes = [device_memory_of(device) for device in devices]
 
     assert [(size.name, size.limit, size.in_use, size.peak) for size in sizes if size] == [
         ("gpu:0", 64 * MB, 0, 0),

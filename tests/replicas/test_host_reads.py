@@ -1,4 +1,4 @@
-"""HostReads: what would make the host wait for a device, by operator and line, in replicas too."""
+"""HostSyncs: what would make the host wait for a device, by operator and line, in replicas too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.replicas.device.host_syncs import HostReads
+from lockstep.replicas.device.host_syncs import HostSyncs
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -34,7 +34,7 @@ ROWS = torch.tensor([1.0, -2.0, 3.0])
     ],
 )
 def test_what_waits_is_told_with_operator_and_line(operator: str, act: Callable[[Tensor], Any]):
-    with HostReads() as reads:
+    with HostSyncs() as reads:
         try:
             act(ROWS)
         except NotImplementedError:  # a copy from "meta" has nothing to copy
@@ -57,7 +57,7 @@ def test_what_waits_is_told_with_operator_and_line(operator: str, act: Callable[
     ],
 )
 def test_what_does_not_wait_is_not_told(act: Callable[[Tensor], Any]):
-    with HostReads() as reads:
+    with HostSyncs() as reads:
         act(ROWS)
 
     assert reads.places == []
@@ -73,7 +73,7 @@ def test_replicas_are_watched_and_only_in_the_block(make_strategy: Callable[...,
         return float(weight.detach())
 
     strategy.run(step)
-    with HostReads() as reads:
+    with HostSyncs() as reads:
         strategy.run(step)
     strategy.run(step)
 

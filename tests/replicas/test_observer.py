@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.mirroring.update import Totals
+from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.hooks import Observer, current_observer, observing
 

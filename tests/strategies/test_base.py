@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.reduce import ReduceOp
-from lockstep.data.input_context import InputContext
+from lockstep.data.dataset import InputContext
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.strategies.batch_bracket import Bracket, PeakLine
+from lockstep.strategies.batch_size import Bracket, PeakLine
 
 
 def tried(bracket: Bracket, largest: int) -> tuple[int, list[int]]:

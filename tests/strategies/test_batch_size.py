@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import lockstep as ls
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError, UsageError
-from lockstep.strategies.default import DefaultStrategy
+from lockstep.strategies.base import DefaultStrategy
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy

@@ -58,7 +58,7 @@ def run_job() -> dict[str, Any]:
         results["bf16"] = first_gradients(strategy)
         results["bf16 loop"] = trained(strategy, torch.float32)
         weights = torch.cat([value.flatten() for value in results["bf16 loop"][0].values()])
-        everyones = strategy.workers.exchange_bytes("weights", weights.numpy().tobytes())
+        everyones = strategy.workers.all_gather_bytes("weights", weights.numpy().tobytes())
         results["bf16 alike"] = len(set(everyones)) == 1
         results["bf16 integers"] = strategy.reduce("sum", 2**24 + 1)
     with closing(strategy_with()) as strategy:
@@ -171,7 +171,7 @@ def one_does_not_come(strategy: ls.Strategy) -> None:
     if strategy.workers.is_chief:
         strategy.reduce("sum", 1.0)
         return
-    strategy.workers.doing("a walk in the park")
+    strategy.workers.set_status("a walk in the park")
     with suppress(ls.errors.ClusterError):  # when the chief has given up
         strategy.workers.membership.watched(lambda: torch.multiprocessing.Event().wait(), "the park")
 

@@ -104,7 +104,13 @@ def data_that_ends_earlier(index: int) -> None:
     compiled(joined(), net()).fit(data(), verbose=0)
 
 
-def own_loop(strategy: ls.Strategy, data: list[Batch], *, asks: bool = True) -> None:
+def own_loop(
+    strategy: ls.Strategy,
+    data: list[Batch],
+    *,
+    asks: bool = True,
+    before_each: Callable[[int, nn.Module, torch.optim.Optimizer], object] = lambda *_: None,
+) -> None:
     module = net()
     replicated = strategy.mirror(module)
     optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.1))
@@ -117,7 +123,8 @@ def own_loop(strategy: ls.Strategy, data: list[Batch], *, asks: bool = True) -> 
         optimizer.zero_grad()
         return loss.detach()
 
-    for batch in strategy.distribute_dataset(data):
+    for number, batch in enumerate(strategy.distribute_dataset(data)):
+        before_each(number, module, optimizer)
         losses = strategy.run(step, (batch,))
         if asks:
             strategy.reduce("sum", losses)
@@ -125,6 +132,42 @@ def own_loop(strategy: ls.Strategy, data: list[Batch], *, asks: bool = True) -> 
 
 def a_collective_left_out(index: int) -> None:
     own_loop(joined(), batches(), asks=index == 0)
+
+
+def a_rate_of_its_own(index: int) -> None:
+    def change(number: int, _: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if index and number == 2:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+    own_loop(joined(), batches(), before_each=change)
+
+
+def a_layer_frozen_on_one(index: int) -> None:
+    def change(number: int, module: nn.Module, _: torch.optim.Optimizer) -> None:
+        if index and number == 2:
+            next(module.children()).requires_grad_(False)
+
+    own_loop(joined(), batches(), before_each=change)
+
+
+def weights_scaled_on_one(index: int) -> None:
+    def change(number: int, module: nn.Module, _: torch.optim.Optimizer) -> None:
+        if index and number == 2:
+            for weight in module.parameters():
+                weight.data *= 0.5
+
+    own_loop(joined(), batches(), before_each=change)
+
+
+def a_schedule_of_all(index: int) -> None:
+    def change(number: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        for weight in module.parameters():
+            weight.data *= 0.9
+        if number == 2:
+            next(module.children()).requires_grad_(False)
+
+    own_loop(joined(), batches(), before_each=change)
 
 
 def evaluate_beside_fit(index: int) -> None:
@@ -142,7 +185,7 @@ def a_weight_changed_by_hand(index: int) -> None:
     def change(batch: int, logs: dict[str, float]) -> None:
         if index and batch == 1:
             with torch.no_grad():
-                module[0].weight[0, 0] += 1e-3
+                module[0].weight[-1, -1] += 1e-3  # what an update does not look at; the end of the epoch does
 
     compiled(strategy, module).fit(batches(), verbose=0, callbacks=[ls.LambdaCallback(on_train_batch_end=change)])
 
@@ -196,7 +239,7 @@ def test_other_programs_are_found_before_training(messages: list[dict[str, str]]
     assert messages[0] == messages[1]
 
 
-OTHER_DATA = r"CollectiveError: {1} was handed other data, or has other weights, than {0} before '{call}'"
+OTHER_DATA = r"CollectiveError: {1} .* other data, .* weights, optimizer settings .*, than {0} before '{call}'"
 
 
 @pytest.mark.parametrize(
@@ -206,6 +249,9 @@ OTHER_DATA = r"CollectiveError: {1} was handed other data, or has other weights,
         (data_in_another_order, OTHER_DATA.replace("{call}", "optimizer update")),
         (another_batch, OTHER_DATA.replace("{call}", "optimizer update")),
         (rows_of_another_number, OTHER_DATA.replace("{call}", "optimizer update")),
+        (a_rate_of_its_own, OTHER_DATA.replace("{call}", "optimizer update")),
+        (a_layer_frozen_on_one, OTHER_DATA.replace("{call}", "optimizer update")),
+        (weights_scaled_on_one, OTHER_DATA.replace("{call}", "optimizer update")),
         (data_that_ends_earlier, "{0} is at .*; {1} is at 'the end of the data, after 3 global batches'"),
         (a_collective_left_out, r"{0} is at 'reduce.*\(test_.*:\d+ in own_loop\).*; {1} is at 'optimizer update'"),
         (evaluate_beside_fit, "did not meet at the same call: {0} is at 'agree .*; {1} is at "),
@@ -220,3 +266,7 @@ def test_workers_that_part_ways_are_named(start_job: Any, function: Callable[[in
     for worker in job:
         assert worker.end() == 1
         assert re.search(error.format(*NAMES), worker.error), worker.error
+
+
+def test_what_all_workers_change_alike_is_no_disagreement(start_job: Any):
+    assert [worker.end() for worker in start_job(a_schedule_of_all, "index")] == [0, 0]

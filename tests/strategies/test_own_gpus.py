@@ -9,8 +9,8 @@ import lockstep as ls
 from lockstep import config
 from lockstep.config import DeviceRegistry, LogicalDeviceConfiguration, PhysicalDevice
 from lockstep.errors import ClusterError
-from lockstep.strategies import job
-from lockstep.strategies.own_gpus import check_gpus, each_has_its_own, own_devices
+from lockstep.strategies import multi_worker
+from lockstep.strategies.multi_worker import check_gpus, each_has_its_own, own_devices
 
 CPU = torch.device("cpu")
 TWO = ls.ClusterSpec(workers=("127.0.0.1:1", ""), index=1, source="torchrun")
@@ -96,7 +96,7 @@ def test_others_are_refused_in_one_line(gpus: tuple[int, ...], said: str):
 
 def on_one_gpu(told: str) -> str:
     """Both workers say that they have the same GPU."""
-    job._gpu_id = lambda device: 7  # type: ignore[assignment]
+    multi_worker._gpu_id = lambda device: 7  # type: ignore[assignment]
     try:
         ls.ParallelStrategy(tensor=2, communication=ls.CommunicationOptions(lost_after_s=60))
     except ClusterError as error:

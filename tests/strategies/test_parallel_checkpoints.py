@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 import lockstep as ls
-from lockstep.checkpoint.record import Contents, read_checkpoint
+from lockstep.checkpoint.format import Contents, read_checkpoint
 from lockstep.errors import CheckpointError
 
 pytestmark = pytest.mark.workers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep import config
 from lockstep.errors import ConfigError
-from lockstep.parallel.deferred_init import place
+from lockstep.parallel.deferred_init import move_to_device
 from lockstep.parallel.mesh import backends_for
 
 
@@ -76,6 +76,6 @@ def test_gpus_without_nccl_are_refused():
 def test_what_is_on_the_device_already_is_left_alone():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = {name: value.data_ptr() for name, value in module.state_dict().items()}
-    place(module, torch.device("cpu"))
+    move_to_device(module, torch.device("cpu"))
 
     assert {name: value.data_ptr() for name, value in module.state_dict().items()} == before

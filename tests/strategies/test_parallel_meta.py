@@ -99,7 +99,7 @@ def measured() -> list[tuple[float, float]]:
         with ResidentPeak() as peak:
             part = strategy.parallelize(module)
     held = sum(each.numel() * each.element_size() for each in part.parameters()) / 2**20
-    everyones = strategy._job.workers.exchange("memory", [peak.peak_mb - before, held])
+    everyones = strategy._job.workers.all_gather_numbers("memory", [peak.peak_mb - before, held])
     strategy.close()
     return [(float(more), float(own)) for more, own in everyones]
 

@@ -19,7 +19,7 @@ import torch
 
 import lockstep as ls
 from lockstep.parallel.pipeline import orders_of
-from lockstep.parallel.pipeline_config import choose_pipelining
+from lockstep.parallel.pipeline_config import choose_pipeline_config
 
 pytestmark = pytest.mark.workers
 
@@ -104,7 +104,7 @@ def test_workers_do_what_the_schedule_says_one_thing_at_a_time(run: Callable[[in
     asked = EXPERIMENTS[workers][number][2]
     table = run(workers)[number]["table"]
     orders = orders_of(
-        choose_pipelining(
+        choose_pipeline_config(
             asked["schedule"], asked.get("microbatches"), asked["pipeline"], asked.get("stages_per_worker")
         )
     )

@@ -116,7 +116,7 @@ REFUSED: dict[str, Use] = {
 
 
 def use(index: int, path: str) -> None:
-    from lockstep.parallel.vocab_parallel import Vocabulary, scores_of, scores_stay_divided
+    from lockstep.parallel.vocab_parallel import VocabShard, keep_logits_sharded, vocab_parallel_logits
 
     torch.set_num_threads(1)
     strategy = ls.ParallelStrategy(tensor=4, seed=1)
@@ -124,15 +124,15 @@ def use(index: int, path: str) -> None:
     mesh = strategy._mesh.mesh["tensor"]
     found: dict[Any, Any] = {}
     for size, words in WORDS.items():
-        vocabulary = Vocabulary(words=words, rank=mesh.get_local_rank(), ranks=4, group=mesh.get_group())
+        vocabulary = VocabShard(words=words, rank=mesh.get_local_rank(), ranks=4, group=mesh.get_group())
         for name, of in {**ON_PARTS, **GATHERED, **REFUSED}.items():
             whole, targets = example(words)
             part = vocabulary.cut(whole.detach(), 2).clone().requires_grad_()
-            with scores_stay_divided(), gathers() as count:
-                result = looked_at(of, scores_of(part, vocabulary), targets)
+            with keep_logits_sharded(), gathers() as count:
+                result = looked_at(of, vocab_parallel_logits(part, vocabulary), targets)
             gradient = torch.zeros_like(part) if part.grad is None else part.grad
             found[name, size] = (*result, vocabulary.gather(gradient, 2), count[0])
-    found["by default"] = type(scores_of(part, vocabulary)) is Tensor
+    found["by default"] = type(vocab_parallel_logits(part, vocabulary)) is Tensor
     strategy.close()
     if index == 0:
         torch.save(found, path)
@@ -160,19 +160,19 @@ def looked_at(of: Use, scores: Tensor, targets: Tensor) -> tuple[Tensor | None, 
 @contextmanager
 def gathers() -> Iterator[list[int]]:
     """How often scores are gathered in the block."""
-    from lockstep.parallel.vocab_parallel import Vocabulary
+    from lockstep.parallel.vocab_parallel import VocabShard
 
-    original, count = Vocabulary.gather, [0]
+    original, count = VocabShard.gather, [0]
 
     def counted(*args: Any) -> Tensor:
         count[0] += 1
         return original(*args)
 
-    Vocabulary.gather = counted  # type: ignore[method-assign]
+    VocabShard.gather = counted  # type: ignore[method-assign]
     try:
         yield count
     finally:
-        Vocabulary.gather = original  # type: ignore[method-assign]
+        VocabShard.gather = original  # type: ignore[method-assign]
 
 
 # What the tests see of them.

@@ -85,9 +85,9 @@ def trained(own: Any, name: str, grid: dict[str, Any], dropout: float = 0.0) -> 
             "predict": model.predict([x for x, _ in batches()])["logits"],
             "widths": sorted(set(widths)),
         }
-    result["whole"] = strategy._job.workers.exchange_bytes("whole parameters", whole.digest())
+    result["whole"] = strategy._job.workers.all_gather_bytes("whole parameters", whole.digest())
     masks.append(b"")
-    result["masks"] = strategy._job.workers.exchange_bytes("what was dropped", masks[0])
+    result["masks"] = strategy._job.workers.all_gather_bytes("what was dropped", masks[0])
     result["grid"] = strategy.grid
     strategy.close()
     return result

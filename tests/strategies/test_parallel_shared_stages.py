@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import lockstep as ls
-from lockstep.checkpoint.record import read_checkpoint
+from lockstep.checkpoint.format import read_checkpoint
 
 LIMIT_S = 240
 pytestmark = [pytest.mark.workers, pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 30)]

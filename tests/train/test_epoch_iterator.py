@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.data.iterated import Distributed
+from lockstep.data.dataset import DistributedIterable
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
 from lockstep.train.epoch_iterator import EpochIterator, distribute
@@ -101,7 +101,7 @@ def test_a_number_of_steps_that_is_none_is_refused(strategy: Strategy, steps: in
         EpochIterator(distribute(strategy, []), name="the data", steps_per_epoch=steps)
 
 
-def drawing(strategy: Strategy) -> Distributed:
+def drawing(strategy: Strategy) -> DistributedIterable:
     """Seven batches in a drawn order; the consumer below draws too."""
     generator = torch.Generator().manual_seed(3)
     return distribute(strategy, DataLoader(range(14), batch_size=2, shuffle=True, generator=generator))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.collectives.communicator import exchange_values
+from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import CheckpointError, ClusterError, NonFiniteLossError
 
 pytestmark = pytest.mark.workers
@@ -99,7 +99,7 @@ def job(folder: str) -> dict[str, Any]:
         "weights": lambda: weights(strategy, own),
         "labels": lambda: labels(strategy),
     }
-    found = {name: exchange_values(workers, f"what came of {name}", scene()) for name, scene in scenes.items()}
+    found = {name: all_gather_object(workers, f"what came of {name}", scene()) for name, scene in scenes.items()}
     strategy.close()
     return found
 

@@ -9,7 +9,7 @@ import torch
 from tests.stand_in import stand_in_gpus
 
 from lockstep.errors import NonFiniteLossError
-from lockstep.replicas.device.async_scalars import Arriving
+from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.train.logs import RunningLoss
 from lockstep.train.loop import MOST_AHEAD, StepsInFlight, naming_step
 
@@ -19,10 +19,10 @@ def test_steps_are_heard_of_in_order_and_two_late_at_the_most():
         driver.lags = True
         steps = StepsInFlight()
         for step, total in enumerate([1.0, math.nan, math.inf], start=1):
-            steps.add(Arriving([torch.tensor(total)], devices[0]), epoch=2, step=step)
+            steps.add(AsyncScalars([torch.tensor(total)], devices[0]), epoch=2, step=step)
         assert driver.waits == 1  # for the first, with two behind it
         with pytest.raises(NonFiniteLossError, match=r"^epoch 3, step 2: the loss is nan; "):
-            steps.add(Arriving([0.0], devices[0]), epoch=2, step=MOST_AHEAD + 2)
+            steps.add(AsyncScalars([0.0], devices[0]), epoch=2, step=MOST_AHEAD + 2)
         assert steps.any
         with pytest.raises(NonFiniteLossError, match=r"^epoch 3, step 3: the loss is inf; "):
             steps.settle()
@@ -32,10 +32,10 @@ def test_steps_are_heard_of_in_order_and_two_late_at_the_most():
 
 def test_what_has_arrived_is_heard_of_at_once():
     steps = StepsInFlight()
-    steps.add(Arriving([1.0], None), epoch=0, step=1)
+    steps.add(AsyncScalars([1.0], None), epoch=0, step=1)
     assert not steps.any
     with pytest.raises(NonFiniteLossError, match=r"^epoch 1, step 2: "):
-        steps.add(Arriving([math.nan], None), epoch=0, step=2)
+        steps.add(AsyncScalars([math.nan], None), epoch=0, step=2)
 
 
 def test_only_a_loss_that_is_not_finite_is_located():
@@ -47,14 +47,14 @@ def test_a_loss_is_the_same_read_early_late_or_not_at_all_meanwhile():
     pairs = [(0.1 * step, float(step)) for step in range(1, 9)]
     known = RunningLoss()
     for total, count in pairs:
-        known.add(Arriving([total, count, total], None), pairs=1)
+        known.add(AsyncScalars([total, count, total], None), pairs=1)
 
     with stand_in_gpus() as (devices, driver):
         driver.lags = True
         late = RunningLoss()
         moments = []
         for total, count in pairs:
-            late.add(Arriving([torch.tensor(total, dtype=torch.float64), count, 0.0], devices[0]), pairs=1)
+            late.add(AsyncScalars([torch.tensor(total, dtype=torch.float64), count, 0.0], devices[0]), pairs=1)
             moments.append(late.now())
         assert not moments[0].arrived
         assert driver.waits == 0

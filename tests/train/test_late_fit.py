@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import NonFiniteLossError
-from lockstep.replicas.device.host_syncs import HostReads
+from lockstep.replicas.device.host_syncs import HostSyncs
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import progress
 from lockstep.train.callbacks.base import Callback, LambdaCallback, Logs
@@ -82,7 +82,7 @@ def accuracy() -> dict[str, Any]:
 def test_between_steps_nothing_is_waited_for_or_read(graphs: bool):
     with (
         on_gpus(metrics=accuracy(), clip_norm=1.0, accumulate=2, graphs=graphs) as (model, driver),
-        HostReads() as reads,
+        HostSyncs() as reads,
     ):
         between = Between(lambda: driver.waits + len(reads.places))
         model.fit(batches(8), epochs=2, verbose=0, callbacks=[between])
@@ -100,7 +100,7 @@ def mixed(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:.*as long as no label is ignored:UserWarning")
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(torch.ones(3)), mixed])
 def test_a_loss_is_compared_with_its_parts_in_the_first_step_only(loss: Any):
-    with on_gpus(loss=loss) as (model, driver), HostReads() as reads:
+    with on_gpus(loss=loss) as (model, driver), HostSyncs() as reads:
         between = Between(lambda: driver.waits + len(reads.places))
         model.fit(batches(4), verbose=0, callbacks=[between])
 
@@ -130,7 +130,7 @@ def test_a_loss_that_reads_is_named_by_operator_and_line():
         values: Tensor = cross_entropy(outputs, targets)
         return values * 1.0 if values.sum().item() else values
 
-    with on_gpus(loss=reading) as (model, _), HostReads() as reads:
+    with on_gpus(loss=reading) as (model, _), HostSyncs() as reads:
         model.fit(batches(2), verbose=0)
 
     line = f"test_late_fit.py:{reading.__code__.co_firstlineno + 2}"
@@ -247,7 +247,7 @@ def test_fp16_overflows_lower_the_scale_without_a_read_and_the_schedule_goes_on(
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0),
     ) as (model, driver):
         before = next(iter(model.module.parameters())).detach().clone()
-        with HostReads() as reads:
+        with HostSyncs() as reads:
             between = Between(lambda: driver.waits + len(reads.places))
             model.fit(batches(6), verbose=0, callbacks=[between])
         assert between.counts[1:] == [between.counts[1]] * 5

@@ -15,9 +15,9 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.metric_merging import merge_metrics, merge_states, states_of
+from lockstep.mirroring.metric import merge_metrics, merge_states, states_of
 from lockstep.train.metrics import ReplicaMetrics, check_metrics
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_states_are_reduced_by_their_own_functions():
 
 def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
     given = SumMetric()
-    metrics = ReplicaMetrics({"sum": given}, [CPU, CPU], OneWorker(2))
+    metrics = ReplicaMetrics({"sum": given}, [CPU, CPU], SingleWorkerCommunicator(2))
 
     for number, own in enumerate(metrics.per_replica, start=1):
         own["sum"].update(torch.tensor(float(number)))
@@ -142,7 +142,7 @@ def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
 
 
 def test_reset_forgets_all_updates():
-    metrics = ReplicaMetrics({"sum": SumMetric()}, [CPU, CPU], OneWorker(2))
+    metrics = ReplicaMetrics({"sum": SumMetric()}, [CPU, CPU], SingleWorkerCommunicator(2))
     metrics.per_replica[0]["sum"].update(torch.tensor(1.0))
 
     metrics.reset()
@@ -155,7 +155,7 @@ def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
     metrics = ReplicaMetrics(
         {"accuracy": ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["cat", "dog"])},
         [CPU, CPU],
-        OneWorker(2),
+        SingleWorkerCommunicator(2),
     )
     for own in metrics.per_replica:
         own["accuracy"].update(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
@@ -167,7 +167,7 @@ def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
 
 
 def test_a_metric_that_computes_a_vector_is_named():
-    metrics = ReplicaMetrics({"accuracy": MulticlassAccuracy(4, average=None)}, [CPU], OneWorker(1))
+    metrics = ReplicaMetrics({"accuracy": MulticlassAccuracy(4, average=None)}, [CPU], SingleWorkerCommunicator(1))
     metrics.per_replica[0]["accuracy"].update(*CLASSES[0])
 
     with pytest.raises(ConfigError, match=r"metric 'accuracy' computed a tensor of shape \(4,\); .* choose an average"):
@@ -195,6 +195,6 @@ def test_no_metrics_is_an_empty_dict():
 def test_a_wrapper_that_follows_the_values_is_for_one_replica():
     metrics = {"range": MinMaxMetric(MulticlassAccuracy(4))}
 
-    ReplicaMetrics(metrics, [CPU], OneWorker(1))
+    ReplicaMetrics(metrics, [CPU], SingleWorkerCommunicator(1))
     with pytest.raises(UsageError, match="MinMaxMetric"):
-        ReplicaMetrics(metrics, [CPU, CPU], OneWorker(2))
+        ReplicaMetrics(metrics, [CPU, CPU], SingleWorkerCommunicator(2))

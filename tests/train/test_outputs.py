@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.errors import ConfigError
 from lockstep.train.inference import CollectedOutputs
 
@@ -21,7 +21,7 @@ def collect(*shards: tuple[int, Any]) -> Any:
     collected.begin_batch()
     for rows, outputs in shards:
         collected.add(rows, outputs)
-    return collected.joined(OneWorker(1))
+    return collected.joined(SingleWorkerCommunicator(1))
 
 
 def test_rows_are_joined_in_order():

@@ -19,27 +19,54 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.kinds import DamagedStateError, check_kind
-from lockstep.checkpoint.part import SHARED, Part, PartState, SavedPart
-from lockstep.checkpoint.parts import part_of
-from lockstep.checkpoint.random_numbers import RandomPart
-from lockstep.checkpoint.record import STATE, Contents, Record, damaged, read_checkpoint
-from lockstep.checkpoint.spreading import spread
-from lockstep.checkpoint.whole_folder import RECORD
-from lockstep.collectives.communicator import Workers, exchange_values, on_chief
+from lockstep.checkpoint.format import (
+    RECORD,
+    SHARED,
+    STATE,
+    CheckpointRecord,
+    Contents,
+    DamagedStateError,
+    TensorsOrRefs,
+    check_kind,
+    damaged,
+    flatten,
+    read_checkpoint,
+    unflatten,
+)
+from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
+from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.default import get_strategy
+from lockstep.strategies.base import Strategy, get_strategy
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.held_tensors import HeldTensor
+    from lockstep.checkpoint.sharded_io import TensorShard
+
+
+def spread(workers: Communicator, name: str, state: Any) -> Any:
+    """The chief's state, on every worker. Every worker must call it.
+
+    Args:
+        workers: all of them.
+        name: what this call is for.
+        state: the chief's, as ``nested.flatten`` takes it; the others' is not looked at.
+    """
+    if workers.is_single:
+        return state
+    tree, tensors = flatten(state) if workers.is_chief else (None, {})
+    shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    tree, shapes = all_gather_object(workers, name, (tree, shapes))[0]
+    if not workers.is_chief:
+        tensors = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in shapes.items()}
+    workers.broadcast(name, list(tensors.values()))
+    return state if workers.is_chief else unflatten(tree, TensorsOrRefs(tensors))
+
 
 Found = tuple[Path, Contents]
 Read = Callable[[Path], Contents]
-Held = Mapping[str, Mapping[str, "HeldTensor"]]
+Held = Mapping[str, Mapping[str, "TensorShard"]]
 """Of each folder in a checkpoint's own, what a worker holds of the tensors in it."""
 _RANDOM = "random"
 _SAVED_PART = {SHARED: Any, "replicas": list, "workers": list}
@@ -73,16 +100,16 @@ class Checkpoint:
             )
         self._strategy = _strategy_of(things)
         modules = {name: thing for name, thing in things.items() if isinstance(thing, MirroredModule)}
-        self._parts: dict[str, Part] = {
-            name: part_of(name, thing, modules, self._strategy.workers) for name, thing in things.items()
+        self._parts: dict[str, StateAdapter] = {
+            name: adapter_for(name, thing, modules, self._strategy.workers) for name, thing in things.items()
         }
-        self._parts[_RANDOM] = RandomPart(self._strategy.generators)
+        self._parts[_RANDOM] = RngAdapter(self._strategy.generators)
         self.divided = any(module.is_part for module in modules.values())
         mirrored = (MirroredModule, MirroredOptimizer)
         self._apart = {name for name, thing in things.items() if self.divided and isinstance(thing, mirrored)}
 
     @property
-    def workers(self) -> Workers:
+    def workers(self) -> Communicator:
         """The workers that save and restore together."""
         return self._strategy.workers
 
@@ -103,7 +130,7 @@ class Checkpoint:
             raise CheckpointError(f"there is no checkpoint in {os.fspath(path)}; give a folder that has one")
         return restored[0]
 
-    def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, Record] | None:
+    def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, CheckpointRecord] | None:
         """Restores what ``find`` gives on the chief, who alone calls it. Every worker must call this.
 
         Args:
@@ -129,17 +156,17 @@ class Checkpoint:
             return contents
 
         while True:  # each time round one more checkpoint is known to be damaged
-            found = on_chief(self.workers, "checkpoint read", lambda: find(read))
-            sent = spread(self.workers.everyone, "checkpoint restored", None if found is None else _as_state(*found))
+            found = run_on_chief(self.workers, "checkpoint read", lambda: find(read))
+            sent = spread(self.workers.processes, "checkpoint restored", None if found is None else _as_state(*found))
             if sent is None:
                 return None
-            record = Record(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
+            record = CheckpointRecord(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
             damage = self._damage_of({name: self._saved(name, sent, record) for name in self._parts})
             if not damage:
                 return Path(sent["path"]), record
             damages[Path(sent["path"])] = damage
 
-    def _damage_of(self, saved: Mapping[str, SavedPart]) -> str:
+    def _damage_of(self, saved: Mapping[str, SavedState]) -> str:
         """Loads a checkpoint that was read, if every part finds it fit. Every worker must call it.
 
         Returns:
@@ -148,7 +175,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it is whole and does not fit.
         """
-        workers = self.workers.everyone
+        workers = self.workers.processes
         acts = {
             "checkpoint looked at": [partial(part.check, saved[name]) for name, part in self._parts.items()],
             "checkpoint loaded": [partial(part.load, saved[name]) for name, part in self._parts.items()],
@@ -157,12 +184,12 @@ class Checkpoint:
             faults = [fault for fault in map(_fault_of, self._parts, calls) if fault is not None]
             faults.sort(key=lambda fault: isinstance(fault, DamagedStateError))  # where it does not fit, none may
             own = (isinstance(faults[0], DamagedStateError), str(faults[0])) if faults else None
-            for worker, theirs in enumerate(exchange_values(workers, doing, own)):
+            for worker, theirs in enumerate(all_gather_object(workers, doing, own)):
                 if theirs is None:
                     continue
                 damage, text = theirs
                 if damage:
-                    return text if workers.alone else f"{workers.names[worker]}: {text}"
+                    return text if workers.is_single else f"{workers.names[worker]}: {text}"
                 raise faults[0] if own == theirs else CheckpointError(f"{workers.names[worker]}: {text}")
         return ""
 
@@ -183,9 +210,9 @@ class Checkpoint:
         """``contents``, and what this worker is to write of the tensors that workers hold parts of."""
         states = {name: part.state() for name, part in self._parts.items()}
         own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
-        everyones = exchange_values(self.workers.everyone, "checkpoint saved", own)
-        speakers = self.workers.speakers
-        parts: Any = {name: _joined(name, state, everyones, speakers) for name, state in states.items()}
+        everyones = all_gather_object(self.workers.processes, "checkpoint saved", own)
+        leaders = self.workers.leaders
+        parts: Any = {name: _joined(name, state, everyones, leaders) for name, state in states.items()}
         weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
         if copied and self.workers.is_chief:
             parts, weights = tree_map(_copied, parts), tree_map(_copied, weights)
@@ -193,20 +220,22 @@ class Checkpoint:
         if copied:
             held = {folder: {key: each.copied() for key, each in own.items()} for folder, own in held.items()}
         workers = self.workers
-        record = Record(step=step, run=run, replicas=workers.replicas, monitored=monitored, layout=workers.layout)
+        record = CheckpointRecord(
+            step=step, run=run, replicas=workers.replicas, monitored=monitored, layout=workers.layout
+        )
         return Contents(record=record, parts=parts, weights=weights, apart=apart), held
 
-    def _held(self, states: Mapping[str, PartState]) -> tuple[dict[str, str], Held]:
+    def _held(self, states: Mapping[str, AdapterState]) -> tuple[dict[str, str], Held]:
         """The folders of the modules, and of every folder what this worker is to write to it."""
-        from lockstep.checkpoint.sharing_out import share_out
+        from lockstep.checkpoint.sharded_io import balance_writes
 
-        modules = [name for name, state in states.items() if state.held_weights is not None]
+        modules = [name for name, state in states.items() if state.weight_shards is not None]
         apart = {name: "weights" if len(modules) == 1 else f"weights-{name}" for name in modules}
-        held: dict[str, Mapping[str, HeldTensor]] = {apart[name]: states[name].held_weights or {} for name in modules}
+        held: dict[str, Mapping[str, TensorShard]] = {apart[name]: states[name].weight_shards or {} for name in modules}
         held[STATE] = {key: each for state in states.values() for key, each in state.held.items()}
-        return apart, share_out(self.workers.everyone, held)
+        return apart, balance_writes(self.workers.processes, held)
 
-    def _saved(self, name: str, sent: dict[str, Any], record: Record) -> SavedPart:
+    def _saved(self, name: str, sent: dict[str, Any], record: CheckpointRecord) -> SavedState:
         if name not in sent["parts"]:
             there = ", ".join(sorted(sent["parts"].keys() - {_RANDOM}))
             raise CheckpointError(
@@ -214,7 +243,7 @@ class Checkpoint:
                 "saved under"
             )
         workers = self.workers
-        return SavedPart(
+        return SavedState(
             name=name,
             source=sent["path"],
             **sent["parts"][name],
@@ -223,7 +252,7 @@ class Checkpoint:
             same_layout=(record.replicas, record.layout) == (workers.replicas, workers.layout),
             first_replica=workers.first_replica,
             local_replicas=workers.replicas[workers.index],
-            worker_index=workers.everyone.index,
+            worker_index=workers.processes.index,
             step=record.step,
         )
 
@@ -262,10 +291,10 @@ def _fault_of(name: str, act: Callable[[], None]) -> CheckpointError | None:
     return None
 
 
-def _joined(name: str, state: PartState, everyones: list[Any], speakers: Sequence[int]) -> dict[str, Any]:
+def _joined(name: str, state: AdapterState, everyones: list[Any], leaders: Sequence[int]) -> dict[str, Any]:
     return {
         SHARED: state.shared,
-        "replicas": [own for speaker in speakers for own in everyones[speaker][name]["replicas"]],
+        "replicas": [own for speaker in leaders for own in everyones[speaker][name]["replicas"]],
         "workers": [worker[name]["worker"] for worker in everyones],
     }
 

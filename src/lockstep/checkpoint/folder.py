@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.checkpoint.record import (
+from lockstep.atomic_files import original_name, remove_folder, remove_leftovers, replaced_folders
+from lockstep.checkpoint.format import (
+    RECORD,
+    CheckpointRecord,
     Contents,
     Fill,
-    Record,
     new_checkpoint,
     read_checkpoint,
     read_record,
     run_of,
     write_checkpoint,
 )
-from lockstep.checkpoint.whole_folder import clear_leftovers, original_name, remove_folder, replaced_folders
 from lockstep.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -60,9 +61,9 @@ class CheckpointFolder:
         """
         return [path for _, path in self._by_step()]
 
-    def records(self) -> list[tuple[Path, Record]]:
+    def records(self) -> list[tuple[Path, CheckpointRecord]]:
         """The undamaged checkpoints with what they say of themselves, oldest first."""
-        readable: list[tuple[Path, Record]] = []
+        readable: list[tuple[Path, CheckpointRecord]] = []
         for path in self.paths():
             try:
                 readable.append((path, read_record(path)))
@@ -108,13 +109,13 @@ class CheckpointFolder:
         return target
 
     @contextmanager
-    def begin(self, record: Record) -> Iterator[tuple[Path, Fill]]:
+    def begin(self, record: CheckpointRecord) -> Iterator[tuple[Path, Fill]]:
         """``write`` for a checkpoint to which others write too: as ``record.new_checkpoint``."""
         with self._replacing_later(record) as target, new_checkpoint(target) as (partial, fill):
             yield partial, fill
 
     @contextmanager
-    def _replacing_later(self, record: Record) -> Iterator[Path]:
+    def _replacing_later(self, record: CheckpointRecord) -> Iterator[Path]:
         self._clear()
         later = [(path, other.run) for path, other in self.records() if other.step > record.step]
         others = [path for path, run in later if run != record.run]
@@ -194,7 +195,7 @@ class CheckpointFolder:
 
     def _clear(self) -> None:
         try:
-            clear_leftovers(self.path)
+            remove_leftovers(self.path, record=RECORD)
         except OSError as error:
             raise CheckpointError(
                 f"cannot clear {self.path} of what a killed run left: {error.strerror}; see to its permissions"

@@ -3,19 +3,136 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from lockstep.checkpoint.background import BackgroundWriter
-from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.everyone import fault_of
+from lockstep.checkpoint.checkpoint import Checkpoint, Held
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
-from lockstep.checkpoint.record import Contents
-from lockstep.checkpoint.together import SharedWriting
-from lockstep.collectives.communicator import on_chief
+from lockstep.checkpoint.format import Contents, Fill
+from lockstep.checkpoint.state_adapters import check_faults, fault_of, on_everyone
+from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
+
+
+class BackgroundWriter:
+    """Does one write at a time in a thread of its own.
+
+    The thread is no daemon: it lives as long as one write takes, and the interpreter waits for it at its end, so that
+    a checkpoint that was begun is finished.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begins ``work``; what was begun before must be finished."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name="lockstep-checkpoint")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for what was begun."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> None:
+        """Waits for what was begun.
+
+        Raises:
+            BaseException: what it ended with, once.
+        """
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - not swallowed: finish hands it on
+            self._error = error
+
+
+class ShardedSave:
+    """The writing of one checkpoint. Every worker must make one, which begins it.
+
+    Args:
+        workers: all that write.
+        folder: of the checkpoints.
+        contents: complete on the chief but for what is held.
+        held: what this worker writes.
+
+    Raises:
+        CheckpointError: it cannot be begun, or a worker does not see the folder; nothing is left behind.
+    """
+
+    def __init__(self, workers: Communicator, folder: CheckpointFolder, contents: Contents, held: Held) -> None:
+        self._workers, self._contents, self._held = workers.processes, contents, held
+        self._stack = ExitStack()
+        self._partial = Path()
+        self._fill: Fill | None = None
+        run_on_chief(self._workers, "checkpoint begun", lambda: self._begin(folder))
+        path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
+        self._partial = Path(self._workers.broadcast_bytes("the folder of the checkpoint", path.encode()).decode())
+        try:
+            on_everyone(self._workers, "the folder of the checkpoint seen", self._look)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def write(self) -> None:
+        """Writes what this worker holds.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        from lockstep.checkpoint.sharded_io import write_shards
+
+        for folder, held in self._held.items():
+            if held:
+                write_shards(held, self._partial / folder, number=self._workers.index, of=self._workers.size)
+
+    def complete(self, fault: str) -> None:
+        """Gives the checkpoint its name, if all have written theirs. Every worker must call it.
+
+        Args:
+            fault: what went wrong with this worker's; empty where nothing did.
+
+        Raises:
+            CheckpointError: a worker could not write, or the chief cannot now; nothing is left behind.
+        """
+        try:
+            check_faults(self._workers, "checkpoint filled", fault)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        run_on_chief(self._workers, "checkpoint written", self._finish)
+
+    def abandon(self, error: BaseException) -> None:
+        """Removes, on the chief, what has been written so far."""
+        with suppress(type(error)), self._stack:
+            raise error
+
+    def _begin(self, folder: CheckpointFolder) -> None:
+        self._partial, self._fill = self._stack.enter_context(folder.begin(self._contents.record))
+
+    def _look(self) -> None:
+        if not self._partial.is_dir():
+            raise CheckpointError(
+                f"does not see the folder {self._partial.parent}, in which the chief has begun a checkpoint; keep "
+                "those of a model that is divided among workers in a folder that all of them share"
+            )
+
+    def _finish(self) -> None:
+        with self._stack:
+            if self._fill is not None:
+                self._fill(self._contents)
 
 
 class CheckpointManager:
@@ -68,7 +185,7 @@ class CheckpointManager:
         self._keep = keep
         self._best = best
         self._writer = BackgroundWriter() if asynchronous else None
-        self._shared: tuple[SharedWriting, int] | None = None
+        self._shared: tuple[ShardedSave, int] | None = None
         self.run = uuid.uuid4().hex
 
     @property
@@ -112,7 +229,7 @@ class CheckpointManager:
             self._begin_shared(step, monitored)
         elif self._writer is None:
             contents = self._checkpoint.contents(step, run=self.run, monitored=monitored)
-            on_chief(workers, "checkpoint written", lambda: self._write(contents))
+            run_on_chief(workers, "checkpoint written", lambda: self._write(contents))
         else:
             self.wait()
             contents = self._checkpoint.contents(step, run=self.run, monitored=monitored, copied=True)
@@ -147,7 +264,7 @@ class CheckpointManager:
         if self._shared is not None:
             self._complete_shared()
         elif self._writer is not None and not self._checkpoint.divided:
-            on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
+            run_on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
 
     def finish_writing(self) -> None:
         """Waits on this worker alone, and raises nothing: for the way out of an error, when others may not be there."""
@@ -164,7 +281,7 @@ class CheckpointManager:
     def remove_all(self) -> None:
         """Removes all checkpoints from the folder, and the folder if it is empty then. Every worker must call it."""
         self.wait()
-        on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
+        run_on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
 
     def remove_own(self, *, with_folder: bool) -> None:
         """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
@@ -179,7 +296,7 @@ class CheckpointManager:
                 self._folder.remove_if_empty()
 
         self.wait()
-        on_chief(self._checkpoint.workers, "checkpoints removed", remove)
+        run_on_chief(self._checkpoint.workers, "checkpoints removed", remove)
 
     def __enter__(self) -> Self:
         return self
@@ -199,7 +316,7 @@ class CheckpointManager:
         contents, held = self._checkpoint.contents_and_held(
             step, run=self.run, monitored=monitored, copied=writer is not None
         )
-        writing = SharedWriting(self._checkpoint.workers, self._folder, contents, held)
+        writing = ShardedSave(self._checkpoint.workers, self._folder, contents, held)
         self._shared = writing, step
         if writer is not None:
             writer.start(writing.write)
@@ -211,7 +328,7 @@ class CheckpointManager:
             return
         (writing, step), self._shared = self._shared, None
         writing.complete(fault_of(writing.write if self._writer is None else self._writer.finish))
-        on_chief(self._checkpoint.workers, "older checkpoints removed", lambda: self._prune(step))
+        run_on_chief(self._checkpoint.workers, "older checkpoints removed", lambda: self._prune(step))
 
     def _write(self, contents: Contents) -> None:
         self._folder.write(contents)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.whole_file import whole_file
+from lockstep.atomic_files import atomic_file
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
@@ -34,9 +34,9 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     """
     safetensors = require("safetensors.torch", "train")
     target = Path(path)
-    tensors = own_storages(state)
+    tensors = contiguous_tensors(state)
     try:
-        with whole_file(target) as partial:
+        with atomic_file(target) as partial:
             safetensors.save_file(tensors, str(partial), metadata={"format": "pt"})
     except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(
@@ -98,7 +98,7 @@ def _listed(title: str, items: list[str]) -> str:
     return f"{title}: {', '.join(items[:_SHOWN])}{more}"
 
 
-def own_storages(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def contiguous_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Each tensor contiguous and alone in its storage, as the format wants it; copied only where it is not so."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}

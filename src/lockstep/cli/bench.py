@@ -12,12 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.bench.scaling.markdown import terminal_tables
-from lockstep.bench.scaling.report import report_files, write_scaling_report
-from lockstep.bench.scaling.rounds import Sample
-from lockstep.bench.scaling.run import measure_scaling
-from lockstep.bench.scaling.settings import ScalingSettings, parse_replicas, usual_replicas
-from lockstep.bench.scaling.works import RECIPES, Recipe
 from lockstep.cli.bench_pipeline import EXAMPLE as PIPELINE_EXAMPLE
 from lockstep.cli.bench_pipeline import pipeline_command
 from lockstep.cli.devices import take_devices
@@ -25,6 +19,10 @@ from lockstep.cli.flags import config_parameters
 from lockstep.cli.output import check_file, check_folder
 from lockstep.config import list_physical_devices
 from lockstep.extras import require
+from lockstep.scaling.plan import ScalingSettings, parse_replicas, usual_replicas
+from lockstep.scaling.recipes import RECIPES, Recipe
+from lockstep.scaling.report import report_files, terminal_tables, write_scaling_report
+from lockstep.scaling.runner import Sample, measure_scaling
 
 BENCH_EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4"
 
@@ -110,7 +108,8 @@ def _scaling_app() -> typer.Typer:
 
 def _measure(recipe: Recipe, config: Any, replicas: str | None, steps: dict[str, Any], places: _Places) -> int:
     # What would fail at the end fails now:
-    require("jinja2", "plots")
+    for package in ("jinja2", "matplotlib"):
+        require(package, "plots")
     usual = "gpu" if list_physical_devices("GPU") else "cpu:2"
     devices = usual if places.devices is None else places.devices
     logical = take_devices(devices)

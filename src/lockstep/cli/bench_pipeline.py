@@ -11,16 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.bench.machine import this_machine
-from lockstep.bench.pipeline.report import pipeline_files, terminal_table, write_pipeline_report
-from lockstep.bench.pipeline.run import measure_pipeline
-from lockstep.bench.pipeline.settings import PipelineSettings, parse_schedules
-from lockstep.bench.pipeline.trial import Sample
 from lockstep.cli.flags import config_parameters
 from lockstep.cli.output import check_file, check_folder
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.parallel.pipeline_trace import textbook_bubble
+from lockstep.scaling.machine import this_machine
+from lockstep.scaling.schedules import (
+    PipelineSettings,
+    Sample,
+    measure_pipeline,
+    parse_schedules,
+    pipeline_files,
+    terminal_table,
+    write_pipeline_report,
+)
 
 EXAMPLE = "Example: lockstep bench pipeline --workers 2 --schedules 1f1b,zero_bubble"
 

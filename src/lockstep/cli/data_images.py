@@ -14,7 +14,7 @@ from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.dataset import ImageSummary, summarize_images
 from lockstep.recipes.images.folder import write_digits
 from lockstep.recipes.images.pixels import format_bytes
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 _BROKEN_SHOWN = 10
 _SIDE = 224

@@ -12,7 +12,7 @@ import typer
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.train import read_text
 from lockstep.recipes.text.corpus import TextSplits
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 TextFlag = Annotated[
     Path | None,

@@ -12,7 +12,7 @@ import typer
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable
 from lockstep.recipes.reviews.train import class_names, read_table, split_table
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 CsvFlag = Annotated[
     Path | None,

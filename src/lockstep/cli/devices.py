@@ -11,8 +11,8 @@ import typer
 from lockstep import config
 from lockstep.replicas.device.driver import gpu_driver
 from lockstep.replicas.device.memory import MB, DeviceMemory
-from lockstep.replicas.device.streams import memory_of
-from lockstep.report.table import text_table
+from lockstep.replicas.device.streams import device_memory_of
+from lockstep.report import text_table
 
 DEVICES_HELP = (
     "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 picks by name; "
@@ -64,7 +64,7 @@ def logical_table(logical: Sequence[config.LogicalDevice]) -> str:
 
 def memory_table(logical: Sequence[config.LogicalDevice]) -> str:
     """``logical_table``, and of GPUs and their shares what this process has there: of tensors now, and at the most."""
-    memories = [memory_of(device) for device in logical]
+    memories = [device_memory_of(device) for device in logical]
     if not any(memories):
         return logical_table(logical)
     rows = [[*_logical_row(device), *_memory(memory)] for device, memory in zip(logical, memories, strict=True)]

@@ -8,9 +8,9 @@ from math import prod
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
-from lockstep.parallel.mesh_layout import REST, Grid, Place, choose_grid
-from lockstep.parallel.pipeline_config import Pipelining, ScheduleName, choose_pipelining
-from lockstep.report.table import text_table
+from lockstep.parallel.mesh_layout import REST, MeshCoordinate, MeshLayout, choose_mesh_layout
+from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
+from lockstep.report import text_table
 from lockstep.strategies.parallel import ParallelStrategy
 
 
@@ -69,21 +69,21 @@ class GridFlags:
         """How many the degrees take, with one replica where ``data`` leaves that open."""
         return prod(degree for degree in self._degrees.values() if degree != REST)
 
-    def choose(self, workers: int) -> Grid:
+    def choose(self, workers: int) -> MeshLayout:
         """The grid of a job of so many workers.
 
         Raises:
             ConfigError: degrees that do not fit; it says which would.
         """
-        return choose_grid(workers, **self._degrees)
+        return choose_mesh_layout(workers, **self._degrees)
 
-    def pipelining(self, grid: Grid) -> Pipelining:
+    def pipelining(self, grid: MeshLayout) -> PipelineConfig:
         """How its pipelines run.
 
         Raises:
             ConfigError: microbatches or stages that the schedule cannot take.
         """
-        return choose_pipelining(self.schedule, self.microbatches, grid.pipeline, self.stages_per_worker)
+        return choose_pipeline_config(self.schedule, self.microbatches, grid.pipeline, self.stages_per_worker)
 
     def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> ParallelStrategy:
         """The strategy on that grid. Every worker must make it.
@@ -114,7 +114,7 @@ class GridFlags:
 NOT_DIVIDED = GridFlags()
 
 
-def grid_table(grid: Grid) -> str:
+def grid_table(grid: MeshLayout) -> str:
     """Which workers hold which part of the model: a row for each replica.
 
     Example:
@@ -132,8 +132,10 @@ def grid_table(grid: Grid) -> str:
     return text_table(["replica", *stages], rows)
 
 
-def _holders(grid: Grid, replica: int, stage: int) -> str:
-    first, last = (grid.worker(Place(stage=stage, replica=replica, tensor=rank)) for rank in (0, grid.tensor - 1))
+def _holders(grid: MeshLayout, replica: int, stage: int) -> str:
+    first, last = (
+        grid.worker(MeshCoordinate(stage=stage, replica=replica, tensor=rank)) for rank in (0, grid.tensor - 1)
+    )
     return f"worker {first}" if first == last else f"workers {first}-{last}"
 
 

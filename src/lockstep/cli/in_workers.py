@@ -41,7 +41,7 @@ class InWorkers:
             ClusterError: a worker failed with any other error, or was lost.
         """
         from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
-        from lockstep.launch.function_job import FunctionJob
+        from lockstep.launch.jobs import FunctionJob
 
         job = FunctionJob(workers=self.workers, limits=Limits(), preloaded=_PRELOADED)
         try:

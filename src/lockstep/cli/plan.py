@@ -20,7 +20,7 @@ from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
 from lockstep.plan.software import Software, precision_named
 from lockstep.plan.validation import validation_markdown
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 
 if TYPE_CHECKING:
     from lockstep.plan.measure import Measured

@@ -10,11 +10,11 @@ import typer
 
 from lockstep.cli.failure import let_go_of_streams
 from lockstep.errors import ConfigError
-from lockstep.launch.console import complain
+from lockstep.launch.output import complain
 
 if TYPE_CHECKING:
-    from lockstep.launch.meeting import Meeting
-    from lockstep.launch.program_job import Outcome
+    from lockstep.launch.jobs import Outcome
+    from lockstep.launch.rendezvous import Meeting
 
 EXAMPLE = "Example: lockstep run --workers 4 train.py --epochs 5"
 OWN = "lockstep"
@@ -92,7 +92,7 @@ def run(
 
     def start() -> int:
         from lockstep.launch.agent import Limits
-        from lockstep.launch.program_job import Program, ProgramJob
+        from lockstep.launch.jobs import Program, ProgramJob
 
         words = tuple(arguments or ())
         own = program == OWN and not module and not Path(OWN).is_file()
@@ -146,7 +146,7 @@ def choose_meeting(
     Raises:
         ConfigError: flags that do not go together, or say too little.
     """
-    from lockstep.launch.meeting import ComingHosts, FixedHosts, OneHost
+    from lockstep.launch.rendezvous import ComingHosts, FixedHosts, OneHost
 
     if hosts is not None and rendezvous is not None:
         raise ConfigError("--hosts and --rendezvous were given, expected one of them; leave one out")

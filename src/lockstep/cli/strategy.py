@@ -9,8 +9,7 @@ from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
-from lockstep.strategies.own_gpus import own_devices
+from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, own_devices
 
 
 def take_own_devices(spec: str | None) -> tuple[LogicalDevice, ...]:

@@ -23,13 +23,13 @@ from lockstep.cli.training import (
     TrainingJob,
     counted,
 )
-from lockstep.parallel.mesh_layout import Grid, check_divides
-from lockstep.parallel.pipeline_config import Pipelining, check_layers, split_layers
+from lockstep.parallel.mesh_layout import MeshLayout, check_divides
+from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, split_layers
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.fill_mask import Filled, check_examples
 from lockstep.recipes.mlm.train import check_exactness, train_mlm
 from lockstep.recipes.text.tokenizer import MASK
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 from lockstep.strategies.base import Strategy
 from lockstep.train.fit import Verbose
 
@@ -140,7 +140,7 @@ def _around_the_mask(text: str) -> str:
     return f"{'...' if begin else ''}{plain[begin:end]}{'...' if end < len(plain) else ''}"
 
 
-def _check_sizes(config: MlmConfig, grid: Grid, pipelining: Pipelining) -> None:
+def _check_sizes(config: MlmConfig, grid: MeshLayout, pipelining: PipelineConfig) -> None:
     """What dividing the model would refuse too, when the text has been read; a pretrained one's sizes are not known."""
     if config.pretrained is not None:
         return

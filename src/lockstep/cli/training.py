@@ -20,10 +20,9 @@ from lockstep.cli.strategy import declared_workers, make_strategy, speaks, take_
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.mesh_layout import Grid
-from lockstep.parallel.pipeline_config import Pipelining
-from lockstep.report.curves import draw_curves
-from lockstep.report.table import epochs_table, history_columns, metrics_line
+from lockstep.parallel.mesh_layout import MeshLayout
+from lockstep.parallel.pipeline_config import PipelineConfig
+from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.fit import Verbose
@@ -84,7 +83,7 @@ class Trained:
     last: Sequence[str] = ()
 
 
-def _any_grid(grid: Grid, pipelining: Pipelining) -> None:
+def _any_grid(grid: MeshLayout, pipelining: PipelineConfig) -> None:
     """Refuses none."""
 
 
@@ -108,7 +107,7 @@ class TrainingJob:
     seed: int
     train: Callable[[Strategy, Path, Path, Verbose], Trained]
     check: Callable[[Strategy], object]
-    fits: Callable[[Grid, Pipelining], None] = _any_grid
+    fits: Callable[[MeshLayout, PipelineConfig], None] = _any_grid
     backup: BackupPlan = NO_BACKUP
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.cli.devices import DEVICES_HELP
 from lockstep.errors import ConfigError
 from lockstep.verify.config import Program, VerifyConfig
@@ -69,7 +69,7 @@ def verify(
         report = run_verification(config, progress=None if quiet else _say)
         print(render(report))
         if json is not None:
-            write_whole(json.expanduser(), to_json(report))
+            atomic_write(json.expanduser(), to_json(report))
         return EQUAL if report.sound else DIFFERENT
 
     return job

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.cluster.address import canonical, shown
-from lockstep.cluster.job_id import given_job_id
-from lockstep.cluster.spec import ClusterSpec, Task
+from lockstep.cluster.spec import ClusterSpec, Task, given_job_id
 from lockstep.errors import ClusterError
 
 EXAMPLE = '{"cluster": {"worker": ["hosta:20000", "hostb:20000"]}, "task": {"type": "worker", "index": 0}}'

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.cluster.job_id import check_job_id, given_job_id
-from lockstep.cluster.launched import LAST_PORT, chief_at, require_variables, whole_number
-from lockstep.cluster.spec import ClusterSpec
+from lockstep.cluster.spec import ClusterSpec, check_job_id, given_job_id
+from lockstep.cluster.variables import LAST_PORT, chief_at, require_variables, whole_number
 
 _SOURCE = "torchrun"
 _PLACE = ("RANK", "WORLD_SIZE")

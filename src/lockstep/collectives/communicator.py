@@ -18,7 +18,7 @@ import torch
 from lockstep.errors import ClusterError
 
 
-class Wish(enum.IntFlag):
+class ControlFlags(enum.IntFlag):
     """What a worker would have all workers do together; one that wishes is enough."""
 
     LOGS = 1
@@ -29,7 +29,7 @@ class Wish(enum.IntFlag):
     """Write a checkpoint after this batch."""
 
 
-class Workers(ABC):
+class Communicator(ABC):
     """A worker's view of all workers.
 
     Args:
@@ -54,7 +54,7 @@ class Workers(ABC):
         self._index = index
         self._replicas = tuple(replicas)
         self._names = tuple(names)
-        self._wishes = self._granted = Wish(0)
+        self._wishes = self._granted = ControlFlags(0)
 
     @property
     def index(self) -> int:
@@ -67,7 +67,7 @@ class Workers(ABC):
         return len(self._replicas)
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether this process has nobody to talk to, so that all is here already."""
         return self._alone
 
@@ -102,12 +102,12 @@ class Workers(ABC):
         return sum(self._replicas[: self._index])
 
     @property
-    def everyone(self) -> Workers:
+    def processes(self) -> Communicator:
         """The processes one by one, where several of them are seen as one worker here; else these workers."""
         return self
 
     @property
-    def speakers(self) -> tuple[int, ...]:
+    def leaders(self) -> tuple[int, ...]:
         """Of each worker the number, in ``everyone``, of the process whose values count."""
         return tuple(range(self.size))
 
@@ -116,26 +116,26 @@ class Workers(ABC):
         """How the processes of a worker divide what it holds among them; empty where they do not."""
         return ""
 
-    def wish(self, what: Wish) -> None:
+    def set_flags(self, what: ControlFlags) -> None:
         """Notes a wish, which the next exchange of any kind makes known to all workers."""
         self._wishes |= what
 
     @property
-    def granted(self) -> Wish:
+    def agreed_flags(self) -> ControlFlags:
         """All workers' wishes that exchanges have told of and nobody has settled: the same on every worker."""
         return self._granted
 
-    def settle(self, wishes: Wish) -> None:
+    def clear_flags(self, flags: ControlFlags) -> None:
         """Strikes out wishes that have been granted. Every worker must call it at the same point of the program."""
-        self._granted &= ~wishes
+        self._granted &= ~flags
 
-    def _grant(self, everyones: Wish, *, sent: Wish) -> None:
+    def _grant(self, everyones: ControlFlags, *, sent: ControlFlags) -> None:
         """Of each exchange: the wishes of all workers, and those of this one that went with it."""
         self._granted |= everyones
         self._wishes &= ~sent  # a signal may have added to them since
 
     @abstractmethod
-    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+    def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         """Gives every worker the numbers of all, in worker order. Every worker must call it.
 
         Args:
@@ -148,15 +148,15 @@ class Workers(ABC):
         """
 
     @abstractmethod
-    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         """Gives every worker the payloads of all, in worker order; lengths may differ. Every worker must call it."""
 
     @abstractmethod
-    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
+    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
         """The chief's payload, on every worker; the others' are not looked at. Every worker must call it."""
 
     @abstractmethod
-    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The elementwise sums over all workers, the same bits on all of them. Every worker must call it.
 
         Args:
@@ -165,7 +165,7 @@ class Workers(ABC):
         """
 
     @abstractmethod
-    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+    def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         """Every worker's tensor, in worker order, on this one's device. Every worker must call it.
 
         Args:
@@ -179,7 +179,7 @@ class Workers(ABC):
         """Writes the chief's values into ``tensors``, in place. Every worker must call it with the same shapes."""
 
     @abstractmethod
-    def attach(self, digest: int) -> None:
+    def add_digest(self, digest: int) -> None:
         """Lets a digest of something that must be equal on all workers ride on the next exchange, and be compared.
 
         Args:
@@ -187,7 +187,7 @@ class Workers(ABC):
         """
 
     @abstractmethod
-    def doing(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         """Notes what this worker does, for the messages of the others should it be lost."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class Workers(ABC):
         """Leaves the job. Idempotent."""
 
 
-class OneWorker(Workers):
+class SingleWorkerCommunicator(Communicator):
     """A process by itself: everything is here already.
 
     Args:
@@ -205,35 +205,35 @@ class OneWorker(Workers):
     def __init__(self, replicas: int) -> None:
         super().__init__(0, (replicas,), ("worker 0",))
 
-    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+    def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         """The numbers alone."""
         wishes = self._wishes
         self._grant(wishes, sent=wishes)
         return [tuple(numbers)]
 
-    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         """The payload alone."""
         return [payload]
 
-    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
+    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
         """The payload: this is the chief."""
         return payload
 
-    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors as they are."""
         return list(tensors)
 
-    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+    def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         """The tensor alone."""
         return [tensor]
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing has to be done."""
 
-    def attach(self, digest: int) -> None:
+    def add_digest(self, digest: int) -> None:
         """There is nothing to compare it with."""
 
-    def doing(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         """Nobody asks."""
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class OneWorker(Workers):
 R = TypeVar("R")
 
 
-def exchange_values(workers: Workers, name: str, value: Any) -> list[Any]:
+def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]:
     """Gives every worker the values of all, in worker order, tensors on the CPU. Every worker must call it.
 
     Args:
@@ -251,17 +251,17 @@ def exchange_values(workers: Workers, name: str, value: Any) -> list[Any]:
         name: what this call is for.
         value: tensors, numbers, texts and None in lists, tuples and dicts.
     """
-    if workers.alone:
+    if workers.is_single:
         return [value]
     written = io.BytesIO()
     torch.save(value, written)
     return [
         torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-        for payload in workers.exchange_bytes(name, written.getvalue())
+        for payload in workers.all_gather_bytes(name, written.getvalue())
     ]
 
 
-def on_chief(workers: Workers, name: str, act: Callable[[], R]) -> R | None:
+def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | None:
     """Lets the chief act, and the others wait until it has. Every worker must call it.
 
     Returns:
@@ -278,7 +278,7 @@ def on_chief(workers: Workers, name: str, act: Callable[[], R]) -> R | None:
         except Exception as error:  # noqa: BLE001  it is raised below, when the others know of it
             failed = error
     told = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode()
-    message = workers.chiefs_bytes(name, told).decode()
+    message = workers.broadcast_bytes(name, told).decode()
     if failed is not None:
         raise failed
     if message:
@@ -286,7 +286,7 @@ def on_chief(workers: Workers, name: str, act: Callable[[], R]) -> R | None:
     return result
 
 
-def agree(workers: Workers, what: str, lines: Sequence[str]) -> None:
+def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> None:
     """Checks that every worker has the same ``lines``. Every worker must call it; all raise the same error.
 
     Args:
@@ -297,9 +297,9 @@ def agree(workers: Workers, what: str, lines: Sequence[str]) -> None:
     Raises:
         ClusterError: a worker has other lines than the chief.
     """
-    if workers.alone:
+    if workers.is_single:
         return
-    everyones = [text.decode().split("\n") for text in workers.exchange_bytes(f"agree on {what}", _joined(lines))]
+    everyones = [text.decode().split("\n") for text in workers.all_gather_bytes(f"agree on {what}", _joined(lines))]
     for worker, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             pairs = zip_longest(everyones[0], theirs, fillvalue="nothing more")
@@ -318,7 +318,7 @@ def _joined(lines: Sequence[str]) -> bytes:
 _PACKAGES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
-def caller() -> str:
+def call_site() -> str:
     """Such as ``"train.py:30 in step"``; empty in a thread of this package that runs no line of the program."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):

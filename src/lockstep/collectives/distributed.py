@@ -2,7 +2,7 @@
 
     exchange            a record of every worker to all: same call? same data? -> numbers, wishes
     sum, gather, ...    an exchange first, then the tensors
-    start_sum           tensors alone, while the program goes on: the gradient buckets
+    start_all_reduce           tensors alone, while the program goes on: the gradient buckets
 
 One exchange costs a message to every worker and back. What is summed comes out with the same bits on all workers, and
 in every run of the same layout: the ring in which gloo adds does not depend on who comes first.
@@ -19,8 +19,8 @@ from operator import or_
 
 import torch
 
-from lockstep.collectives.communicator import Wish, Workers, caller
-from lockstep.collectives.process_group import Group
+from lockstep.collectives.communicator import Communicator, ControlFlags, call_site
+from lockstep.collectives.process_group import ProcessGroup
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.membership.membership import Membership
 
@@ -32,7 +32,7 @@ _BETWEEN = "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class CallRecord:
     """One worker's side of an exchange.
 
     Args:
@@ -41,7 +41,7 @@ class Record:
         sequence: how many exchanges there were before.
         numbers: values for all.
         length: of the payload that follows, in bytes.
-        wishes: bits of ``Wish``.
+        wishes: bits of ``ControlFlags``.
         digest: of what must be equal on all workers, 64 bits.
     """
 
@@ -66,7 +66,7 @@ class Record:
         return _LAYOUT.pack(self.sequence, self.digest, self.length, self.wishes, len(self.numbers), 0, *numbers, text)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Record:
+    def unpack(cls, data: bytes) -> CallRecord:
         """The record that was packed."""
         sequence, digest, length, wishes, count, _, *numbers, text = _LAYOUT.unpack(data)
         name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_BETWEEN)
@@ -81,7 +81,7 @@ class Record:
         )
 
 
-def check_met(records: Sequence[Record], workers: Sequence[str]) -> None:
+def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> None:
     """Checks that all workers came to the same call, with the same data behind them.
 
     Args:
@@ -102,13 +102,14 @@ def check_met(records: Sequence[Record], workers: Sequence[str]) -> None:
     if odd is not None:
         reference = 0 if odd else 1
         raise CollectiveError(
-            f"{workers[odd]} was handed other data, or has other weights, than {workers[reference]} before "
-            f"{_place(records[odd])}; give every worker the same data in the same order (seed what shuffles it), or "
-            'distribute it with shard="file" or "off" where each worker has its own'
+            f"{workers[odd]} was handed other data, or has other weights, optimizer settings or frozen parameters, "
+            f"than {workers[reference]} before {_place(records[odd])}; give every worker the same data in the same "
+            'order (seed what shuffles it), or distribute it with shard="file" or "off" where each worker has its '
+            "own, and change weights and settings on every worker alike"
         )
 
 
-def _place(record: Record) -> str:
+def _place(record: CallRecord) -> str:
     where = f" ({record.where})" if record.where else ""
     return f"{record.name!r}{where}, its exchange {record.sequence}"
 
@@ -126,7 +127,7 @@ _DIGEST_BITS = 2**64 - 1
 _DIGEST_FACTOR = 0x100000001B3
 
 
-class RemoteWorkers(Workers):
+class DistributedCommunicator(Communicator):
     """This worker among the others. Calls are serialised by the caller: one at a time, in program order.
 
     Args:
@@ -158,17 +159,17 @@ class RemoteWorkers(Workers):
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ProcessGroup] = {}
         self._control = self._group("control")
         self._sequence = 0
         self._digest = 0
         self._one_call = threading.Lock()
 
-    def exchange(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+    def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         with self._one_call:
             return [record.numbers for record in self._exchange(name, numbers)]
 
-    def exchange_bytes(self, name: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         with self._one_call:
             lengths = [record.length for record in self._exchange(name, length=len(payload))]
             room = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
@@ -177,15 +178,15 @@ class RemoteWorkers(Workers):
             gathered = self._gather(room, name)
         return [bytes(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
 
-    def chiefs_bytes(self, name: str, payload: bytes) -> bytes:
-        return self.exchange_bytes(name, payload if self.is_chief else b"")[0]
+    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
+        return self.all_gather_bytes(name, payload if self.is_chief else b"")[0]
 
-    def sum_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._one_call:
             self._exchange(f"{name} of {described(tensors)}")
             return [self._sum(tensor, name) for tensor in tensors]
 
-    def gather_tensors(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+    def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         axis %= tensor.ndim
         rest = [str(length) for dim, length in enumerate(tensor.shape) if dim != axis]
         with self._one_call:
@@ -212,15 +213,15 @@ class RemoteWorkers(Workers):
                 for tensor, part in zip(chunk, flat.split(sizes), strict=True):  # type: ignore[no-untyped-call]
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
 
-    def stream(self, name: str, device: torch.device) -> Group:
+    def new_group(self, name: str, device: torch.device) -> ProcessGroup:
         """A group of its own, for sums that run beside everything else. Every worker must ask for it."""
-        self.exchange(f"stream {name}")
+        self.all_gather_numbers(f"stream {name}")
         return self._group(name, self._gpu(device))
 
-    def attach(self, digest: int) -> None:
+    def add_digest(self, digest: int) -> None:
         self._digest = ((self._digest ^ (digest & _DIGEST_BITS)) * _DIGEST_FACTOR + 1) & _DIGEST_BITS
 
-    def doing(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         self.membership.doing(text)
 
     def close(self) -> None:
@@ -234,12 +235,12 @@ class RemoteWorkers(Workers):
         if self._owns_membership:
             self.membership.close()
 
-    def _exchange(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[Record]:
+    def _exchange(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[CallRecord]:
         self.membership.check()
         wishes = self._wishes
-        mine = Record(
+        mine = CallRecord(
             name=name,
-            where=caller(),
+            where=call_site(),
             sequence=self._sequence,
             numbers=tuple(map(float, numbers)),
             length=length,
@@ -249,16 +250,16 @@ class RemoteWorkers(Workers):
         self.membership.doing(f"{name} ({mine.where})" if mine.where else name)
         packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
         gathered = self._gather(packed, name)
-        records = [Record.unpack(each.numpy().tobytes()) for each in gathered]
-        check_met(records, self.names)
+        records = [CallRecord.unpack(each.numpy().tobytes()) for each in gathered]
+        check_same_call(records, self.names)
         self._sequence += 1
         self._digest = 0
-        self._grant(reduce(or_, (Wish(record.wishes) for record in records)), sent=wishes)
+        self._grant(reduce(or_, (ControlFlags(record.wishes) for record in records)), sent=wishes)
         return records
 
     def _gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         into = [torch.empty_like(tensor) for _ in self.replicas]
-        self._control.wait(self._control.start_gather(tensor, into), name)
+        self._control.wait(self._control.start_all_gather(tensor, into), name)
         return into
 
     def _longest(self, flat: torch.Tensor, longest: int | None, name: str) -> int:
@@ -273,7 +274,7 @@ class RemoteWorkers(Workers):
         flat = whole.detach().contiguous()
         flat = flat.to("cpu", copy=True) if gpu is None else flat.clone()
         summed = flat.int() if flat.dtype in (torch.int16, torch.bool) else flat
-        group.wait(group.start_sum(summed), name)
+        group.wait(group.start_all_reduce(summed), name)
         back = summed.to(tensor.device, whole.dtype if whole.dtype != torch.bool else None)
         return torch.view_as_complex(back) if tensor.is_complex() else back
 
@@ -281,9 +282,9 @@ class RemoteWorkers(Workers):
         """The GPU between which and the others' tensors go by NCCL; None where they go through host memory."""
         return device if self._nccl and device.type == "cuda" else None
 
-    def _group(self, name: str, gpu: torch.device | None = None) -> Group:
+    def _group(self, name: str, gpu: torch.device | None = None) -> ProcessGroup:
         if name not in self._groups:
-            self._groups[name] = Group(
+            self._groups[name] = ProcessGroup(
                 self.membership, self._prefix + name, gpu=gpu, timeout_s=self._timeout_s, members=self._members
             )
         return self._groups[name]

@@ -118,7 +118,7 @@ LOOK_EVERY = timedelta(milliseconds=250)
 _GLOO_THREADS = 2
 
 
-class Group:
+class ProcessGroup:
     """Workers, all or some, joined for one purpose. Operations start at once, and are completed by ``wait``.
 
     Args:
@@ -161,11 +161,11 @@ class Group:
         if self._nccl:
             membership.subscribe(partial(_break_off, ref(self)))
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work:
+    def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Begins to add up ``tensor``, dense and contiguous, in place, over all workers."""
         return self._started(self._backend.allreduce([tensor]))
 
-    def start_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> dist.Work:
+    def start_all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> dist.Work:
         """Begins to write every worker's tensor into ``into``, all of one shape."""
         return self._started(self._backend.allgather([list(into)], [tensor]))
 
@@ -239,7 +239,7 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Memb
     return made
 
 
-def _break_off(group: ref[Group], _: BaseException) -> None:
+def _break_off(group: ref[ProcessGroup], _: BaseException) -> None:
     here = group()
     if here is not None:
         here.break_off()

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.collectives.communicator import Workers
-from lockstep.collectives.tensor_like import as_read
+from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.tensor_like import read_tensors
 from lockstep.errors import ConfigError, UsageError
 
 
@@ -111,7 +111,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         ConfigError: it is none, and cannot become one.
     """
     try:
-        return torch.as_tensor(as_read(value))
+        return torch.as_tensor(read_tensors(value))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot reduce a {type(value).__name__}; give tensors or numbers ({error})") from error
 
@@ -162,13 +162,13 @@ def refuse_summed(what: str, values: Iterable[Any]) -> None:
             )
 
 
-def sum_across(workers: Workers, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_across(workers: Communicator, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elementwise sum of the local replicas' tensors and all other workers'. Every worker must call it."""
     total = sum_tensors(tensors)
-    return workers.sum_tensors(name, [total])[0] if not workers.alone else total
+    return workers.all_reduce(name, [total])[0] if not workers.is_single else total
 
 
-def reduce_across(workers: Workers, op: ReduceOp, values: Sequence[Any], axis: int | None = None) -> Any:
+def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], axis: int | None = None) -> Any:
     """``reduction.reduce_values`` over the replicas of all workers. Every worker must call it.
 
     Args:
@@ -183,7 +183,7 @@ def reduce_across(workers: Workers, op: ReduceOp, values: Sequence[Any], axis: i
     """
     if op is ReduceOp.SUM:
         refuse_summed("reduce(sum)", values)
-    if workers.alone:
+    if workers.is_single:
         return reduce_values(op, values, axis)
     name = f"reduce({op.value}{'' if axis is None else f', axis={axis}'})"
     if axis is None and all(isinstance(value, (int, float)) for value in values):
@@ -194,23 +194,23 @@ def reduce_across(workers: Workers, op: ReduceOp, values: Sequence[Any], axis: i
         return total if op is ReduceOp.SUM else total / workers.num_replicas
     count = sum(length(tensor, axis) for tensor in tensors)
     total = sum_across(workers, name, [tensor.sum(dim=axis) for tensor in tensors])
-    counts = workers.exchange(f"{name} count", [count])
+    counts = workers.all_gather_numbers(f"{name} count", [count])
     return total if op is ReduceOp.SUM else total / sum(each for (each,) in counts)
 
 
-def gather_across(workers: Workers, name: str, values: Sequence[Any], axis: int) -> torch.Tensor:
+def gather_across(workers: Communicator, name: str, values: Sequence[Any], axis: int) -> torch.Tensor:
     """The values of all replicas of all workers, in replica order, along ``axis``. Every worker must call it.
 
     Raises:
         ConfigError: a value without that dimension, or shapes that differ in another one.
     """
     local = gather_values(values, axis)
-    return torch.cat(workers.gather_tensors(name, local, axis), dim=axis) if not workers.alone else local
+    return torch.cat(workers.all_gather(name, local, axis), dim=axis) if not workers.is_single else local
 
 
-def _reduce_numbers(workers: Workers, name: str, op: ReduceOp, values: Sequence[float]) -> float:
+def _reduce_numbers(workers: Communicator, name: str, op: ReduceOp, values: Sequence[float]) -> float:
     whole = all(isinstance(value, int) for value in values)
-    met = workers.exchange(name, [sum(values), whole])
+    met = workers.all_gather_numbers(name, [sum(values), whole])
     total = sum(number for number, _ in met)
     if op is ReduceOp.MEAN:
         return total / workers.num_replicas
@@ -230,7 +230,7 @@ class Member(Protocol):
     def num_replicas_in_sync(self) -> int: ...
 
     @property
-    def workers(self) -> Workers: ...
+    def workers(self) -> Communicator: ...
 
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any: ...
 
@@ -247,7 +247,7 @@ def all_reduce(member: Member, op: ReduceOp, value: Any) -> Any:
         ConfigError: the shapes differ between replicas.
         UsageError: the sum of a gradient that is a sum over all replicas already.
     """
-    value, name = as_read(value), f"all_reduce({op.value})"
+    value, name = read_tensors(value), f"all_reduce({op.value})"
     if op is ReduceOp.SUM:
         refuse_summed(name, [value])
     if not isinstance(value, torch.Tensor):
@@ -262,7 +262,7 @@ def all_gather(member: Member, value: Any, axis: int) -> torch.Tensor:
     Raises:
         ConfigError: shapes differ in another dimension, or there is no such dimension.
     """
-    gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(as_read(value)), member, axis)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(read_tensors(value)), member, axis)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -290,7 +290,7 @@ class _AllGather(torch.autograd.Function):
         def combine(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
             gathered = gather_across(member.workers, name, values, axis)
             local = [tensor.shape[axis] for tensor in values]
-            met = member.workers.exchange(f"{name} lengths", [sum(local)])
+            met = member.workers.all_gather_numbers(f"{name} lengths", [sum(local)])
             first = int(sum(rows for (rows,) in met[: member.workers.index]))
             return gathered, [first + sum(local[:replica]) for replica in range(len(local))]
 

@@ -23,14 +23,14 @@ from typing import Any, Protocol
 from lockstep.errors import CollectiveError
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A place in what has been queued on a device that runs behind the program, as a GPU does."""
 
     def precede(self) -> None:
         """What the calling thread queues from now on runs behind it."""
 
 
-class Turn(Protocol):
+class IssueSlot(Protocol):
     """One replica's side of the gate; called by that replica's thread alone, and but for ``acquire`` in its turn."""
 
     def acquire(self) -> None:
@@ -46,10 +46,10 @@ class Turn(Protocol):
             DeviceMemoryError: it has taken more memory than its device's share.
         """
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> DeviceEvent | None:
         """Where the replica has come to on its device; None where nobody has to wait for that."""
 
-    def follow(self, marks: Sequence[Mark]) -> None:
+    def follow(self, marks: Sequence[DeviceEvent]) -> None:
         """What the replica queues from now on runs behind ``marks``."""
 
     def aside(self) -> AbstractContextManager[None]:
@@ -63,17 +63,17 @@ class Turn(Protocol):
         """
 
 
-class Common(Protocol):
+class CombineStreams(Protocol):
     """Where the devices of a run do what is done once for all replicas."""
 
-    def behind(self, marks: Sequence[Mark]) -> AbstractContextManager[None]:
+    def behind(self, marks: Sequence[DeviceEvent]) -> AbstractContextManager[None]:
         """Inside the block the calling thread queues work for all, behind ``marks``."""
 
-    def marks(self) -> Sequence[Mark]:
+    def marks(self) -> Sequence[DeviceEvent]:
         """Where it has come to: behind them runs what builds on it."""
 
 
-class Turns:
+class IssueGate:
     """A first-come, first-served gate, made anew for every run so that an aborted run cannot leave it closed.
 
     Args:
@@ -114,11 +114,11 @@ class Turns:
     def check(self) -> None:
         """A CPU's share has no limit."""
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> DeviceEvent | None:
         """A CPU has done what it was told."""
         return None
 
-    def follow(self, marks: Sequence[Mark]) -> None:
+    def follow(self, marks: Sequence[DeviceEvent]) -> None:
         """For a replica beside others on GPUs, which reads what they computed."""
         for mark in marks:
             mark.precede()
@@ -159,13 +159,13 @@ class Call:
 class _Meeting:
     calls: dict[int, Call] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[DeviceEvent] = field(default_factory=list)
     done: bool = False
     result: Any = None
-    behind: Sequence[Mark] = ()
+    behind: Sequence[DeviceEvent] = ()
 
 
-class Rendezvous:
+class ReplicaBarrier:
     """One run's meeting point.
 
     Args:
@@ -174,7 +174,7 @@ class Rendezvous:
         common: where GPUs do what is combined; None where there are none.
     """
 
-    def __init__(self, replicas: Sequence[str], timeout_s: float, common: Common | None = None) -> None:
+    def __init__(self, replicas: Sequence[str], timeout_s: float, common: CombineStreams | None = None) -> None:
         self._replicas = tuple(replicas)
         self._timeout_s = timeout_s
         self._common = common
@@ -196,7 +196,7 @@ class Rendezvous:
         with self._lock:
             return [name for replica, name in enumerate(self._replicas) if replica not in self._left]
 
-    def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], turn: Turn) -> Any:
+    def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], turn: IssueSlot) -> Any:
         """Waits for all replicas at ``call``; the last to arrive runs ``combine``, whose result all receive.
 
         Every replica must call it. ``turn`` is given up while waiting.

@@ -28,7 +28,7 @@ _SAME_FOR_ALL = frozenset(
 """What every replica's value has alike, so that no replica has to be asked."""
 
 
-class ReadsAsTensor(ABC):
+class TensorLike(ABC):
     """Operators, conversions, and torch's functions and methods, all on the tensor that ``read_value`` gives.
 
     Results are plain tensors. Nothing of this writes: what would write into the tensor is refused.
@@ -68,7 +68,7 @@ class ReadsAsTensor(ABC):
         read: list[tuple[torch.Tensor, int]] = []
 
         def value(leaf: Any) -> Any:
-            if not isinstance(leaf, ReadsAsTensor):
+            if not isinstance(leaf, TensorLike):
                 return leaf
             with torch.inference_mode(False):  # inference tensors count no writes
                 tensor = leaf.read_value()
@@ -245,21 +245,21 @@ class ReadsAsTensor(ABC):
         return self.read_value().round(decimals=digits)
 
 
-def as_read(structure: Any) -> Any:
+def read_tensors(structure: Any) -> Any:
     """``structure`` with the value, here and now, of each variable in it."""
-    return tree_map(lambda leaf: leaf.read_value() if isinstance(leaf, ReadsAsTensor) else leaf, structure)
+    return tree_map(lambda leaf: leaf.read_value() if isinstance(leaf, TensorLike) else leaf, structure)
 
 
-def by_replica(structure: Any) -> Any:
+def read_per_replica(structure: Any) -> Any:
     """``structure`` with the replicas' values of each variable in it."""
-    return tree_map(lambda leaf: leaf.per_replica if isinstance(leaf, ReadsAsTensor) else leaf, structure)
+    return tree_map(lambda leaf: leaf.per_replica if isinstance(leaf, TensorLike) else leaf, structure)
 
 
-def for_reduction(structure: Any) -> Any:
+def read_for_reduction(structure: Any) -> Any:
     """The same, but with the bare value of a variable that is the same on all: a mean over replicas would round it."""
 
     def value(leaf: Any) -> Any:
-        if not isinstance(leaf, ReadsAsTensor):
+        if not isinstance(leaf, TensorLike):
             return leaf
         return leaf.read_value() if leaf.is_mirrored else leaf.per_replica
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.config.devices import LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice, parse_kind
-from lockstep.config.registry import DeviceRegistry
-from lockstep.config.request import DeviceRequest, apply_request, parse_request
-from lockstep.config.resolve import DeviceName, resolve
+from lockstep.config.devices import (
+    DeviceRegistry,
+    LogicalDevice,
+    LogicalDeviceConfiguration,
+    PhysicalDevice,
+    parse_kind,
+)
+from lockstep.config.request import DeviceName, DeviceRequest, apply_request, parse_request, resolve
 
 __all__ = [
     "DeviceRegistry",

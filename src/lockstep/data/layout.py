@@ -19,9 +19,17 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
-from lockstep.data.beginning import batches_in
-from lockstep.data.leaves import has_rows, rows_of
-from lockstep.data.structure import RowList, RowTuple, children, is_sequence, rebuilt, root_children
+from lockstep.data.sources import batches_in
+from lockstep.data.structure import (
+    RowList,
+    RowTuple,
+    children,
+    is_sequence,
+    leaf_has_rows,
+    rebuilt,
+    root_children,
+    rows_of,
+)
 from lockstep.errors import ConfigError, DataError
 
 Lists = Literal["auto", "rows", "columns"]
@@ -335,7 +343,7 @@ def _anchors(below: list[tuple[str, Any]]) -> set[int]:
 
 
 def _leaf_rows(leaf: Any) -> int | None:
-    if isinstance(leaf, Tensor) or has_rows(leaf):
+    if isinstance(leaf, Tensor) or leaf_has_rows(leaf):
         return rows_of(leaf)
     numpy = sys.modules.get("numpy")
     return len(leaf) if numpy and isinstance(leaf, numpy.ndarray) and leaf.ndim else None

@@ -35,7 +35,7 @@ _END_LIMIT_S = 5.0
 DEPTH = 2
 """How many batches are read ahead where nobody says, of data that may be read ahead."""
 
-PASSED_OVER: Any = object()
+SKIPPED: Any = object()
 """Stands for an item that the source has given and nobody wants."""
 
 
@@ -61,13 +61,13 @@ def read_ahead(
 
     Args:
         source: read by one thread at a time; its errors are raised to the consumer, with their traceback. Items that
-            are ``PASSED_OVER`` are left out.
+            are ``SKIPPED`` are left out.
         depth: 0 reads nothing ahead and starts no thread.
         begun: called once in the consumer's thread, when the source is not to draw from torch's default generator as
             it stood at the beginning any more: after those items that are passed over, or after the first one.
         others: gives the states of generators that are to be drawn from in program order. As long as each item changes
             them, items are read when they are asked for.
-        skip: how many ``PASSED_OVER`` the source gives at first, if it gives any.
+        skip: how many ``SKIPPED`` the source gives at first, if it gives any.
     """
     checked_depth(depth)
     begun = begun or _nothing
@@ -99,18 +99,18 @@ class _Beginning(Generic[T]):
         self._skip = skip
 
     def read(self) -> T:
-        """The next item, PASSED_OVER or not."""
+        """The next item, SKIPPED or not."""
         try:
             item = next(self.source)
         except StopIteration:
             self.tell()
             raise
-        self._skip -= item is PASSED_OVER
+        self._skip -= item is SKIPPED
         return item
 
     def tell_if_over(self, item: T) -> None:
         """Calls ``begun``, the first time, if ``item`` is wanted or is the last one that is passed over."""
-        if item is not PASSED_OVER or self._skip == 0:
+        if item is not SKIPPED or self._skip == 0:
             self.tell()
 
     def tell(self) -> None:
@@ -126,7 +126,7 @@ def _in_turn(beginning: _Beginning[T]) -> Generator[T, None, None]:
         except StopIteration:
             return
         beginning.tell_if_over(item)
-        if item is not PASSED_OVER:
+        if item is not SKIPPED:
             yield item
         del item
 
@@ -176,7 +176,7 @@ class _PrefetchIterator(Generic[T]):
             if self._others() == before:
                 return self._start(beginning, item)
             beginning.tell_if_over(item)
-            if item is not PASSED_OVER:
+            if item is not SKIPPED:
                 return item
 
     def _start(self, beginning: _Beginning[T], item: T) -> T:
@@ -193,7 +193,7 @@ class _PrefetchIterator(Generic[T]):
         )
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
-        return self._take() if item is PASSED_OVER else item
+        return self._take() if item is SKIPPED else item
 
 
 class _Read(NamedTuple, Generic[T]):
@@ -277,7 +277,7 @@ def _read(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
             before = random.state()
             for item in source:
                 after = random.state()
-                wanted = queue.wanted if item is PASSED_OVER else queue.put(_Read(item, before, after))
+                wanted = queue.wanted if item is SKIPPED else queue.put(_Read(item, before, after))
                 del item  # while the next one is made, this one is the consumer's alone
                 before = after
                 if not wanted:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK, ReplicaRandom
+from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK, ReplicaRng
 from lockstep.replicas.rng.state import own_generator
 
 _NOT_THE_USERS = ("builtins", "torch", "numpy", "datasets", "transformers", "accelerate", "lockstep")
@@ -45,9 +45,9 @@ class SourceRandom:
         self._generator = torch.Generator().set_state(self._begin)
         self._together = False
 
-    def mode(self) -> ReplicaRandom:
+    def mode(self) -> ReplicaRng:
         """A mode for the reading thread, in which torch's random functions on CPU tensors draw from the copy."""
-        return ReplicaRandom(self._generator)
+        return ReplicaRng(self._generator)
 
     def state(self) -> torch.Tensor:
         """Where the copy stands; for the reading thread."""

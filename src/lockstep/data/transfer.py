@@ -20,16 +20,15 @@ from torch.utils._pytree import tree_map
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice
-from lockstep.data.leaves import is_plain
 from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.structure import RowList, RowTuple, map_leaves
-from lockstep.replicas.device.driver import Mark, driver_of
+from lockstep.data.structure import RowList, RowTuple, is_plain, map_leaves
+from lockstep.replicas.device.driver import StreamEvent, driver_of
 
 
 class _Sent(NamedTuple):
     """A batch on its way: the copies, and where all of them are complete."""
 
-    marks: list[Mark]
+    marks: list[StreamEvent]
     copies: list[torch.Tensor]
 
 
@@ -51,7 +50,7 @@ class Transfer:
         }
         # By the batch, which is alive until it has been received.
         self._sent: dict[int, _Sent] = {}
-        self._read_from: deque[tuple[list[Mark], list[torch.Tensor]]] = deque()
+        self._read_from: deque[tuple[list[StreamEvent], list[torch.Tensor]]] = deque()
 
     def __call__(self, batch: Any) -> Any:
         """The batch with every tensor on its replica's device; other values as they are."""
@@ -60,7 +59,7 @@ class Transfer:
         moved = map_leaves(partial(self._move_leaf, sent.copies, sources), batch)
         if sources:
             for driver, device, stream in self._copying.values():
-                sent.marks.append(Mark(driver, device, driver.record(stream)))
+                sent.marks.append(StreamEvent(driver, device, driver.record(stream)))
             self._sent[id(moved)] = sent
             self._keep(sources, sent.marks)
         return moved
@@ -109,7 +108,7 @@ class Transfer:
             return copies[-1]
         return value.to(device.torch_device) if goes else value
 
-    def _keep(self, sources: list[torch.Tensor], marks: list[Mark]) -> None:
+    def _keep(self, sources: list[torch.Tensor], marks: list[StreamEvent]) -> None:
         """Keeps what is being copied until it has been: else somebody might be given the memory, and write to it."""
         self._read_from.append((marks, sources))
         while self._read_from and all(mark.driver.query(mark.event) for mark in self._read_from[0][0]):

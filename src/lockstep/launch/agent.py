@@ -7,24 +7,116 @@ ended, a limit on the whole, a way of stopping that leaves a worker time to save
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 
 from lockstep.errors import ClusterError, ConfigError
-from lockstep.launch.deaths import Deaths
 from lockstep.launch.failures import Failure, Record, first_failure
-from lockstep.launch.logs import PipedLogs
-from lockstep.launch.places import record_path
-from lockstep.launch.surroundings import hear_sigterm_once, main_is_not_run_again
+from lockstep.launch.guards import hear_sigterm_once, main_is_not_run_again
+from lockstep.launch.output import Streams
+from lockstep.launch.run_paths import LIFELINE, record_path
+from lockstep.parent_death import Lifeline
+
+
+class Deaths:
+    """Watches processes until they have ended, in a thread of its own. Whoever made it calls ``close``.
+
+    Args:
+        pids: the processes, by their local number.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._ended_ns: dict[int, int] = {}
+        self._handles: dict[int, int] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        for local, pid in pids.items():
+            self._open(local, pid)
+        self._thread = threading.Thread(target=self._watch, name="lockstep-launch-deaths", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended_ns(self) -> dict[int, int]:
+        """When each that has ended did, by ``time.monotonic_ns``, to this moment."""
+        return dict(self._ended_ns)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        os.close(self._wake_write)
+        self._thread.join()
+        os.close(self._wake_read)
+        for handle in self._handles:
+            os.close(handle)
+
+    def _open(self, local: int, pid: int) -> None:
+        try:
+            self._handles[os.pidfd_open(pid)] = local
+        except ProcessLookupError:
+            self._ended_ns[local] = time.monotonic_ns()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for each in (*self._handles, self._wake_read):
+            poll.register(each, select.POLLIN)
+        while True:
+            for ready, _ in poll.poll():
+                if ready == self._wake_read:
+                    return
+                self._ended_ns[self._handles[ready]] = time.monotonic_ns()
+                poll.unregister(ready)
+
+
+class PipedLogs(LogsSpecs):
+    """Opens pipes for every worker, at every attempt, just before the agent starts it. The agent calls ``end_all``.
+
+    Args:
+        streams: reads them.
+        shares: variables for each worker of this host beside the agent's: its share of the cores and GPUs.
+        folder: of the run.
+        opened_by_agent: the agent opens the pipes for the worker; else the worker does, by their names.
+    """
+
+    def __init__(
+        self, streams: Streams, *, shares: Sequence[Mapping[str, str]], folder: Path, opened_by_agent: bool
+    ) -> None:
+        super().__init__()
+        self._streams, self._shares, self._folder, self._opened_by_agent = streams, shares, folder, opened_by_agent
+        self._lifeline: Lifeline | None = None
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the run."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Opens the pipes of the workers that are about to start, by local number, and adds to their variables.
+
+        torch's own class adds a variable in this place too; the agent offers no other.
+        """
+        self._lifeline = Lifeline()
+        outs, errs = {}, {}
+        for local, variables in envs.items():
+            worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
+            channel = self._streams.open(worker, attempt, named=not self._opened_by_agent)
+            outs[local], errs[local] = (channel.out, channel.err) if self._opened_by_agent else ("", "")
+            variables.update({**self._shares[local], LIFELINE: self._lifeline.path})
+        return LogsDest(outs, errs, {}, {}, dict.fromkeys(envs, ""), "", "")
+
+    def end_all(self) -> None:
+        """Ends, at once, what is left of the workers of the last attempt and of the processes that they started."""
+        if self._lifeline is not None:
+            self._lifeline.cut()
+
 
 _POLL_S = 0.02
 _LOST_RESULT_S = 1.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import signal
 import time
 import traceback as tracebacks
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -139,3 +141,37 @@ def first_failure(
             failures.append(Failure(worker=worker, attempt=attempt, exit_code=code, at_ns=at_ns, record=record))
     # A function's process that ended with 0 ended before it returned; where another failed, that one is the cause.
     return min(failures, key=lambda failure: (failure.exit_code == 0, failure.at_ns), default=None)
+
+
+_BEFORE = 0.1  # of the time that is left
+_BEFORE_S = 2.0  # and no more: eight workers on two cores take one second to write
+
+
+@contextmanager
+def stacks_noted(path: Path, until: float | None) -> Iterator[None]:
+    """While inside: writes what all threads of this process are doing to ``path`` when it is nearly ``until``.
+
+    Args:
+        path: the file.
+        until: on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
+    """
+    if until is None:
+        yield
+        return
+    left_s = max(0.0, until - time.monotonic())
+    with path.open("w") as file:
+        faulthandler.dump_traceback_later(max(0.01, left_s - min(_BEFORE_S, _BEFORE * left_s)), file=file)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def read_stacks(paths: dict[int, Path]) -> str:
+    """What the workers wrote, each under its number; empty where none did.
+
+    Args:
+        paths: the files, by worker.
+    """
+    written = {worker: path.read_text().strip() for worker, path in paths.items() if path.exists()}
+    return "\n\n".join(f"worker {worker} stood here:\n{stacks}" for worker, stacks in written.items() if stacks)

@@ -9,19 +9,48 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError, UsageError
-from lockstep.membership.ending import Ending, describe_failure, shorten_traceback
-from lockstep.membership.entry import Entered, enter
-from lockstep.membership.watch import Watch, WorkerEndedError
-from lockstep.membership.watched import call_watched
+from lockstep.membership.failure_report import Ending, describe_failure, shorten_traceback
+from lockstep.membership.heartbeat import Watch, WorkerEndedError
+from lockstep.membership.join import Entered, enter
 
 T = TypeVar("T")
+
+_LOOK_EVERY_S = 0.25
+
+
+def call_watched(call: Callable[[], T], check: Callable[[], None], name: str = "lockstep-call") -> T:
+    """What ``call`` returns or raises, or what ``check`` raises while waiting for it: then the call is left to itself.
+
+    Args:
+        call: runs in a thread of its own, which ends with the interpreter if it never returns.
+        check: called four times a second.
+        name: the thread's name.
+    """
+    done: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(call, done), name=name, daemon=True).start()
+    while True:
+        try:
+            return done.result(_LOOK_EVERY_S)
+        except TimeoutError:
+            if done.done():  # just now; or it is the call's own error
+                return done.result()
+            check()
+
+
+def _fulfil(call: Callable[[], T], done: Future[T]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as raised:  # noqa: BLE001 - not swallowed: whoever waits for the call raises it
+        done.set_exception(raised)
 
 
 def join(

@@ -6,16 +6,134 @@ It listens on the one address that the cluster names, never on all of a machine'
 from __future__ import annotations
 
 import errno
+import queue
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
 from lockstep.cluster.address import join_address
-from lockstep.errors import ClusterError
-from lockstep.membership.line import StoreBrokenError
-from lockstep.membership.occupant import describe_occupant
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.errors import ClusterError, LockstepError
+from lockstep.membership.failure_report import Ending, read_ending
+
+_LISTENING = "0A"
+_LONGEST_COMMAND = 80
+
+
+def describe_occupant(port: int, proc: Path = Path("/proc")) -> str:
+    """ "process 4242 (python train.py)", or an empty text where it is another user's, or the machine has no /proc."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port, proc)}
+    for process in sorted(proc.glob("[0-9]*")) if sockets else ():
+        if any(link in sockets for link in _open_files(process)):
+            return f"process {process.name}{_command(process)}"
+    return ""
+
+
+def _listening_inodes(port: int, proc: Path) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (proc / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    try:
+        for file in (process / "fd").iterdir():
+            yield str(file.readlink())
+    except OSError:  # it has ended, or is another user's
+        return
+
+
+def _command(process: Path) -> str:
+    try:
+        words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+    return f" ({words[:_LONGEST_COMMAND]})" if words else ""
+
+
+T = TypeVar("T")
+_Calls = queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
+
+_END_LIMIT_S = 1.0
+
+
+class StoreBrokenError(Exception):
+    """The connection to the store has ended, or could not be made: its server is gone, or something between."""
+
+
+class StoreSilentError(Exception):
+    """The store did not answer within the time given."""
+
+
+class Line:
+    """A store client and the one thread that uses it.
+
+    Args:
+        connect: makes the client; called in the thread, before the first call.
+        name: the thread's name.
+    """
+
+    def __init__(self, connect: Callable[[], Store], name: str = "lockstep-store") -> None:
+        self._calls: _Calls = queue.SimpleQueue()
+        # A daemon: a call that never returns must not keep the interpreter from ending.
+        self._thread = threading.Thread(target=_work, args=(connect, self._calls), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[Store], T]) -> Future[T]:
+        """Has ``call`` made after those before it; ``StoreBrokenError`` in its future means a lost connection."""
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def call(self, call: Callable[[Store], T], limit_s: float) -> T:
+        """Has ``call`` made and waits for what it returns.
+
+        Raises:
+            StoreBrokenError: the connection has ended.
+            StoreSilentError: no answer within ``limit_s`` seconds; it may come yet, and what was asked be done.
+        """
+        try:
+            return self.submit(call).result(max(0.0, limit_s))
+        except TimeoutError:
+            raise StoreSilentError(f"no answer within {limit_s:.3g} s") from None
+
+    def close(self) -> None:
+        """Ends the thread. One that hangs in a call is left alone, and ends with the interpreter. Idempotent."""
+        self._calls.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_LIMIT_S)
+
+
+def _work(connect: Callable[[], Store], calls: _Calls) -> None:
+    store: Store | None = None
+    while True:
+        item = calls.get()
+        if item is None:
+            return
+        call, future = item
+        try:
+            if store is None:
+                store = connect()
+            future.set_result(call(store))
+        except (LockstepError, StoreBrokenError) as error:
+            future.set_exception(error)
+        except RuntimeError as error:  # torch's DistError, and what its C++ raises beside
+            future.set_exception(StoreBrokenError(str(error).partition("\n")[0]))
+        del item, call, future
+
 
 _BACKLOG = 1024
 _PROBE_S = 2.0
@@ -130,3 +248,55 @@ def _explain_bind(failure: OSError | None, host: str, port: int, who: str) -> Cl
     if code == errno.EACCES:
         return ClusterError(f"{who} cannot listen: port {port} needs privileges; choose one above 1023")
     return ClusterError(f"{who} cannot listen at {join_address(host, port)}: {failure}")
+
+
+OWNER_KEY = "lockstep/job"
+REFUSED_KEY = "lockstep/refused"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one run of a job lies in the store.
+
+    Args:
+        prefix: before all its keys.
+    """
+
+    prefix: str
+
+    @property
+    def complete(self) -> str:
+        """The key of all cards."""
+        return f"{self.prefix}/complete"
+
+    @property
+    def ending(self) -> str:
+        """The key of the cause of its end."""
+        return f"{self.prefix}/ending"
+
+    def seat(self, index: int) -> str:
+        """The key of a worker's card."""
+        return f"{self.prefix}/seat/{index}"
+
+    def beat(self, index: int) -> str:
+        """The key of a worker's status."""
+        return f"{self.prefix}/beat/{index}"
+
+    def end(self, store: Store, ending: Ending) -> Ending:
+        """Writes why the run ends, unless somebody has already; the cause that stands there then."""
+        return read_ending(store.compare_set(self.ending, "", ending.to_text()).decode())
+
+
+def run_key(spec: ClusterSpec) -> str:
+    """The key of how often this attempt of the job has been opened."""
+    return f"lockstep/{spec.job_id}/{spec.attempt}/run"
+
+
+def place_of(spec: ClusterSpec, run: str) -> Place:
+    """Where a run of this attempt of the job lies."""
+    return Place(f"lockstep/{spec.job_id}/{spec.attempt}/{run}")
+
+
+def read(store: Store, key: str) -> str:
+    """What stands at ``key``, or an empty text; never waits for it to be written, as ``get`` does."""
+    return store.compare_set(key, "", "").decode()

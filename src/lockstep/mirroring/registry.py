@@ -15,18 +15,17 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import Workers, agree
+from lockstep.collectives.communicator import Communicator, check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
-from lockstep.mirroring.copies import storage_groups
-from lockstep.mirroring.following import Following
-from lockstep.mirroring.holding import Holding
+from lockstep.mirroring.gradients.user import HeldHook, hold, release
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
-from lockstep.mirroring.mirror import MemoryFormat, mirror_module
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer, Owner
-from lockstep.mirroring.param_groups import guard_groups
-from lockstep.mirroring.parameter_hooks import HeldHook, hold, release
+from lockstep.mirroring.module.copies import storage_groups
+from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
+from lockstep.mirroring.module.propagation import Following
+from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
+from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer, Owner
+from lockstep.mirroring.partition import Holding
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
@@ -70,7 +69,7 @@ class MirroredObjects:
         return tuple(self._modules.values())
 
     def mirror_metric(
-        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Workers
+        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredMetric:
         """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
 
@@ -87,7 +86,7 @@ class MirroredObjects:
         owner: object,
         module: nn.Module,
         devices: Sequence[LogicalDevice],
-        workers: Workers,
+        workers: Communicator,
         *,
         sync_batchnorm: bool,
         memory_format: MemoryFormat,
@@ -138,7 +137,7 @@ class MirroredObjects:
                 self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
-        self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Workers
+        self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredOptimizer:
         """An optimizer whose step is a step of all replicas.
 
@@ -146,7 +145,7 @@ class MirroredObjects:
             UsageError: it holds parameters of modules that are not mirrored here.
         """
         self._holding.check(optimizer)
-        agree(workers, "the optimizer", _settings(optimizer))
+        check_agreement(workers, "the optimizer", plain_settings(optimizer))
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
@@ -163,7 +162,7 @@ class MirroredObjects:
         Among workers they are left as they are, which would cost an exchange a run; that they are is noted.
         Where an optimizer shares parameters with another one, its step sums them as before.
         """
-        if not strategy.workers.alone:
+        if not strategy.workers.is_single:
             for optimizer in self.optimizers:
                 optimizer.note_left()
             self._tell_of_own_gradients()
@@ -396,14 +395,3 @@ class _Gradients:
 def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:
     """Whether two optimizers have a parameter in common."""
     return bool({id(copies[0]) for copies in first.parameters} & {id(copies[0]) for copies in second.parameters})
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What is alike in equal optimizers: a line for the kind, and one per group of parameters."""
-    plain = (int, float, str, bool, tuple, type(None))
-    groups = [
-        ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if isinstance(value, plain))
-        + f", {len(group['params'])} parameters"
-        for group in optimizer.param_groups
-    ]
-    return [type(optimizer).__name__, *groups]

@@ -14,7 +14,8 @@ from __future__ import annotations
 import builtins
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,14 +24,16 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lockstep.collectives.communicator import Workers, caller
-from lockstep.collectives.tensor_like import as_read
+from lockstep.collectives.communicator import Communicator, call_site
+from lockstep.collectives.tensor_like import read_tensors
 from lockstep.errors import UsageError
-from lockstep.mirroring.averages import tensor_digest
-from lockstep.mirroring.metric import metric_being_updated
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.parameter_hooks import EngineHook, has_waiting
+from lockstep.mirroring.gradients.user import EngineHook, has_waiting
+from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
+from lockstep.mirroring.module.buffers import tensor_digest
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import PROCEED, is_random
 
@@ -73,8 +76,8 @@ def refuse_forward_mode() -> None:
     context = get_replica_context()
     if context is not None and len(context.strategy.devices) > 1:
         raise UsageError(
-            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {caller()}; torch has one "
-            f"of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
+            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {call_site()}; torch has "
+            f"one of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
             "(torch.func.vjp, jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
         )
 
@@ -104,7 +107,7 @@ class _Known:
     """A tensor of a mirrored module's copy.
 
     Args:
-        tensor: it; a weak reference, for numbers of dead objects are used again.
+        tensor: a weak reference to it: the id of a tensor that is gone may be another one's.
         replica: whose copy it is of.
         name: its name in the module.
         module: the class of the user's module.
@@ -118,7 +121,7 @@ class _Known:
     divided: bool
 
     def is_of(self, tensor: Any) -> bool:
-        """Whether this is about a tensor, and not about a dead one of the same number."""
+        """Whether this is about a tensor, and not about one that is gone and had the same id."""
         return self.tensor() is tensor
 
 
@@ -155,6 +158,32 @@ class Ownership:
         return any((weight := each()) is not None and _storage(weight) == _storage(tensor) for each in found)
 
 
+class _Written:
+    """What replicas have written of one storage: of each the bytes from the first to the last.
+
+    Args:
+        storage: held weakly, so that what the step is done with can go.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._spans: dict[int, tuple[int, int]] = {}
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the storage has been freed."""
+        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
+
+    def other(self, start: int, end: int, replica: int) -> int | None:
+        """Notes a write of a replica from address to address; the number of another that wrote there, or None."""
+        first, last = self._spans.get(replica, (start, end))
+        self._spans[replica] = (min(first, start), max(last, end))
+        for other, (first, last) in tuple(self._spans.items()):
+            if other != replica and start < last and first < end:
+                return other
+        return None
+
+
 class Claims:
     """Which replica was the first, in the run under way, to use a tensor that is no replica's own.
 
@@ -163,6 +192,7 @@ class Claims:
     """
 
     def __init__(self) -> None:
+        self._written: dict[int, _Written] = {}
         self._of: dict[int, tuple[Any, int]] = {}
         self._watched: dict[tuple[int, int], Any] = {}
         self._used_before: dict[int, Any] = {}
@@ -173,6 +203,7 @@ class Claims:
         if one_replica:
             self._used_before = {number: used for number, (used, _) in self._of.items() if used() is not None}
         self._of.clear()
+        self._written.clear()
         while self._watched:
             self._watched.popitem()[1].remove()
 
@@ -186,6 +217,25 @@ class Claims:
                     raise UsageError(message)
 
             self._watched[id(tensor), replica] = tensor.register_hook(EngineHook(refuse))  # type: ignore[no-untyped-call]
+
+    def other_writer(self, tensor: torch.Tensor, replica: int) -> int | None:
+        """Notes a write; the number of another replica that has written to the same memory in this run, or None.
+
+        Views of one tensor are other objects on each replica, so what counts is the memory: rows of a batch are apart.
+        """
+        try:
+            storage = tensor.untyped_storage()
+            start = tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of torch.func
+            return self.other(tensor, replica)
+        if not tensor.numel():
+            return None
+        items = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        known = self._written.get(storage._cdata)
+        if known is None or known.is_gone:
+            self._written.pop(storage._cdata, None)
+            known = self._written.setdefault(storage._cdata, _Written(storage))
+        return known.other(start, start + items * tensor.element_size(), replica)
 
     def used_before(self, thing: Any) -> bool:
         """Whether the only local replica has used an object in the run before this."""
@@ -202,7 +252,7 @@ class Claims:
 
 
 class StepGradients(Protocol):
-    """Hears what a step does with its weights' gradients before the update."""
+    """What is called when a step reads or assigns the ".grad" of its weights, before the optimizer's step."""
 
     def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
         """A replica reads the ".grad" of one of its weights; called before it gets it."""
@@ -218,7 +268,7 @@ class StepGuard:
         replica: its number among the local ones.
         ownership: of all mirrored tensors.
         claims: of the run under way.
-        gradients: hears of the step's reads and writes of ".grad".
+        gradients: called when the step reads or assigns a ".grad".
     """
 
     def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: StepGradients) -> None:
@@ -287,7 +337,7 @@ class StepGuard:
         if func in _HOOKS:
             raise UsageError(
                 f"the step registers a hook on {known.name!r}, a weight that each replica has a copy of, at "
-                f"{caller()}; register it once outside strategy.run, on the plain module's parameter, and it will "
+                f"{call_site()}; register it once outside strategy.run, on the plain module's parameter, and it will "
                 "see the sum of all replicas' gradients"
             )
         if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
@@ -300,7 +350,7 @@ class StepGuard:
         if func == _GRAD:
             if known.divided:
                 raise UsageError(
-                    f"the step reads {known.name}.grad at {caller()}, and this worker holds a part of the model alone; "
+                    f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
                     "call optimizer.sum_gradients() there, and optimizer.clip_sums(norm) and optimizer.step() after "
                     "strategy.run, on every worker"
                 )
@@ -316,7 +366,7 @@ class StepGuard:
             if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
                 raise UsageError(
                     f"the step asks torch.autograd.grad for the gradient of {known.name!r}, which has a hook, at "
-                    f"{caller()}: it would have to see the sum of all replicas' gradients, and this is one replica's; "
+                    f"{call_site()}: it would have to see the sum of all replicas' gradients, this is one replica's; "
                     "remove the hook, and change what torch.autograd.grad gives"
                 )
 
@@ -339,7 +389,7 @@ class StepGuard:
     def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, known: _Known) -> None:
         message = (
             f"the step uses {known.name!r} of the plain {known.module}, which is replica {known.replica}'s copy, in "
-            f"replica {self._replica}, at {caller()}; use what strategy.mirror(module) returned, in closures and "
+            f"replica {self._replica}, at {call_site()}; use what strategy.mirror(module) returned, in closures and "
             "penalties too"
         )
         if not isinstance(tensor, nn.Parameter) or func == _GRAD or func in _WRITERS:
@@ -353,7 +403,7 @@ class StepGuard:
             who = "each worker trains" if other is None else f"{self._both(other)} both train"
             message = (
                 f"{who} one parameter of shape {tuple(tensor.shape)} whose module is not "
-                f"mirrored, at {caller()}; call module = strategy.mirror(module) and optimizer = "
+                f"mirrored, at {call_site()}; call module = strategy.mirror(module) and optimizer = "
                 "strategy.mirror(optimizer) before strategy.run, and use what they return in the step"
             )
             self._claims.refuse_gradient(tensor, self._replica, message)
@@ -363,7 +413,7 @@ class StepGuard:
             other = self._claims.other(generator, self._replica)
             if other is not None:
                 raise UsageError(
-                    f"{self._both(other)} draw from one torch.Generator ({caller()}), and which draws "
+                    f"{self._both(other)} draw from one torch.Generator ({call_site()}), and which draws "
                     "first differs from run to run; leave generator= out, since each replica draws from its own, or "
                     "give each one its own with ls.PerReplica"
                 )
@@ -402,17 +452,17 @@ class StepGuard:
         if any(self._ownership.weight_of(each) for each in tensors):
             if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
                 return PROCEED  # which torch refuses
-            read, named = as_read((args if call is None else call, kwargs))  # variables have other values there
+            read, named = read_tensors((args if call is None else call, kwargs))  # variables have other values there
             write = _Write(func, read, named, tensors)
             name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
             context.meet(name, write, partial(_write_once, context.workers, self._ownership))
             return target
         for tensor in tensors:
-            other = self._claims.other(tensor, self._replica)
+            other = None if id(tensor) in self._own else self._claims.other_writer(tensor, self._replica)
             if other is not None:
                 raise UsageError(
                     f"{self._both(other)} both change one tensor of shape {tuple(tensor.shape)} in "
-                    f"place ({getattr(func, '__name__', func)} at {caller()}); return each replica's value from the "
+                    f"place ({getattr(func, '__name__', func)} at {call_site()}); return each replica's value from the "
                     "step and use strategy.reduce, keep it in strategy.variable(...), or mirror the module or metric "
                     "that holds it; a batch that is changed in place is copied first (x = x.clone())"
                 )
@@ -429,7 +479,7 @@ class _Write:
     targets: Sequence[torch.Tensor]
 
 
-def _write_once(workers: Workers, ownership: Ownership, writes: list[_Write]) -> None:
+def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write]) -> None:
     """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
 
     Raises:
@@ -449,8 +499,8 @@ def _write_once(workers: Workers, ownership: Ownership, writes: list[_Write]) ->
                 'ls.get_replica_context().all_reduce("sum", value), so that all replicas write the same'
             )
     with torch._C.DisableTorchFunction():
-        if not workers.alone:
-            workers.attach(_digest(first, ownership))
+        if not workers.is_single:
+            workers.add_digest(_digest(first, ownership))
         first.func(*first.args, **first.kwargs)
         with torch.no_grad():
             for other in others:
@@ -500,3 +550,32 @@ def _storage(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage of its own
         return -id(tensor)
+
+
+@contextmanager
+def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
+    """Within, a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
+    owners = {id(part): module for module in mirrored for part in _own_parts(module.module)}
+
+    def check(part: nn.Module, _: Any) -> None:
+        context = get_replica_context()
+        if context is not None and context.local_replica > 0 and id(part) in owners:
+            name = type(owners[id(part)].module).__name__
+            raise UsageError(
+                f"the step calls the plain {name}, which is replica 0's copy, in "
+                f"replica {context.replica_id_in_sync_group}; call what strategy.mirror(module) returned"
+            )
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and its parts, but for mirrored metrics: they are one object in all copies, and serve each replica."""
+    if not isinstance(module, MirroredMetric):
+        yield module
+        for child in module.children():
+            yield from _own_parts(child)

@@ -12,20 +12,20 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
-from lockstep.collectives.tensor_like import ReadsAsTensor, as_read
+from lockstep.collectives.tensor_like import TensorLike, read_tensors
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.device.streams import in_memory_of
+from lockstep.replicas.device.streams import allocating_on
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
 
 
-class MirroredVariable(ReadsAsTensor):
+class MirroredVariable(TensorLike):
     """One tensor per replica. Made by ``strategy.variable``.
 
     Args:
@@ -54,7 +54,7 @@ class MirroredVariable(ReadsAsTensor):
         owner: object,
         value: Any,
         devices: Sequence[LogicalDevice],
-        workers: Workers,
+        workers: Communicator,
         *,
         aggregation: Aggregation,
         synchronization: Synchronization,
@@ -72,14 +72,14 @@ class MirroredVariable(ReadsAsTensor):
         self.synchronization = synchronization
         self._values = tuple(
             _copy_to(device, each)
-            for each, device in zip(_one_each(as_read(value), len(devices)), devices, strict=True)
+            for each, device in zip(_one_each(read_tensors(value), len(devices)), devices, strict=True)
         )
         if self.is_mirrored and not _equal(self._values):
             raise ConfigError(
                 f'a variable with synchronization "on_write" and aggregation {aggregation!r} has one value on all '
                 'replicas, and was given a PerReplica of different ones; give one value, or synchronization="on_read"'
             )
-        if not workers.alone and not isinstance(value, PerReplica):
+        if not workers.is_single and not isinstance(value, PerReplica):
             workers.broadcast("the chief's value of a variable", self._values)
         self._versions = [each._version for each in self._values]
 
@@ -158,7 +158,7 @@ class MirroredVariable(ReadsAsTensor):
                 outside, a PerReplica for an "on_write" variable.
         """
         context = self._context()
-        value = as_read(value)
+        value = read_tensors(value)
         if context is not None:
             self._write(context, value, lambda mine, new: new)
             return
@@ -183,7 +183,7 @@ class MirroredVariable(ReadsAsTensor):
 
     def _add(self, value: Any, sign: int, method: str) -> None:
         context = self._context()
-        value = as_read(value)
+        value = read_tensors(value)
         if context is not None:
             self._write(context, value, lambda mine, new: mine + sign * new)
             return
@@ -282,7 +282,7 @@ def _same_bits(first: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copy_to(device: LogicalDevice, value: Any) -> torch.Tensor:
-    with in_memory_of(device), torch.inference_mode(False):  # inference tensors count no writes
+    with allocating_on(device), torch.inference_mode(False):  # inference tensors count no writes
         return torch.as_tensor(value).detach().to(device.torch_device, copy=True)
 
 

@@ -22,7 +22,7 @@ _OVERWRITING = frozenset(
 )
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what runs in it from writing into any tensor of a model but one, and notes what it writes, or would.
 
     Args:
@@ -105,7 +105,7 @@ class _Call:
 
     module: str
     run: Callable[[], None]
-    writes: Writes
+    writes: InitTracer
 
     def reaches(self, tensor: str) -> bool:
         """Whether it writes a tensor of the module, or of one inside it."""
@@ -113,7 +113,7 @@ class _Call:
         return inside and tensor in self.writes.written
 
 
-class FirstWeights:
+class DeferredInit:
     """The initial values of a whole model.
 
     A tensor that has several names is initialised as the first of them says. What the model's constructors did beyond
@@ -165,7 +165,7 @@ class FirstWeights:
             number = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:8]
             with _drawing_from(int.from_bytes(number, "little", signed=True)):
                 for call in self._runs[name]:
-                    with Writes({**self._blanks, name: whole}, only=name):
+                    with InitTracer({**self._blanks, name: whole}, only=name):
                         _run(call.module, call.run)
         return whole.detach()
 
@@ -198,7 +198,7 @@ class FirstWeights:
                 yield self._seen(name, _initialise(modules[above], modules[name]))
 
     def _seen(self, name: str, run: Callable[[], None]) -> _Call:
-        with Writes(self._blanks) as writes:
+        with InitTracer(self._blanks) as writes:
             _run(name, run)
         return _Call(module=name, run=run, writes=writes)
 
@@ -272,7 +272,7 @@ def _drawing_from(number: int) -> Iterator[None]:
             torch.default_generator.set_state(before)
 
 
-def share_of(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor:
+def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor:
     """What of a tensor this worker holds. Nothing is sent.
 
     Args:
@@ -294,8 +294,8 @@ def share_of(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor
     return whole[..., own.to(whole.device)]
 
 
-def fill(
-    module: nn.Module, weights: FirstWeights, orders: Mapping[str, Tensor], device: torch.device | None = None
+def materialize(
+    module: nn.Module, weights: DeferredInit, orders: Mapping[str, Tensor], device: torch.device | None = None
 ) -> None:
     """Gives all tensors of a divided module that are on the meta device their first values, one after another.
 
@@ -328,7 +328,7 @@ def _blanks(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 @torch.no_grad()
 def _filled(blank: Tensor, whole: Tensor, order: Tensor | None, device: torch.device | None) -> Tensor:
-    own = share_of(whole, blank, order)
+    own = local_shard(whole, blank, order)
     own = own if device is None else own.to(device)
     if own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
         own = own.clone()  # what is made next takes the whole's memory
@@ -342,7 +342,7 @@ def _filled(blank: Tensor, whole: Tensor, order: Tensor | None, device: torch.de
 
 
 @torch.no_grad()
-def place(module: nn.Module, device: torch.device) -> None:
+def move_to_device(module: nn.Module, device: torch.device) -> None:
     """Moves the tensors of a module that are elsewhere, in place, one by one.
 
     Parameters stay the objects that they are, so that tied ones stay tied and an optimizer keeps its own.

@@ -19,7 +19,7 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class Arguments:
+class ForwardArguments:
     """What a ``forward`` takes.
 
     Args:
@@ -35,7 +35,7 @@ class Arguments:
         """The arguments that a call gives, by name; of more positional ones than there are names, those that have one.
 
         Example:
-            >>> Arguments(lambda x, mask=None: x).named([1], {"mask": 2})
+            >>> ForwardArguments(lambda x, mask=None: x).named([1], {"mask": 2})
             {'x': 1, 'mask': 2}
         """
         return {**dict(zip(self._by_place, args, strict=False)), **kwargs}
@@ -64,7 +64,7 @@ class Arguments:
 _MASK = "mask"
 
 
-def call_without_rows(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_on_dummy_row(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What ``call`` gives for no rows: of one row of zeros, whose outputs are cut off again and have zero gradients.
 
     Args:
@@ -73,13 +73,13 @@ def call_without_rows(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
         kwargs: likewise. Where the name of an argument ends with "mask" the row is one of ones, which masks nothing.
     """
     forward = call.forward if isinstance(call, nn.Module) else call
-    filled = list(with_one_row(Arguments(forward).named(args, {})).values())
+    filled = list(with_dummy_row(ForwardArguments(forward).named(args, {})).values())
     more = [_filled(value, False) for value in args[len(filled) :]]
-    return tree_map(_cut, call(*filled, *more, **with_one_row(kwargs)))
+    return tree_map(_cut, call(*filled, *more, **with_dummy_row(kwargs)))
 
 
-def with_one_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without rows with a row, which is one of zeros; where a name ends with "mask", of ones."""
+def with_dummy_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """ForwardArguments without rows with a row, which is one of zeros; where a name ends with "mask", of ones."""
     return {name: _filled(value, name.endswith(_MASK)) for name, value in kwargs.items()}
 
 

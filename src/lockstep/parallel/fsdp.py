@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.pipeline_config import Pipelining
+from lockstep.parallel.pipeline_config import PipelineConfig
 from lockstep.parallel.pipeline_stage import Stage
 
 
@@ -38,13 +38,13 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: a parameter that is a single number.
     """
-    check_shareable(module)
+    check_shardable(module)
     for unit in [*units_of(module), module]:
         # The whole too: what is not in a layer would else stay gathered after an evaluation.
-        share(unit, mesh, reshard_after_forward=True)
+        apply_fsdp(unit, mesh, reshard_after_forward=True)
 
 
-def share(unit: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:
+def apply_fsdp(unit: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:
     """One ``fully_shard``, whose gradients are summed over ``mesh`` and not averaged."""
     made = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     made.set_gradient_divide_factor(1.0)
@@ -52,7 +52,7 @@ def share(unit: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> 
     return made
 
 
-def check_shareable(module: nn.Module) -> None:
+def check_shardable(module: nn.Module) -> None:
     """Refuses a module that cannot be shared.
 
     Raises:
@@ -94,7 +94,7 @@ _DIVIDED = ("zero_bubble", "zero_bubble_v")
 """Schedules whose backward passes are in two."""
 
 
-class Borrowing(ABC):
+class StageWeights(ABC):
     """When a worker's stages have the weights of which it holds a share."""
 
     @abstractmethod
@@ -106,7 +106,9 @@ class Borrowing(ABC):
         """
 
 
-def share_stages(module: nn.Module, stages: Sequence[Stage], pipelining: Pipelining, mesh: DeviceMesh) -> Borrowing:
+def shard_stages(
+    module: nn.Module, stages: Sequence[Stage], pipelining: PipelineConfig, mesh: DeviceMesh
+) -> StageWeights:
     """Leaves each worker of ``mesh`` its share of a worker's stages, in place. All must call it; nothing is sent.
 
     Args:
@@ -118,13 +120,13 @@ def share_stages(module: nn.Module, stages: Sequence[Stage], pipelining: Pipelin
     Raises:
         ConfigError: a parameter that is a single number, or that two parts of one worker have in common.
     """
-    check_shareable(module)
+    check_shardable(module)
     if pipelining.schedule in _DIVIDED:
         return _ByPass(module, stages, mesh)
     return _ByLayer(module, stages, mesh)
 
 
-class _ByLayer(Borrowing):
+class _ByLayer(StageWeights):
     """Each part of a stage is gathered when it is called, and again before its backward pass."""
 
     def __init__(self, module: nn.Module, stages: Sequence[Stage], mesh: DeviceMesh) -> None:
@@ -143,7 +145,7 @@ class _ByLayer(Borrowing):
         yield
 
 
-class _ByPass(Borrowing):
+class _ByPass(StageWeights):
     """All parts are gathered before the first microbatch comes, and given back when the last one is through."""
 
     def __init__(self, module: nn.Module, stages: Sequence[Stage], mesh: DeviceMesh) -> None:
@@ -152,7 +154,7 @@ class _ByPass(Borrowing):
         self._units = [_Held([part]) for part in parts if id(part) in layers]
         rest = [part for part in parts if id(part) not in layers]
         self._all = _Held([*self._units, *rest])  # weights that first and last stage have in common are one here
-        self._sharers = [share(each, mesh, reshard_after_forward=False) for each in (*self._units, self._all)]
+        self._sharers = [apply_fsdp(each, mesh, reshard_after_forward=False) for each in (*self._units, self._all)]
 
     @contextmanager
     def during(self, *, backward: bool) -> Iterator[None]:
@@ -215,7 +217,7 @@ def _no_view(value: Any) -> Any:
 def _lend(part: nn.Module, stage: Stage, mesh: DeviceMesh) -> nn.Module:
     """Has a part gather its weights where it works, and not where it lets other stages' hidden states through."""
     through, lent = part.forward, _Lent(part.forward, [part])
-    sharer = share(lent, mesh, reshard_after_forward=True)
+    sharer = apply_fsdp(lent, mesh, reshard_after_forward=True)
     # The gradient of a table of words, often the largest tensor, does not depend on what is in it.
     sharer.set_unshard_in_backward(not isinstance(part, nn.Embedding))
 
@@ -229,5 +231,5 @@ def _lend(part: nn.Module, stage: Stage, mesh: DeviceMesh) -> nn.Module:
 def _lend_together(stage: nn.Module, parts: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Has all that is lent in a stage known to each other, so that what was sent is freed as the next is sent."""
     together = _Lent(stage.forward, parts)
-    share(together, mesh, reshard_after_forward=True)
+    apply_fsdp(together, mesh, reshard_after_forward=True)
     stage.forward = together.__call__

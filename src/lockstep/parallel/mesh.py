@@ -24,18 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random
 
 from lockstep.collectives import process_group
-from lockstep.collectives.communicator import Workers
-from lockstep.collectives.distributed import RemoteWorkers
+from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.collectives.process_group import SHARE_UNANSWERED, GroupConnections
 from lockstep.errors import ClusterError, ConfigError, UsageError
 from lockstep.membership.membership import Membership
-from lockstep.parallel.mesh_layout import AXES, Grid
+from lockstep.parallel.mesh_layout import AXES, MeshLayout
 
 _numbers = itertools.count()
 _GLOO_THREADS = 2
 
 
-class GridMesh:
+class WorkerMesh:
     """torch's process groups over all workers of a job, and the DeviceMesh of a grid. Every worker must make one.
 
     Args:
@@ -53,7 +53,7 @@ class GridMesh:
         ClusterError: a worker was lost meanwhile.
     """
 
-    def __init__(self, membership: Membership, grid: Grid, *, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, membership: Membership, grid: MeshLayout, *, timeout_s: float, device: torch.device) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "torch's process group is initialised already, and ParallelStrategy makes it over the workers of its "
@@ -113,7 +113,7 @@ class GridMesh:
         elif not self._broken_off:  # else the end of the process does it
             process_group.ends_in_time(dist.destroy_process_group)
 
-    def _make(self, store: Store, grid: Grid, config: str) -> DeviceMesh:
+    def _make(self, store: Store, grid: MeshLayout, config: str) -> DeviceMesh:
         self._make_current()
         # For the life of the process, so it must not keep this mesh as long, and with it groups, threads and sockets.
         dist.Backend.register_backend(self._name, partial(_make_group_of, ref(self)), devices=["cpu"])
@@ -157,17 +157,17 @@ class GridMesh:
         return made
 
 
-def _make_group_of(mesh: ReferenceType[GridMesh], store: Store, rank: int, size: int, _: timedelta) -> Any:
+def _make_group_of(mesh: ReferenceType[WorkerMesh], store: Store, rank: int, size: int, _: timedelta) -> Any:
     held = mesh()
     assert held is not None  # it is what has torch make groups
     return held.make_group(store, rank, size)
 
 
-def make_mesh(workers: Workers, grid: Grid, *, timeout_s: float, device: torch.device) -> GridMesh | None:
+def make_mesh(workers: Communicator, grid: MeshLayout, *, timeout_s: float, device: torch.device) -> WorkerMesh | None:
     """The mesh of a job's workers; None where there is one. Every worker must call it."""
-    if not isinstance(workers, RemoteWorkers):
+    if not isinstance(workers, DistributedCommunicator):
         return None
-    return GridMesh(workers.membership, grid, timeout_s=timeout_s, device=device)
+    return WorkerMesh(workers.membership, grid, timeout_s=timeout_s, device=device)
 
 
 def backends_for(kind: str, host: str, *, nccl: bool) -> str:

@@ -23,7 +23,7 @@ REST = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class MeshLayout:
     """The workers of a job as a grid.
 
     Args:
@@ -46,13 +46,13 @@ class Grid:
         """The degrees in the order of ``AXES``."""
         return self.pipeline, self.data, self.tensor
 
-    def place(self, worker: int) -> Place:
+    def place(self, worker: int) -> MeshCoordinate:
         """Where a worker is."""
         rest, tensor = divmod(worker, self.tensor)
         stage, replica = divmod(rest, self.data)
-        return Place(stage=stage, replica=replica, tensor=tensor)
+        return MeshCoordinate(stage=stage, replica=replica, tensor=tensor)
 
-    def worker(self, place: Place) -> int:
+    def worker(self, place: MeshCoordinate) -> int:
         """The number of the worker at a place."""
         return (place.stage * self.data + place.replica) * self.tensor + place.tensor
 
@@ -60,34 +60,38 @@ class Grid:
         """The workers that hold the same part of the model, one per replica, in replica order."""
         here = self.place(worker)
         return tuple(
-            self.worker(Place(stage=here.stage, replica=replica, tensor=here.tensor)) for replica in range(self.data)
+            self.worker(MeshCoordinate(stage=here.stage, replica=replica, tensor=here.tensor))
+            for replica in range(self.data)
         )
 
     def line(self, worker: int) -> tuple[int, ...]:
         """The workers of all stages of the same replica and tensor rank, in the order of the stages."""
         here = self.place(worker)
         return tuple(
-            self.worker(Place(stage=stage, replica=here.replica, tensor=here.tensor)) for stage in range(self.pipeline)
+            self.worker(MeshCoordinate(stage=stage, replica=here.replica, tensor=here.tensor))
+            for stage in range(self.pipeline)
         )
 
     def members(self, replica: int) -> tuple[int, ...]:
         """The workers that hold a copy of the model together, in ascending order."""
         return tuple(worker for worker in range(self.workers) if self.place(worker).replica == replica)
 
-    def speakers(self, stage: int) -> tuple[int, ...]:
+    def leaders(self, stage: int) -> tuple[int, ...]:
         """One worker per replica, in replica order: the first tensor rank at a place of the pipeline.
 
         Args:
             stage: the place that has the outputs, as a rule the last.
         """
-        return tuple(self.worker(Place(stage=stage, replica=replica, tensor=0)) for replica in range(self.data))
+        return tuple(
+            self.worker(MeshCoordinate(stage=stage, replica=replica, tensor=0)) for replica in range(self.data)
+        )
 
     def __str__(self) -> str:
         return f"data={self.data}, pipeline={self.pipeline}, tensor={self.tensor}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MeshCoordinate:
     """A worker's coordinates: its stage of the pipeline, its replica of the model, its rank among those of a layer."""
 
     stage: int
@@ -95,7 +99,7 @@ class Place:
     tensor: int
 
 
-def choose_grid(workers: int, *, data: int = REST, pipeline: int = 1, tensor: int = 1) -> Grid:
+def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, tensor: int = 1) -> MeshLayout:
     """The grid of ``workers`` workers; one degree may be -1 and takes what the others leave.
 
     Raises:
@@ -116,7 +120,7 @@ def choose_grid(workers: int, *, data: int = REST, pipeline: int = 1, tensor: in
     product = prod(fixed.values())
     if workers % product or (not open_ones and workers != product):
         raise ConfigError(_misfit(workers, degrees, fixed))
-    return Grid(**{**degrees, **dict.fromkeys(open_ones, workers // product)})
+    return MeshLayout(**{**degrees, **dict.fromkeys(open_ones, workers // product)})
 
 
 def check_divides(name: str, degree: int, sizes: Sequence[tuple[str, int]]) -> None:

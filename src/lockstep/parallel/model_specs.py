@@ -22,7 +22,7 @@ class HasConfig(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Between:
+class SequenceParallelSpec:
     """What of a layer is between those parts that tensor ranks divide; all names are relative to the layer.
 
     Args:
@@ -39,7 +39,7 @@ class Between:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ModelSpec:
     """Names of modules; those of a layer are relative to it, those of the body to the base model, heads to the model.
 
     Args:
@@ -68,20 +68,20 @@ class Family:
     scaled: Sequence[tuple[str, str]] = ()
     apart: Sequence[str]
     together: Sequence[str] = ()
-    between: Between
+    between: SequenceParallelSpec
     heads: Sequence[str]
     begins: Mapping[str, str]
     ends: Sequence[str]
     sizes: Sequence[str]
 
 
-BERT = Family(
+BERT = ModelSpec(
     layers="encoder.layer",
     words="embeddings.word_embeddings",
     columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
     rows=("attention.output.dense", "output.dense"),
     apart=("attention.self",),
-    between=Between(
+    between=SequenceParallelSpec(
         norms=("attention.output.LayerNorm", "output.LayerNorm"),
         dropouts=("attention.output.dropout", "output.dropout"),
         regions=("attention.self", "intermediate"),
@@ -91,7 +91,7 @@ BERT = Family(
     ends=("pooler",),
     sizes=("num_attention_heads", "hidden_size", "intermediate_size"),
 )
-GPT2 = Family(
+GPT2 = ModelSpec(
     layers="h",
     words="wte",
     columns=("attn.c_attn", "mlp.c_fc"),
@@ -100,19 +100,21 @@ GPT2 = Family(
     scaled=(("attn", "split_size"),),
     apart=("attn",),
     together=("attn.resid_dropout",),
-    between=Between(norms=("ln_1", "ln_2"), dropouts=("attn.resid_dropout", "mlp.dropout"), regions=("attn", "mlp")),
+    between=SequenceParallelSpec(
+        norms=("ln_1", "ln_2"), dropouts=("attn.resid_dropout", "mlp.dropout"), regions=("attn", "mlp")
+    ),
     heads=("lm_head",),
     begins={"wte": "handed", "wpe": "nothing", "drop": "through"},
     ends=("ln_f",),
     sizes=("num_attention_heads", "hidden_size"),
 )
-LLAMA = Family(
+LLAMA = ModelSpec(
     layers="layers",
     words="embed_tokens",
     columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
     rows=("self_attn.o_proj", "mlp.down_proj"),
     apart=("self_attn",),
-    between=Between(
+    between=SequenceParallelSpec(
         norms=("input_layernorm", "post_attention_layernorm"), regions=("mlp",), regions_by_name=("self_attn",)
     ),
     heads=("lm_head",),
@@ -120,18 +122,18 @@ LLAMA = Family(
     ends=("norm",),
     sizes=("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
 )
-FAMILIES = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}
+MODEL_SPECS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}
 """By what a configuration calls its ``model_type``."""
 
 
-def family_of(module: object) -> Family | None:
+def model_spec_of(module: object) -> ModelSpec | None:
     """The family of a module; None for any other module."""
     if not isinstance(module, HasConfig):
         return None
-    return FAMILIES.get(str(getattr(module.config, "model_type", "")))
+    return MODEL_SPECS.get(str(getattr(module.config, "model_type", "")))
 
 
-def known_family(module: object, asked: str) -> Family:
+def require_model_spec(module: object, asked: str) -> ModelSpec:
     """The family of a module.
 
     Args:
@@ -141,10 +143,10 @@ def known_family(module: object, asked: str) -> Family:
     Raises:
         ConfigError: it has none; the message names those that there are.
     """
-    family = family_of(module)
+    family = model_spec_of(module)
     if family is None:
         raise ConfigError(
-            f"{asked} knows transformers' models of the types {', '.join(FAMILIES)}, got a {type(module).__name__}; "
+            f"{asked} knows transformers' models of the types {', '.join(MODEL_SPECS)}, got a {type(module).__name__}; "
             "give a plan of your own, as torch.distributed.tensor.parallel.parallelize_module takes it"
         )
     return family

@@ -31,15 +31,15 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.utils._pytree import tree_map, tree_unflatten
 
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import DataError
-from lockstep.parallel.forward_inputs import Arguments, with_one_row
-from lockstep.parallel.pipeline_config import Pipelining, ScheduleName
-from lockstep.parallel.pipeline_stage import Notes, Stage, WorkerStage
-from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, Slot, Timetable
+from lockstep.parallel.forward_inputs import ForwardArguments, with_dummy_row
+from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
+from lockstep.parallel.pipeline_stage import Stage, TracedStage, TraceRecorder
+from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, PipelineTrace, Slot
 
 if TYPE_CHECKING:
-    from lockstep.parallel.fsdp import Borrowing  # with torch's FSDP, which few ask for
+    from lockstep.parallel.fsdp import StageWeights  # with torch's FSDP, which few ask for
 
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -61,7 +61,7 @@ _ACTIONS: Mapping[str, ActionKind] = MappingProxyType({"F": "forward", "B": "bac
 
 
 def make_schedule(
-    pipelining: Pipelining, stages: Sequence[PipelineStage], loss: LossOfPart, *, backward: bool
+    pipelining: PipelineConfig, stages: Sequence[PipelineStage], loss: LossOfPart, *, backward: bool
 ) -> Schedule:
     """The schedule of this worker.
 
@@ -82,11 +82,11 @@ def make_schedule(
     return made
 
 
-def orders_of(pipelining: Pipelining) -> Orders:
+def orders_of(pipelining: PipelineConfig) -> Orders:
     """What each worker does in a step of training, in order, as torch's schedule has computed it.
 
     Example:
-        >>> orders = orders_of(Pipelining(schedule="1f1b", microbatches=2, workers=2))
+        >>> orders = orders_of(PipelineConfig(schedule="1f1b", microbatches=2, workers=2))
         >>> [f"{action.kind} {action.microbatch}" for action in orders[1]]
         ['forward 0', 'backward 0', 'forward 1', 'backward 1']
     """
@@ -177,16 +177,16 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[Stage],
-        pipelining: Pipelining,
+        pipelining: PipelineConfig,
         *,
         group: dist.ProcessGroup,
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
-        borrowing: Borrowing | None = None,
+        borrowing: StageWeights | None = None,
     ) -> None:
         self._stages, self._group = tuple(stages), group
-        self._arguments = Arguments(self._stages[0].model.forward)
+        self._arguments = ForwardArguments(self._stages[0].model.forward)
         self.pipelining = pipelining
         self.settle: Callable[[], None] = _nothing
         self._hidden, self._dtype, self._device = hidden, dtype, device
@@ -194,7 +194,7 @@ class Pipeline:
         self._ready: dict[tuple[Any, ...], Schedule] = {}
         self._examine: Examine | None = None
         self._rows = 0
-        self._notes = Notes()
+        self._notes = TraceRecorder()
 
     @property
     def is_last(self) -> bool:
@@ -222,7 +222,7 @@ class Pipeline:
         """Forward of a shard. All workers must call it."""
         self._pass(x, rows, examine, backward=False)
 
-    def timetable(self, line: Workers) -> Timetable:
+    def timetable(self, line: Communicator) -> PipelineTrace:
         """When all workers did what in the last pass, on each one's own clock. All of them must call it.
 
         Args:
@@ -231,8 +231,8 @@ class Pipeline:
         own = [
             [slot.action.kind, slot.action.stage, slot.action.microbatch, slot.begin, slot.end] for slot in self.slots
         ]
-        every = exchange_values(line, "the timetable", own)
-        return Timetable(workers=tuple(tuple(_slot(*each) for each in slots) for slots in every))
+        every = all_gather_object(line, "the timetable", own)
+        return PipelineTrace(workers=tuple(tuple(_slot(*each) for each in slots) for slots in every))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         words, named = self._inputs(x, rows)
@@ -256,7 +256,7 @@ class Pipeline:
     def _inputs(self, x: Any, rows: int) -> tuple[Tensor, dict[str, Any]]:
         """The words, and the other inputs by name."""
         given = self._arguments.of_inputs(x)
-        named = dict(given) if rows else with_one_row(given)
+        named = dict(given) if rows else with_dummy_row(given)
         words = named.pop(_WORDS, None)
         if not isinstance(words, Tensor):
             kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in given.items())
@@ -277,7 +277,7 @@ class Pipeline:
             hidden = torch.empty(*shape, self._hidden, dtype=self._dtype, device="meta", requires_grad=backward)
             first = torch.empty(shape, dtype=words, device="meta")
             made = [
-                WorkerStage(
+                TracedStage(
                     stage,
                     self.pipelining.stages,
                     group=self._group,

@@ -33,7 +33,7 @@ _USUAL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipelining:
+class PipelineConfig:
     """The settings of all pipelines of a strategy.
 
     Args:
@@ -67,7 +67,7 @@ class Pipelining:
         """The numbers of the stages that a worker of the pipeline holds, ascending.
 
         Example:
-            >>> Pipelining(schedule="zero_bubble_v", microbatches=4, workers=2, stages_per_worker=2).stages_of(0)
+            >>> PipelineConfig(schedule="zero_bubble_v", microbatches=4, workers=2, stages_per_worker=2).stages_of(0)
             (0, 3)
         """
         if self.schedule == "zero_bubble_v" and self.workers > 1:
@@ -80,9 +80,9 @@ class Pipelining:
         return next(worker for worker in range(self.workers) if self.stages - 1 in self.stages_of(worker))
 
 
-def choose_pipelining(
+def choose_pipeline_config(
     schedule: ScheduleName, microbatches: int | None, workers: int, stages_per_worker: int | None = None
-) -> Pipelining:
+) -> PipelineConfig:
     """The settings for a pipeline of ``workers`` workers.
 
     Args:
@@ -113,12 +113,12 @@ def choose_pipelining(
             f"microbatches={microbatches!r} leave some of {workers} workers idle all the time; "
             f"give at least {workers}, better {2 * workers} or more"
         )
-    return Pipelining(
+    return PipelineConfig(
         schedule=schedule, microbatches=microbatches, workers=workers, stages_per_worker=stages_per_worker
     )
 
 
-def check_layers(pipelining: Pipelining, layers: int) -> None:
+def check_layers(pipelining: PipelineConfig, layers: int) -> None:
     """Refuses more stages than a model has layers, where a worker has several.
 
     Raises:

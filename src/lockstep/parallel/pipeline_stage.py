@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from lockstep.parallel.model_specs import Family, HasConfig, known_family
-from lockstep.parallel.pipeline_config import Pipelining, check_layers, check_split, split_layers
+from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
+from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 
 
-class Turn:
+class ActiveStage:
     """Whose turn it is.
 
     Attributes:
@@ -82,7 +82,7 @@ class Stage(nn.Module):
     """A stage as torch's pipelining calls it.
 
     Args:
-        model: cut down to this worker's stages by ``cut``.
+        model: cut down to this worker's stages by ``cut_to_stages``.
         base: its body, which is the model itself where it has no head.
         parts: the modules of the model that are this stage's own.
         number: which stage it is.
@@ -97,7 +97,14 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, base: nn.Module, parts: Sequence[nn.Module], *, number: int, stages: int, turn: Turn
+        self,
+        model: nn.Module,
+        base: nn.Module,
+        parts: Sequence[nn.Module],
+        *,
+        number: int,
+        stages: int,
+        turn: ActiveStage,
     ) -> None:
         super().__init__()
         self.model = model
@@ -155,13 +162,15 @@ class Stage(nn.Module):
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def cut(module: nn.Module, split: PipelineSplit, pipelining: Pipelining, worker: int) -> tuple[Stage, ...]:
+def cut_to_stages(
+    module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig, worker: int
+) -> tuple[Stage, ...]:
     """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers.
 
     Raises:
         ConfigError: a model of no known family, or a split that does not fit its layers.
     """
-    family = known_family(module, 'pipeline_split="auto"')
+    family = require_model_spec(module, 'pipeline_split="auto"')
     prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
     base = module.get_submodule(prefix) if prefix in dict(module.named_children()) else module
     counts = _counts(module, base, family, split, pipelining)
@@ -190,7 +199,7 @@ class _Cutting:
 
     def __init__(self, own: Sequence[int]) -> None:
         self.parts: dict[int, list[nn.Module]] = {number: [] for number in own}
-        self.turn = Turn()
+        self.turn = ActiveStage()
 
     def leave(self, owner: nn.Module, name: str, stage: int, otherwise: nn.Module) -> None:
         """Leaves a part where its stage is this worker's, and puts ``otherwise`` in its place elsewhere."""
@@ -223,7 +232,7 @@ STANDINS: dict[str, type[nn.Module]] = {"handed": Handed, "nothing": Nothing, "t
 
 
 def _counts(
-    module: nn.Module, base: nn.Module, family: Family, split: PipelineSplit, pipelining: Pipelining
+    module: nn.Module, base: nn.Module, family: ModelSpec, split: PipelineSplit, pipelining: PipelineConfig
 ) -> tuple[int, ...]:
     layers = [_cost(layer) for layer in base.get_submodule(family.layers).children()]
     check_layers(pipelining, len(layers))
@@ -238,7 +247,7 @@ def _cost(module: nn.Module) -> float:
     return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
-class Notes:
+class TraceRecorder:
     """What a worker did in a pass, and when, in seconds of ``time.perf_counter()``."""
 
     def __init__(self) -> None:
@@ -259,7 +268,7 @@ class Notes:
             self.slots[-1] = replace(self.slots[-1], end=time.perf_counter())
 
 
-class WorkerStage(PipelineStage):
+class TracedStage(PipelineStage):
     """A stage for microbatches of one shape.
 
     Args:
@@ -280,7 +289,7 @@ class WorkerStage(PipelineStage):
         group: dist.ProcessGroup,
         takes: Tensor,
         gives: Tensor,
-        notes: Notes,
+        notes: TraceRecorder,
         device: torch.device,
     ) -> None:
         # With the shapes known, torch need not run a microbatch to find them.

@@ -47,7 +47,7 @@ Cost = Callable[[Action], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timetable:
+class PipelineTrace:
     """A step, or what was measured of one.
 
     Args:
@@ -89,7 +89,7 @@ def usual_cost(orders: Orders) -> Cost:
     return lambda action: COSTS[action.kind] / each
 
 
-def timetable(orders: Orders, cost: Cost | None = None) -> Timetable:
+def simulate(orders: Orders, cost: Cost | None = None) -> PipelineTrace:
     """When everything is done, if nothing takes time but the actions.
 
     Args:
@@ -116,7 +116,7 @@ def timetable(orders: Orders, cost: Cost | None = None) -> Timetable:
     stuck = [order[len(done)] for order, done in zip(orders, slots, strict=True) if len(done) < len(order)]
     if stuck:
         raise ConfigError(f"the workers of this schedule wait for each other in a circle, one before {stuck[0]}")
-    return Timetable(workers=tuple(tuple(each) for each in slots))
+    return PipelineTrace(workers=tuple(tuple(each) for each in slots))
 
 
 def _go_on(order: Sequence[Action], done: list[Slot], ends: dict[Action, float], takes: Cost, last: int) -> None:

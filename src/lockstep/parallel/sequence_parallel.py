@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.errors import DataError, UsageError
-from lockstep.parallel.forward_inputs import Arguments
+from lockstep.parallel.forward_inputs import ForwardArguments
 
 TOKENS = 1
 """The dim of the sequence in hidden states."""
 
 
-class DividedSequences:
+class SequenceSharding:
     """Has the first layer of each stage divide the sequences, and the last one put them together.
 
     Args:
@@ -85,7 +85,10 @@ def _placed(hidden: Tensor, mesh: DeviceMesh, before: Any, after: Any) -> Tensor
 
 
 def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    if Arguments(model.forward).named(args, kwargs).get("output_hidden_states") or model.config.output_hidden_states:
+    if (
+        ForwardArguments(model.forward).named(args, kwargs).get("output_hidden_states")
+        or model.config.output_hidden_states
+    ):
         raise UsageError(
             "output_hidden_states asks for what sequence_parallel=True divides among workers; leave one of them out"
         )

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.parallel.forward_inputs import call_without_rows, has_no_rows
+from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
 from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.pipeline_trace import Timetable
+from lockstep.parallel.pipeline_trace import PipelineTrace
 from lockstep.parallel.regions import Region, whole_region
-from lockstep.parallel.tensor_parallel import WHOLE, Division
+from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding
 
 
-class PartModule(nn.Module):
+class ShardedModule(nn.Module):
     """A worker's part of a model. Made by ``strategy.parallelize(module)``.
 
     Args:
@@ -44,11 +44,11 @@ class PartModule(nn.Module):
     def __init__(
         self,
         inside: nn.Module,
-        division: Division = WHOLE,
+        division: TensorSharding = WHOLE,
         *,
         names: Sequence[str] | None = None,
         ties: Sequence[Sequence[str]] = (),
-        line: Workers | None = None,
+        line: Communicator | None = None,
         tied: Sequence[str] = (),
         pipeline: Pipeline | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class PartModule(nn.Module):
                 "with ls.Model's fit, evaluate and predict"
             )
         if self._is_borrowed and has_no_rows(args, kwargs):
-            return call_without_rows(self.inside, args, kwargs)
+            return call_on_dummy_row(self.inside, args, kwargs)
         return self.inside(*args, **kwargs)
 
     def named_parameters(
@@ -135,7 +135,7 @@ class PartModule(nn.Module):
         """The model's children by name."""
         return self.inside.named_children()
 
-    def train(self, mode: bool = True) -> PartModule:
+    def train(self, mode: bool = True) -> ShardedModule:
         """Sets the training mode of the whole part."""
         self.training = mode
         self.inside.train(mode)
@@ -151,7 +151,7 @@ class PartModule(nn.Module):
             name: (str(value.dtype).removeprefix("torch."), list(value.shape))
             for name, value in self.inside.state_dict().items()
         }
-        every = [own] if self._line is None else exchange_values(self._line, "the names of the weights", own)
+        every = [own] if self._line is None else all_gather_object(self._line, "the names of the weights", own)
         found = {name: each for theirs in reversed(every) for name, each in theirs.items()}
         return {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -188,7 +188,7 @@ class PartModule(nn.Module):
                 self._take(name, own[name], state_dict[name].detach())
         return nn.modules.module._IncompatibleKeys(sorted(missing), sorted(unknown))
 
-    def timetable(self) -> Timetable:
+    def timetable(self) -> PipelineTrace:
         """When the workers of this pipeline did what in the last pass, in seconds. All of them must call it.
 
         Each reads its own host's ``time.perf_counter()``, so it holds for workers of one host.
@@ -211,7 +211,7 @@ class PartModule(nn.Module):
         if own is not None:
             self._take(name, own, whole)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> PartModule:
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """What ``.to(device)`` calls; the parts are where they belong."""
         return self
 
@@ -238,7 +238,7 @@ class PartModule(nn.Module):
                 raise CheckpointError(f"no worker holds a tensor of shape {tuple(described.shape)}")
             return own
         flat = torch.empty(0, dtype=described.dtype) if own is None else own.reshape(-1)
-        stages = self._line.gather_tensors("a tensor of the model", flat, 0)
+        stages = self._line.all_gather("a tensor of the model", flat, 0)
         return next((each for each in stages if each.numel()), flat).view(described.shape)
 
     def _region(self, name: str, value: Tensor) -> Region:

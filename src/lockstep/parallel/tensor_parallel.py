@@ -28,9 +28,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import check_divides
-from lockstep.parallel.model_specs import Family, HasConfig, known_family
+from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
 from lockstep.parallel.sequence_parallel import TOKENS
-from lockstep.parallel.vocab_parallel import Vocabulary, scores_of
+from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
 
 class ColumnwiseConv1D(ParallelStyle):
@@ -93,7 +93,7 @@ def _giving(placement: Placement) -> Any:
     return give
 
 
-class Names:
+class SpecNames:
     """The full names of a family's modules in one model.
 
     Args:
@@ -101,7 +101,7 @@ class Names:
         family: its family.
     """
 
-    def __init__(self, module: nn.Module, family: Family) -> None:
+    def __init__(self, module: nn.Module, family: ModelSpec) -> None:
         self._module, self._family = module, family
         prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
         self._base = f"{prefix}." if prefix in dict(module.named_children()) else ""
@@ -189,7 +189,7 @@ TensorPlan = Literal["auto"] | Mapping[str, ParallelStyle]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class TensorSharding:
     """How a module was divided.
 
     Args:
@@ -203,10 +203,10 @@ class Division:
     together: tuple[str, ...] = ()
 
 
-WHOLE = Division()
+WHOLE = TensorSharding()
 
 
-def divide_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, sequences: bool = False) -> Division:
+def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, sequences: bool = False) -> TensorSharding:
     """Divides a module, whole on every tensor rank and alike there, in place. Nothing is sent.
 
     Args:
@@ -220,17 +220,17 @@ def divide_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, sequ
     """
     degree = mesh.size()
     if degree == 1:
-        return Division()
+        return TensorSharding()
     ties = ties_of(module)
     if plan != "auto":
         if not isinstance(plan, Mapping):
             raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
         parallelize_module(module, mesh, dict(plan), src_data_rank=None)
         _tie(module, ties)
-        return Division()
-    family = known_family(module, 'tensor_plan="auto"')
+        return TensorSharding()
+    family = require_model_spec(module, 'tensor_plan="auto"')
     _check_sizes(module, family, degree)
-    names = Names(module, family)
+    names = SpecNames(module, family)
     orders: dict[str, torch.Tensor] = {}
     for linear, parts in names.fused():
         orders |= _reorder(module, linear, parts, degree)
@@ -241,10 +241,12 @@ def divide_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, sequ
     _tie(module, ties)
     for name in names.heads():
         _give_scores(module.get_submodule(name), mesh)
-    return Division(orders=orders, apart=names.apart(sequences=sequences), together=names.together(sequences=sequences))
+    return TensorSharding(
+        orders=orders, apart=names.apart(sequences=sequences), together=names.together(sequences=sequences)
+    )
 
 
-def _check_sizes(module: nn.Module, family: Family, degree: int) -> None:
+def _check_sizes(module: nn.Module, family: ModelSpec, degree: int) -> None:
     config: Any = module.config if isinstance(module, HasConfig) else None
     sizes = [(name, int(getattr(config, name))) for name in family.sizes]
     check_divides("tensor", degree, sizes)
@@ -253,8 +255,8 @@ def _check_sizes(module: nn.Module, family: Family, degree: int) -> None:
 def _give_scores(head: nn.Module, mesh: DeviceMesh) -> None:
     """Has a head that gives the scores of its rank's words give those of all."""
     words: Any = head.out_features
-    vocabulary = Vocabulary(words=words, rank=mesh.get_local_rank(), ranks=mesh.size(), group=mesh.get_group())
-    head.register_forward_hook(lambda _, __, part: scores_of(part, vocabulary))
+    vocabulary = VocabShard(words=words, rank=mesh.get_local_rank(), ranks=mesh.size(), group=mesh.get_group())
+    head.register_forward_hook(lambda _, __, part: vocab_parallel_logits(part, vocabulary))
 
 
 def _reorder(module: nn.Module, linear: str, parts: int, degree: int) -> dict[str, torch.Tensor]:

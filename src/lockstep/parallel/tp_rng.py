@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.replicas.rng.mode import ReplicaRandom, in_a_replica
-from lockstep.replicas.rng.state import beside_own
+from lockstep.replicas.rng.mode import ReplicaRng, in_replica
+from lockstep.replicas.rng.state import companion_generators
 
 
-class DeviceDraws:
+class DeviceRng:
     """Switches a GPU's default generator between the two seeds. For one replica's thread at a time.
 
     Args:
@@ -63,7 +63,7 @@ def _seed(generator: torch.Generator, seed: int) -> None:
         generator.set_offset(place)
 
 
-class OwnDraws:
+class TensorParallelRng:
     """Which of a module's parts draw a tensor rank's own random numbers.
 
     Args:
@@ -71,11 +71,11 @@ class OwnDraws:
         on_gpu: how numbers on this worker's GPU are drawn; None where it has none.
     """
 
-    def __init__(self, generator: torch.Generator, on_gpu: DeviceDraws | None = None) -> None:
+    def __init__(self, generator: torch.Generator, on_gpu: DeviceRng | None = None) -> None:
         self.generator = generator
         self._on_gpu = on_gpu
         self._on = self._given = False
-        self._random = ReplicaRandom(generator, applies=self._applies)
+        self._random = ReplicaRng(generator, applies=self._applies)
 
     def give(self, module: nn.Module, apart: Iterable[str], together: Iterable[str]) -> None:
         """Has the parts named in ``apart`` draw from it, but for those inside them that ``together`` names."""
@@ -88,14 +88,14 @@ class OwnDraws:
     @contextmanager
     def going_along(self) -> Iterator[None]:
         """Goes around what a replica does: what sets its generator back, as checkpointing does, sets this one too."""
-        token = beside_own.set((self.generator,) if self._given else ())
+        token = companion_generators.set((self.generator,) if self._given else ())
         try:
             yield
         finally:
-            beside_own.reset(token)
+            companion_generators.reset(token)
 
     def _applies(self) -> bool:
-        return self._on and in_a_replica()
+        return self._on and in_replica()
 
     def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self._on = self._on, True

@@ -27,7 +27,7 @@ from lockstep.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class VocabShard:
     """Which words' scores a tensor rank has: equal runs in the order of the ranks, the last ones shorter or empty.
 
     Args:
@@ -83,7 +83,7 @@ class Vocabulary:
 def cross_entropy(
     part: Tensor,
     targets: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: VocabShard,
     dim: int,
     *,
     weight: Tensor | None = None,
@@ -126,7 +126,7 @@ def cross_entropy(
     return values.sum() / weights.sum() if reduction == "mean" else values.sum()
 
 
-def argmax(part: Tensor, vocabulary: Vocabulary, dim: int, *, keepdim: bool = False) -> Tensor:
+def argmax(part: Tensor, vocabulary: VocabShard, dim: int, *, keepdim: bool = False) -> Tensor:
     """The word with the largest score, the first of equal ones. All ranks must call it.
 
     Args:
@@ -152,7 +152,7 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Tensor, targets: Tensor, vocabulary: Vocabulary, dim: int, with_total: bool
+        ctx: Any, part: Tensor, targets: Tensor, vocabulary: VocabShard, dim: int, with_total: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         with torch.autocast(part.device.type, enabled=False):
             scores = part if part.dtype in (torch.float32, torch.float64) else part.float()
@@ -186,7 +186,7 @@ class _Sums(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None, None
 
 
-def _largest(scores: Tensor, vocabulary: Vocabulary, dim: int) -> Tensor:
+def _largest(scores: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
     largest = (scores if vocabulary.own else _lowest(scores, dim)).amax(dim, keepdim=True)
     return vocabulary.reduce(largest, dist.ReduceOp.MAX)
 
@@ -211,7 +211,7 @@ _CHANGES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
 
 @contextmanager
-def scores_stay_divided() -> Iterator[None]:
+def keep_logits_sharded() -> Iterator[None]:
     """A block whose caller lets no scores out of it; elsewhere they are gathered as soon as they are there."""
     token = _may_stay_divided.set(True)
     try:
@@ -220,7 +220,7 @@ def scores_stay_divided() -> Iterator[None]:
         _may_stay_divided.reset(token)
 
 
-def scores_of(part: Tensor, vocabulary: Vocabulary) -> Tensor:
+def vocab_parallel_logits(part: Tensor, vocabulary: VocabShard) -> Tensor:
     """The scores of all words. All ranks must call it.
 
     Args:
@@ -234,21 +234,21 @@ def scores_of(part: Tensor, vocabulary: Vocabulary) -> Tensor:
     return whole
 
 
-class Scores(Tensor):
-    """A tensor of the whole shape over this rank's part. Made by ``scores_of``.
+class VocabParallelLogits(Tensor):
+    """A tensor of the whole shape over this rank's part. Made by ``vocab_parallel_logits``.
 
     Autograd sees the part where an operation is made on parts, and this tensor where one reaches it past
     ``__torch_function__``; either way the gradient of the part is right.
     """
 
     part: Tensor
-    vocabulary: Vocabulary
+    vocabulary: VocabShard
     words_dim: int
     family: list[int]
     known_whole: Tensor | None
 
     @staticmethod
-    def over(part: Tensor, vocabulary: Vocabulary, dim: int, family: list[int]) -> Scores:
+    def over(part: Tensor, vocabulary: VocabShard, dim: int, family: list[int]) -> VocabParallelLogits:
         """A tensor of the whole shape without memory of its own.
 
         Args:
@@ -258,7 +258,9 @@ class Scores(Tensor):
             family: how many views there are of one tensor, and how often these were used; each has the same list.
         """
         sizes = [*part.shape[:dim], vocabulary.words, *part.shape[dim + 1 :]]
-        made: Scores = Tensor._make_wrapper_subclass(Scores, sizes, dtype=part.dtype, device=part.device)
+        made: VocabParallelLogits = Tensor._make_wrapper_subclass(
+            VocabParallelLogits, sizes, dtype=part.dtype, device=part.device
+        )
         made.part, made.vocabulary, made.words_dim, made.family, made.known_whole = part, vocabulary, dim, family, None
         return made
 
@@ -280,14 +282,14 @@ class Scores(Tensor):
             return self.known_whole.detach()
         return self.vocabulary.gather(self.part, self.words_dim)
 
-    def again(self, part: Tensor, dim: int, *, view: bool) -> Scores:
+    def again(self, part: Tensor, dim: int, *, view: bool) -> VocabParallelLogits:
         """The same words' scores over another part; as a view, what is changed in either is changed in both."""
         if not view:
             return _divided(part, self.vocabulary, dim, [0, 0])
         self.family[0] += 1
         return _divided(part, self.vocabulary, dim, self.family)
 
-    def forgotten(self) -> Scores:
+    def forgotten(self) -> VocabParallelLogits:
         """What ``detach_`` does: autograd forgets it and no value changes. A pipeline does so after a microbatch."""
         self.part = self.part.detach()
         if self.known_whole is not None:
@@ -305,7 +307,7 @@ class Scores(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         on_parts = _ON_PARTS.get(func)
-        if on_parts is not None and args and isinstance(args[0], Scores) and args[0].divided:
+        if on_parts is not None and args and isinstance(args[0], VocabParallelLogits) and args[0].divided:
             result = on_parts(func, *args, **given)
             if result is not NotImplemented:
                 args[0].family[1] += func not in _LEAVES_NO_TRACE and result is not args[0]
@@ -313,7 +315,7 @@ class Scores(Tensor):
         if func is Tensor.detach_:
             return args[0].forgotten()
         _refuse_late_changes(getattr(func, "__name__", ""), args)
-        return func(*gathered(args), **gathered(given))
+        return func(*gather_logits(args), **gather_logits(given))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
@@ -324,11 +326,11 @@ class Scores(Tensor):
             scores = args[0]
             if not scores.divided:
                 return scores.values()
-            return Scores.over(scores.part.detach(), scores.vocabulary, scores.words_dim, [0, 0])
+            return VocabParallelLogits.over(scores.part.detach(), scores.vocabulary, scores.words_dim, [0, 0])
         if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
             raise UsageError(_NO_CHANGE)
         args, given = tree_map(
-            lambda leaf: leaf.values() if isinstance(leaf, Scores) else leaf, (args, dict(kwargs or {}))
+            lambda leaf: leaf.values() if isinstance(leaf, VocabParallelLogits) else leaf, (args, dict(kwargs or {}))
         )
         return func(*args, **given)
 
@@ -337,9 +339,9 @@ class _Divided(torch.autograd.Function):
     """A tensor of the whole shape, without memory; its gradient's own part is that of the part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, vocabulary: Vocabulary, dim: int) -> Tensor:
+    def forward(ctx: Any, part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
         ctx.vocabulary, ctx.dim = vocabulary, dim
-        return Scores.over(part, vocabulary, dim, [0, 0])
+        return VocabParallelLogits.over(part, vocabulary, dim, [0, 0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -350,7 +352,7 @@ class _Gathered(torch.autograd.Function):
     """The parts of all ranks. They all compute the same from it, so each has the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, vocabulary: Vocabulary, dim: int) -> Tensor:
+    def forward(ctx: Any, part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
         ctx.vocabulary, ctx.dim = vocabulary, dim
         return vocabulary.gather(part, dim)
 
@@ -359,20 +361,20 @@ class _Gathered(torch.autograd.Function):
         return ctx.vocabulary.cut(gradient, ctx.dim), None, None
 
 
-def _divided(part: Tensor, vocabulary: Vocabulary, dim: int, family: list[int]) -> Scores:
-    made: Scores = _Divided.apply(part, vocabulary, dim)  # type: ignore[no-untyped-call]
+def _divided(part: Tensor, vocabulary: VocabShard, dim: int, family: list[int]) -> VocabParallelLogits:
+    made: VocabParallelLogits = _Divided.apply(part, vocabulary, dim)  # type: ignore[no-untyped-call]
     made.part, made.family = part, family  # the part that autograd knows, which it hides from a function's forward
     return made
 
 
-def holds_divided(values: Any) -> bool:
+def has_sharded_logits(values: Any) -> bool:
     """Whether there are scores among these."""
-    return any(isinstance(leaf, Scores) for leaf in tree_leaves(values))
+    return any(isinstance(leaf, VocabParallelLogits) for leaf in tree_leaves(values))
 
 
-def gathered(values: Any) -> Any:
+def gather_logits(values: Any) -> Any:
     """The same structure with all scores whole. All ranks must call it."""
-    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Scores) else leaf, values)
+    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, VocabParallelLogits) else leaf, values)
 
 
 _NO_CHANGE = (
@@ -387,7 +389,7 @@ _NO_HOOK = (
 
 def _refuse_late_changes(name: str, args: tuple[Any, ...]) -> None:
     """What comes too late for what has been computed on parts."""
-    views, uses = args[0].family if args and isinstance(args[0], Scores) else (0, 0)
+    views, uses = args[0].family if args and isinstance(args[0], VocabParallelLogits) else (0, 0)
     if views and (name in _CHANGES or (name.endswith("_") and not name.endswith("__"))):
         raise UsageError(_NO_CHANGE)
     if uses and name in _HOOKS:
@@ -397,18 +399,18 @@ def _refuse_late_changes(name: str, args: tuple[Any, ...]) -> None:
 # What is computed on parts. Each gets torch's function and what it was called with, and may give NotImplemented back.
 
 
-def _cast(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Any:
+def _cast(func: Any, scores: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     part = func(scores.part, *args, **kwargs)
     return scores if part is scores.part else scores.again(part, scores.words_dim, view=False)
 
 
-def _permuted(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Any:
+def _permuted(func: Any, scores: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     numbered = torch.empty(tuple(range(1, scores.ndim + 1)), device="meta")  # its lengths tell its dims apart
     dim = list(func(numbered, *args, **kwargs).shape).index(scores.words_dim + 1)
     return scores.again(func(scores.part, *args, **kwargs), dim, view=True)
 
 
-def _reshaped(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Any:
+def _reshaped(func: Any, scores: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     """Rows of scores stay rows of scores where the last dim is that of the words before and after."""
     if scores.words_dim != scores.ndim - 1 or any(isinstance(arg, torch.dtype) for arg in args):
         return NotImplemented
@@ -420,7 +422,7 @@ def _reshaped(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Any:
     return scores.again(part, part.ndim - 1, view=True)
 
 
-def _indexed(func: Any, scores: Scores, index: Any) -> Any:
+def _indexed(func: Any, scores: VocabParallelLogits, index: Any) -> Any:
     """Some of the rows: whatever the index says of the dims before the words'."""
     parts = index if isinstance(index, tuple) else (index,)
     if scores.words_dim != scores.ndim - 1 or not all(_is_index(each) for each in parts):
@@ -447,7 +449,7 @@ def _dims_of(each: Any) -> int:
     return each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
 
 
-def _argmax(func: Any, scores: Scores, dim: int | None = None, keepdim: bool = False) -> Any:
+def _argmax(func: Any, scores: VocabParallelLogits, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None or dim % scores.ndim != scores.words_dim:
         return NotImplemented
     return argmax(scores.part, scores.vocabulary, scores.words_dim, keepdim=keepdim)
@@ -455,7 +457,7 @@ def _argmax(func: Any, scores: Scores, dim: int | None = None, keepdim: bool = F
 
 def _cross_entropy(
     func: Any,
-    scores: Scores,
+    scores: VocabParallelLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -476,7 +478,7 @@ def _cross_entropy(
     )  # fmt: skip
 
 
-def _hooked(func: Any, scores: Scores, hook: Any) -> Any:
+def _hooked(func: Any, scores: VocabParallelLogits, hook: Any) -> Any:
     """Full sharding's own hook only hears that a backward pass has come to the scores: it hears that of the part too.
 
     Gathered for it, the scores of 4 lines of 128 tokens and their loss took 128 MB in place of 48 (16,384 words).

@@ -29,7 +29,7 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.replicas.device.host_syncs import watched
+from lockstep.replicas.device.host_syncs import recording_host_syncs
 
 _SYMBOLS = {
     "current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo7currentEv"),
@@ -159,7 +159,7 @@ class CallerState:
             # torch runs a backward pass for a GPU in a thread of its own per device: replicas that share the device
             # would wait there for each other in a collective's backward pass. In the calling thread they cannot.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(watched())
+            stack.enter_context(recording_host_syncs())
             if self.profile is not None:
                 stack.enter_context(self.profile.shown())
             yield

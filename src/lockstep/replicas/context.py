@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_map
 
-from lockstep.collectives.communicator import Workers, caller
+from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.per_replica import merge, select
 from lockstep.collectives.reduce import ReduceOp, all_gather, all_reduce
-from lockstep.collectives.replica_barrier import Call, Rendezvous, Turn
+from lockstep.collectives.replica_barrier import Call, IssueSlot, ReplicaBarrier
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, UsageError
 
@@ -48,7 +48,12 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: Strategy, replica: int, device: LogicalDevice, rendezvous: Rendezvous | None, turn: Turn
+        self,
+        strategy: Strategy,
+        replica: int,
+        device: LogicalDevice,
+        rendezvous: ReplicaBarrier | None,
+        turn: IssueSlot,
     ) -> None:
         self._strategy = strategy
         self._replica = replica
@@ -67,7 +72,7 @@ class ReplicaContext:
         return self._replica
 
     @property
-    def workers(self) -> Workers:
+    def workers(self) -> Communicator:
         """The workers that run this step together, as this one sees them."""
         return self._strategy.workers
 
@@ -143,7 +148,7 @@ class ReplicaContext:
 
         if self._rendezvous is None:
             raise CollectiveError(f"{name} was called where this replica is alone; call it in the step itself")
-        return self._rendezvous.meet(self._replica, Call(name, caller()), value, once, self._turn)
+        return self._rendezvous.meet(self._replica, Call(name, call_site()), value, once, self._turn)
 
     def alone(self) -> ReplicaContext:
         """The same replica for code that the others do not run: its collectives raise a ``CollectiveError``."""

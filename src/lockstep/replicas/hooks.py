@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.config import LogicalDevice
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.update import Totals
+    from lockstep.mirroring.optim.step import Totals
     from lockstep.replicas.context import ReplicaContext
     from lockstep.strategies.base import Strategy
 

@@ -21,19 +21,19 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from lockstep.collectives.replica_barrier import Rendezvous, ReplicaStopped, Turn, Turns
+from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.caller_state import CallerModes, CallerState
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
-from lockstep.replicas.cpu.openmp_team import CallerTeam
+from lockstep.replicas.cpu.openmp_team import CallerOpenMPTeam
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
-from lockstep.replicas.device.streams import GpuReplica, GpuTurn, RunStreams
-from lockstep.replicas.rng.mode import Guard, ReplicaRandom, in_a_replica
-from lockstep.replicas.rng.state import ReplicaGenerators, know_replicas, replica_generator
+from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
+from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
+from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _instead(device: LogicalDevice) -> dict[Callable[..., Any], Callable[..., An
 def _draws_apart(device: LogicalDevice) -> Callable[[], bool]:
     """Where a replica's numbers on CPU tensors are its own: in its code, unless they are its device's to lend."""
     lent = device.kind == "GPU" and device.torch_device.type == "cpu"
-    return (lambda: False) if lent else in_a_replica
+    return (lambda: False) if lent else in_replica
 
 
 class ReplicaRunner:
@@ -157,7 +157,7 @@ class ReplicaRunner:
         self._failing = failing
         generators = [replica_generator(seed, number) for number in numbers]
         self._random = [
-            ReplicaRandom(generator, applies=_draws_apart(device), instead=_instead(device))
+            ReplicaRng(generator, applies=_draws_apart(device), instead=_instead(device))
             for device, generator in zip(devices, generators, strict=True)
         ]
         self._gpu = [
@@ -174,10 +174,10 @@ class ReplicaRunner:
         }
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
-        know_replicas()
-        self._caller_team = CallerTeam(shares)
-        self._stopped: Rendezvous | None = None
-        self._current: Rendezvous | None = None
+        patch_default_generator()
+        self._caller_team = CallerOpenMPTeam(shares)
+        self._stopped: ReplicaBarrier | None = None
+        self._current: ReplicaBarrier | None = None
         self._one_run = threading.Lock()
         self._threads = ReplicaThreads(shares, first=first_replica)
 
@@ -230,7 +230,7 @@ class ReplicaRunner:
                     policy.record(fn, took)
         return run.results
 
-    def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], turns: Sequence[Turn]) -> None:
+    def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], turns: Sequence[IssueSlot]) -> None:
         """Hands out the bodies and waits for their ends."""
         try:
             for replica, body in enumerate(bodies):
@@ -284,15 +284,15 @@ class ReplicaRunner:
         """Ends the threads. Idempotent."""
         self._threads.close()
 
-    def _turns(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[Turn]:
+    def _turns(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
         if alone:
-            gates = dict.fromkeys(self._policies, Turns(1))
+            gates = dict.fromkeys(self._policies, IssueGate(1))
         else:
-            gates = {name: Turns(policy.width(fn)) for name, policy in self._policies.items()}
-        turns: list[Turn] = []
+            gates = {name: IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
+        turns: list[IssueSlot] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
-            turns.append(gate if gpu is None else GpuTurn(gate, gpu, length, alone=len(self._devices) == 1))
+            turns.append(gate if gpu is None else GpuSlot(gate, gpu, length, alone=len(self._devices) == 1))
         return turns
 
     @property
@@ -328,7 +328,7 @@ class _Run:
         modes: CallerModes,
     ) -> None:
         self.strategy = strategy
-        self.rendezvous = Rendezvous(names, timeout_s, streams if streams.any_meeting else None)
+        self.rendezvous = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
         self.submitted = 0
         self._names = names
@@ -336,7 +336,7 @@ class _Run:
         self._caller = [CallerState.capture() for _ in names]
 
     def job(
-        self, context: ReplicaContext, turn: Turn, random: ReplicaRandom, body: Callable[[], Any]
+        self, context: ReplicaContext, turn: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
         """What the replica's thread is given to do. It never raises; ``leave`` takes the error."""
         replica = context.local_replica

@@ -6,39 +6,95 @@ MirroredStrategy, MultiWorkerMirroredStrategy and the default strategy are the i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
-from lockstep.collectives.tensor_like import by_replica, for_reduction
-from lockstep.data.distributed import DistributedDataset, PerReplicaDataset, Shard
-from lockstep.data.input_context import InputContext
+from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
+from lockstep.collectives.tensor_like import read_for_reduction, read_per_replica
+from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
+from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.leaves import rows_of, view_leaves
-from lockstep.data.no_rows import told_of_no_rows
+from lockstep.data.sharding import note_empty_shard
+from lockstep.data.structure import replica_leaves, rows_of
 from lockstep.errors import UsageError
-from lockstep.mirroring.exchange import LocalExchange
-from lockstep.mirroring.holding import Holding, WholeModels
+from lockstep.mirroring.gradients.local import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
-from lockstep.mirroring.mirror import MemoryFormat
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MakeExchange, MirroredOptimizer
+from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
+from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
+from lockstep.mirroring.partition import Holding, WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
-from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
+from lockstep.replicas.device.driver import driver_of
+from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.hooks import current_observer
-from lockstep.strategies.batch_bracket import Bracket
-from lockstep.strategies.batch_size import Trials, search_batch_size
-from lockstep.strategies.executor import Executor
+from lockstep.replicas.rng.mode import Guard
+from lockstep.replicas.rng.state import ReplicaGenerators
+from lockstep.replicas.runner import ReplicaRunner
+from lockstep.strategies.batch_size import Bracket, Trials, search_batch_size
 from lockstep.strategies.first_run import FirstRun
-from lockstep.strategies.scope import Scope, entered
+from lockstep.strategies.scope import Scope, current_strategy, entered
+
+
+class Executor(ABC):
+    """Where the replicas of a strategy run, and how."""
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """The logical devices of the local replicas, in replica order."""
+
+    @property
+    @abstractmethod
+    def workers(self) -> Communicator:
+        """The workers that run this strategy's replicas, as this one sees them."""
+
+    @property
+    @abstractmethod
+    def generators(self) -> ReplicaGenerators:
+        """Where the random numbers of the local replicas stand, for checkpoints."""
+
+    @abstractmethod
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        """Runs one body per replica, each in its replica context, and returns their results."""
+
+    @abstractmethod
+    def _guard_steps(self, guards: Sequence[Guard]) -> None:
+        """Has the replicas' calls of torch functions looked at, each by its guard; where there are several."""
+
+    @abstractmethod
+    def trial(self) -> AbstractContextManager[None]:
+        """Opens a block whose runs leave the replicas' random numbers, and the peaks of their memory, as they were."""
+
+    @abstractmethod
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """What the local replicas' GPUs, or shares of them, have of memory now, and the most they had, in bytes.
+
+        In replica order; those on a CPU have no memory of their own and are left out. It looks at every block of
+        torch's allocator, which takes a millisecond or more. Outside replicas only.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what the strategy keeps running. Idempotent; afterwards ``run`` is an error."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas, of all workers, share each global batch."""
+        return self.workers.num_replicas
+
 
 R = TypeVar("R")
 
@@ -103,7 +159,7 @@ class Strategy(Executor):
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [told_of_no_rows(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
+        bodies = [note_empty_shard(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
         rows = [_rows(view) for view in views]
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
@@ -142,7 +198,7 @@ class Strategy(Executor):
             The same structure with a tensor (on replica 0's device) or number for each leaf.
         """
         self._outside("reduce")
-        op, value = ReduceOp.of(op), for_reduction(value)
+        op, value = ReduceOp.of(op), read_for_reduction(value)
         if (
             op is ReduceOp.MEAN
             and axis is None
@@ -155,11 +211,11 @@ class Strategy(Executor):
         """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
         self._outside("gather")
         gather = partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis)
-        return self._map_values(gather, by_replica(value))
+        return self._map_values(gather, read_per_replica(value))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of the local replicas, one item each; a plain value is every replica's. Of a variable, copies."""
-        value = by_replica(value)
+        value = read_per_replica(value)
         return tuple(self._view(value, replica) for replica in range(len(self.devices)))
 
     @overload
@@ -296,7 +352,7 @@ class Strategy(Executor):
             BaseException: whatever else the step raises, unchanged; everything is put back then too.
         """
         self._outside("find_batch_size")
-        if not self.workers.alone:
+        if not self.workers.is_single:
             raise UsageError(
                 f"find_batch_size tries batches in one process, and this is a job of {self.workers.size} workers; find "
                 "the size on the devices of one worker with MirroredStrategy, and multiply it by the workers"
@@ -327,7 +383,152 @@ class Strategy(Executor):
 
 def _rows(view: Any) -> int | None:
     """The rows of the first of a replica's arguments that has any: its shard's, for messages."""
-    for leaf in view_leaves(view):
+    for leaf in replica_leaves(view):
         if (rows := rows_of(leaf)) is not None:
             return rows
     return None
+
+
+class ThreadedStrategy(Strategy):
+    """One replica per logical device, each in its own thread. Abstract: a strategy says how these come about.
+
+    Args:
+        devices: of the local replicas, in replica order.
+        workers: all workers, as this one sees them.
+        runner: the replicas' threads.
+        make_exchange: how an optimizer's gradients are summed.
+        holding: what of a model this worker holds; None is all of it.
+        guard: what each body is run in, in its replica's thread.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[LogicalDevice, ...],
+        workers: Communicator,
+        runner: ReplicaRunner,
+        make_exchange: MakeExchange = LocalExchange,
+        *,
+        holding: Holding | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__(make_exchange, holding)
+        self._guard = guard
+        self._devices = devices
+        self._workers = workers
+        self._runner = runner
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """The logical devices of the local replicas, in replica order."""
+        return self._devices
+
+    @property
+    def workers(self) -> Communicator:
+        """The workers that run this strategy's replicas, as this one sees them."""
+        return self._workers
+
+    @property
+    def generators(self) -> ReplicaGenerators:
+        """Where the random numbers of the local replicas stand, for checkpoints."""
+        return self._runner.generators
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Opens a block whose runs leave the replicas' random numbers, and the peaks of their memory, as they were."""
+        return self._runner.trial()
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """What the local replicas' GPUs, or shares of them, have of memory now, and the most they had, in bytes."""
+        self._outside("device_memory")
+        return self._runner.device_memory()
+
+    def close(self) -> None:
+        """Ends the replica threads and, among several workers, leaves the job; the others may go on alone.
+
+        The threads also end when the strategy is garbage collected and at interpreter exit.
+        """
+        self._runner.close()
+        self._workers.close()
+
+    def _guard_steps(self, guards: Sequence[Guard]) -> None:
+        self._runner.guard(guards)
+
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        if not self._workers.is_single:
+            self._workers.set_status(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({call_site()})")
+        return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows)
+
+
+def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
+    with guard():
+        return body()
+
+
+def observed(devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
+    """The devices that an observer wants in place of these; without one, these."""
+    observer = current_observer()
+    return devices if observer is None else observer.devices_chosen(devices)
+
+
+class DefaultStrategy(Strategy):
+    """One replica on the first logical GPU, else the first logical CPU device. No thread: a plain torch program."""
+
+    @cached_property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        """The one device; chosen, and taken into use, when it is first asked for."""
+        return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
+
+    @cached_property
+    def workers(self) -> Communicator:
+        """This process alone."""
+        return SingleWorkerCommunicator(1)
+
+    @cached_property
+    def generators(self) -> ReplicaGenerators:
+        """The one replica draws from torch's own generators."""
+        return ReplicaGenerators([], [], [])
+
+    def trial(self) -> AbstractContextManager[None]:
+        """There is nothing of its own to keep: the random numbers are torch's."""
+        return nullcontext()
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """What this process has of its GPU: a plain torch program keeps no accounts."""
+        device = self.devices[0]
+        driver = driver_of(device)
+        if driver is None:
+            return ()
+        has = driver.whole(device.torch_device)
+        return (
+            DeviceMemory(name=device.name, limit=None, in_use=has.in_use, reserved=has.reserved, peak=has.reserved),
+        )
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def _guard_steps(self, guards: Sequence[Guard]) -> None:
+        """There is one replica."""
+
+    def _execute(
+        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+    ) -> list[Any]:
+        device = self.devices[0]
+        context = ReplicaContext(
+            self, 0, device, ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0), IssueGate(1)
+        )
+        with in_context(context):
+            return [bodies[0]()]
+
+    def __repr__(self) -> str:
+        return "the default strategy of one device"
+
+
+@cache
+def _default() -> DefaultStrategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy whose scope or replica this code is in; outside, the default one of one device."""
+    return current_strategy() or _default()

@@ -1,24 +1,21 @@
-"""What the first run of a step function is looked at for: things that all replicas have in common.
+"""Looks at the first run of a step function for what would give other numbers than one device, and warns.
 
-    before     what the function and the module's hooks have captured; buffers; Python's and NumPy's random numbers
-    meanwhile  which functions run; which tensors the mirrored modules are called with; whether a loss is a shard's mean
-    after      what has changed of it, once for each function, as a warning
+    before     notes what the function and the module's hooks have captured, buffers, and the states of Python's and
+               NumPy's random generators
+    during     notes which functions run, what the mirrored modules are called with, and which losses are differentiated
+    after      compares, and warns once for each step function
 
-Programs do each of these on purpose too, so none is an error, but forward-mode AD, which replicas cannot
-have at the same time. Later runs cost nothing.
+Each of these can be intended, so they are warnings. Forward-mode AD alone is refused, for replicas cannot use it at the
+same time. Later runs are not looked at.
 """
 
 from __future__ import annotations
 
 import dis
-import functools
-import pickle
 import random
 import sys
-import sysconfig
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,27 +29,29 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.plain_call import refusing_plain_calls
-from lockstep.mirroring.step_guard import refuse_forward_mode
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_calls
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.rng.mode import ReplicaRandom
-from lockstep.strategies.back_propagated import Passes, counted_by_each, means_over_shards, over_rows
-from lockstep.strategies.hook_stores import HookStores
+from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.strategies.backward_check import Passes, counted_by_each, means_over_shards, over_rows
+from lockstep.strategies.captured import (
+    LIBRARIES,
+    HookStores,
+    captured_by,
+    hooks_of,
+    is_generator,
+    is_of_the_user,
+    plain_function,
+    state_of,
+    watched_in,
+)
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
-_TORCH = ReplicaRandom.__torch_function__.__code__
+_TORCH = ReplicaRng.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
-_CONTAINERS = (list, dict, set, deque)
-_NUMBERS = (int, float)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_ARRAY_BYTES = 2**20
-"""Larger arrays of NumPy are not looked into, whether they have been changed."""
-_LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
 
 
 class FirstRun:
@@ -90,7 +89,7 @@ class FirstRun:
         """Around the run."""
         captured = {name: (value, state_of(value)) for name, value in self._captured()}
         before = [[_values(_counting_buffers(copy)) for copy in module.copies] for module in self._modules]
-        drawn, stores = _stream_states(), HookStores(self._modules, captured_by)
+        drawn, stores = _stream_states(), HookStores(self._modules)
         for module in self._modules:
             module.on_call = self._called
         try:
@@ -128,7 +127,7 @@ class FirstRun:
     def _entered(self, frame: FrameType, event: str, given: Any) -> None:
         code = frame.f_code
         if event == "call" and code not in self._ran:
-            if code is _FORWARD_MODE and len(self._rows) > 1:
+            if code is _FORWARD_MODE:
                 refuse_forward_mode()
             self._ran[code] = frame.f_globals
         if event == "call" and code is _TORCH:
@@ -165,18 +164,13 @@ class FirstRun:
             self._fed[context.local_replica].append(tuple(tensors))
 
     def _captured(self) -> Iterator[tuple[str, Any]]:
-        for fn in (self._fn, *self._hooks()):
+        hooks = (hook for module in self._modules for part in module.module.modules() for hook in hooks_of(part))
+        for fn in (self._fn, *hooks):
             yield from captured_by(fn)
         owner = getattr(self._fn, "__self__", None)
         parts = {id(part) for module in self._modules for part in (module, *module.module.modules())}
-        if isinstance(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in parts:
-            yield from _watched(f"{type(owner).__name__}.", vars(owner).items())
-
-    def _hooks(self) -> Iterator[Callable[..., Any]]:
-        parts = [part for module in self._modules for part in module.module.modules()]
-        for part in parts:
-            for kind in _HOOKS:
-                yield from vars(part).get(kind, {}).values()
+        if isinstance(owner, nn.Module) and is_of_the_user(owner) and id(owner) not in parts:
+            yield from watched_in(f"{type(owner).__name__}.", vars(owner).items())
 
     def _tell_of_draws(self, before: dict[str, Any]) -> None:
         now = _stream_states()
@@ -193,8 +187,8 @@ class FirstRun:
         now = [
             (name, value) for name, value in self._captured() if name in before and before[name][1] != state_of(value)
         ]
-        generators = [name for name, value in now if _is_generator(value)]
-        changed = [name for name, value in now if not _is_generator(value)]
+        generators = [name for name, value in now if is_generator(value)]
+        changed = [name for name, value in now if not is_generator(value)]
         if generators:
             self._tell(
                 f"draws from {', '.join(map(repr, dict.fromkeys(generators)))}, a random generator that all replicas "
@@ -275,27 +269,21 @@ class FirstRun:
             )
 
     def _tell(self, what: str) -> None:
-        code = getattr(_plain(self._fn), "__code__", None)
+        code = getattr(plain_function(self._fn), "__code__", None)
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-        name = getattr(_plain(self._fn), "__qualname__", type(self._fn).__qualname__)
+        name = getattr(plain_function(self._fn), "__qualname__", type(self._fn).__qualname__)
         warnings.warn(f"the step {name}{where} {what}", stacklevel=6)
 
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """For what the look computes itself: no mode of the program sees it; what is freed since is not looked at."""
+    """Hides from the program's modes what is computed here, and ignores errors, as of tensors freed meanwhile."""
     with suppress(Exception), torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
         yield
 
 
-def _plain(fn: Any) -> Any:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__func__", fn)
-
-
 def _explain(stores: HookStores, error: Exception, replicas: int) -> None:
-    """Says of an error what has led to it, where replicas have overwritten each other's tensors."""
+    """Raises the cause of an error where replicas have overwritten each other's tensors."""
     try:
         stores.check(replicas)
     except UsageError as cause:
@@ -303,93 +291,19 @@ def _explain(stores: HookStores, error: Exception, replicas: int) -> None:
 
 
 def _is_of_libraries(fn: Any) -> bool:
-    code = getattr(_plain(fn), "__code__", None)
-    return code is not None and code.co_filename.startswith(_LIBRARIES)
+    code = getattr(plain_function(fn), "__code__", None)
+    return code is not None and code.co_filename.startswith(LIBRARIES)
 
 
 def _line_of(frame: FrameType) -> str:
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_filename.startswith(_LIBRARIES):
+    while above is not None and above.f_code.co_filename.startswith(LIBRARIES):
         above = above.f_back
     return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
 
 
-def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """What a function can reach and change: of its closure, of its object, and its module's globals.
-
-    Containers, numbers, tensors and names that are None, also as attributes of what it can reach.
-    """
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
-    plain = _plain(fn)
-    code: CodeType | None = getattr(plain, "__code__", None)
-    if code is not None and code.co_filename.startswith(_LIBRARIES):
-        return
-    if owner is not None and not isinstance(owner, (nn.Module, ModuleType)):
-        yield from _watched(f"{type(owner).__name__}.", getattr(owner, "__dict__", {}).items())
-    if code is not None:
-        cells = zip(code.co_freevars, plain.__closure__ or (), strict=True)
-        yield from _watched("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)])
-        yield from _watched("", [(name, plain.__globals__.get(name)) for name in code.co_names])
-
-
-def _watched(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for name, value in items:
-        if _is_watched(value):
-            yield prefix + name, value
-        elif not isinstance(value, nn.Module) and _is_of_the_user(value):
-            for attribute, kept in vars(value).items():
-                if _is_watched(kept):
-                    yield f"{prefix}{name}.{attribute}", kept
-
-
-def _is_watched(value: Any) -> bool:
-    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in _NUMBERS
-    return simple or _is_array(value) or _is_generator(value)
-
-
-def _is_of_the_user(value: Any) -> bool:
-    """Whether a value is an object of a class that belongs to no library."""
-    kind = type(value)
-    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
-        return False
-    if kind.__module__ == "__main__":
-        return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and not file.startswith((*_INSTALLED, *_LIBRARIES))
-
-
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random.")
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # not assigned yet
-        return False
-
-
-def state_of(value: Any) -> Any:
-    """What tells whether a container or number has been changed since."""
-    if _is_generator(value):
-        return pickle.dumps(value)
-    if value is None or isinstance(value, torch.Tensor):
-        return id(value)
-    if _is_array(value):
-        return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else b""
-    if isinstance(value, dict):
-        return [(key, id(each)) for key, each in value.items()]
-    return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value
-
-
 def _counting_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a module by name, but those of norms, whose statistics are known."""
+    """The buffers of a module by name, without those of norm layers, which are averaged on purpose."""
     known = {id(buffer) for part in module.modules() if isinstance(part, _NormBase) for buffer in part.buffers()}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in known}
 
@@ -403,7 +317,7 @@ def _same_objects(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
 
 
 def _stream_states() -> dict[str, Any]:
-    """Where the global random streams stand."""
+    """The states of the global random generators."""
     states: dict[str, Any] = {"Python": random.getstate()}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -412,9 +326,9 @@ def _stream_states() -> dict[str, Any]:
 
 
 def _draws(ran: dict[CodeType, dict[str, Any]], name: str) -> list[str]:
-    """The lines, of functions that have run, which name a global random stream's functions."""
+    """The lines of functions that have run that name a function of a global random generator."""
     stream = random if name == "Python" else sys.modules["numpy"].random
-    home = {random.__file__, *_LIBRARIES, str(Path(getattr(stream, "__file__", "")).parent)}
+    home = {random.__file__, *LIBRARIES, str(Path(getattr(stream, "__file__", "")).parent)}
     found: dict[str, None] = {}
     for code, names in list(ran.items()):
         if code.co_filename.startswith(tuple(home - {str(Path(random.__file__).parent)})):
@@ -426,7 +340,7 @@ def _draws(ran: dict[CodeType, dict[str, Any]], name: str) -> list[str]:
 
 
 def _names(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """What a function's global names and attributes of modules stand for, with their lines."""
+    """The values of a function's global names and attributes of modules, with their lines."""
     imported: dict[str, Any] = {}
     above: Any = None
     for instruction in dis.get_instructions(code):
@@ -447,6 +361,6 @@ def _names(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[int, Any]]:
 
 
 def _belongs(function: Any, stream: Any) -> bool:
-    """Whether a function is one of a global stream: a method of the object that the module keeps it in."""
+    """Whether a function is a method of a module's global generator."""
     owner = getattr(function, "__self__", None)
     return owner is not None and not isinstance(owner, ModuleType) and owner is stream.random.__self__

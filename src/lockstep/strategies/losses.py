@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.scope import in_cross_replica_context
@@ -93,8 +93,8 @@ def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
     return loss.sum()
 
 
-def _rows_of_all(workers: Workers, rows: list[int]) -> int:
-    return int(sum(of_one for (of_one,) in workers.exchange(_NAME, [sum(rows)])))
+def _rows_of_all(workers: Communicator, rows: list[int]) -> int:
+    return int(sum(of_one for (of_one,) in workers.all_gather_numbers(_NAME, [sum(rows)])))
 
 
 def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.cluster.resolve import declared_job
-from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.collectives.options import check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.threaded import ThreadedStrategy, observed
+from lockstep.strategies.base import ThreadedStrategy, observed
 
 DEFAULT_TIMEOUT_S = 1800.0
 
@@ -59,7 +59,7 @@ class MirroredStrategy(ThreadedStrategy):
             )
         chosen = observed(resolve_devices(devices))
         runner = ReplicaRunner(chosen, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s)
-        super().__init__(chosen, OneWorker(len(chosen)), runner)
+        super().__init__(chosen, SingleWorkerCommunicator(len(chosen)), runner)
 
     def __repr__(self) -> str:
         return f"MirroredStrategy([{', '.join(device.name for device in self.devices)}])"

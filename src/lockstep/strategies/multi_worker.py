@@ -2,19 +2,247 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import socket
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from lockstep.cluster.local import core_card, divide_cores, place_here
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
+from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
-from lockstep.config import LogicalDevice, resolve_devices
-from lockstep.errors import ConfigError
+from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices, resolve_devices
+from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
+from lockstep.membership.membership import Membership, join
+from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
+from lockstep.mirroring.gradients.local import Copies, GradientExchange, LocalExchange
+from lockstep.mirroring.zero1 import Sharing
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.job import Job
-from lockstep.strategies.own_gpus import own_devices
-from lockstep.strategies.threaded import ThreadedStrategy, observed
+from lockstep.strategies.base import ThreadedStrategy, observed
+
+
+def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
+    """This worker's part of the GPUs that it sees, divided or not; without any, the CPU's logical devices.
+
+    Args:
+        cluster: who takes part; None is this process alone, which takes all.
+
+    Raises:
+        ClusterError: the launcher's variables are malformed.
+    """
+    gpus = list_physical_devices("GPU")
+    if not gpus:
+        return tuple(list_logical_devices("CPU"))
+    own = {gpus[number].name for number in place_here(cluster).own_gpus(len(gpus))}
+    return tuple(device for device in list_logical_devices("GPU") if device.physical.name in own)
+
+
+def each_has_its_own(gpus: Sequence[int]) -> bool:
+    """Whether every worker has a GPU, and no two the same one, as NCCL wants it.
+
+    Args:
+        gpus: a number for the GPU of each worker; 0 where it has a CPU.
+    """
+    return all(gpus) and len(set(gpus)) == len(gpus)
+
+
+def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
+    """Holds the workers of a divided model to a GPU each, or to none.
+
+    Args:
+        names: how the workers are called in messages.
+        gpus: as for ``each_has_its_own``.
+
+    Raises:
+        ClusterError: some have a GPU and others none, or two have the same one.
+    """
+    if not any(gpus) or each_has_its_own(gpus):
+        return
+    if not all(gpus):
+        with_one = next(name for name, gpu in zip(names, gpus, strict=True) if gpu)
+        raise ClusterError(
+            f"{with_one} has a GPU and {names[gpus.index(0)]} a CPU, and the workers that divide a model have devices "
+            "of one kind; name one with device= on every worker"
+        )
+    second = next(worker for worker, gpu in enumerate(gpus) if gpu in gpus[:worker])
+    different = len(set(gpus))
+    raise ClusterError(
+        f"{len(gpus)} workers have {different} GPU{'s' * (different != 1)}, and NCCL takes one worker per GPU: "
+        f"{names[gpus.index(gpus[second])]} and {names[second]} have the same one; start {different}, or show each "
+        "worker a GPU of its own, as lockstep run does"
+    )
+
+
+class Job:
+    """Waits until all workers are there. Every worker must make one.
+
+    Args:
+        cluster: who takes part; None is this process alone.
+        devices: this worker's.
+        timeout_s: how many seconds to wait for all.
+        options: how the workers talk to each other.
+
+    Raises:
+        ClusterError: workers that did not come, or disagree.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec | None,
+        devices: Sequence[LogicalDevice],
+        *,
+        timeout_s: float,
+        options: CommunicationOptions,
+    ) -> None:
+        self._options = options
+        self._devices = tuple(devices)
+        self._optimizers = 0
+        self._membership: Membership | None = None
+        self._gpus: tuple[int, ...] = ()
+        self.workers: Communicator = SingleWorkerCommunicator(len(devices))
+        if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
+            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_card()}
+            self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
+            divide_cores(self._membership.infos, cluster.index)
+            self._gpus = tuple(info["gpu"] for info in self._membership.infos)
+            self.workers = DistributedCommunicator(
+                self._membership,
+                [info["replicas"] for info in self._membership.infos],
+                nccl=self._nccl,
+                timeout_s=options.timeout_s,
+            )
+
+    @property
+    def _nccl(self) -> bool:
+        """Whether tensors on GPUs go between workers by NCCL; else through host memory."""
+        return each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+
+    def check_gpus(self) -> None:
+        """For workers that divide a model: each has a GPU of its own, or none has one. Every worker must call it.
+
+        Raises:
+            ClusterError: it is not so; on every worker.
+        """
+        with self._ending():
+            check_gpus(self.workers.names, self._gpus)
+
+    def agree(self, seed: int | None, settings: Sequence[str] = ()) -> int:
+        """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike.
+
+        Args:
+            seed: that this one was given.
+            settings: whatever else must be equal, a line each.
+
+        Raises:
+            ClusterError: the workers were given different seeds or options.
+        """
+        with self._ending():
+            check_agreement(self.workers, "the seed", [f"seed={seed}"])
+            check_agreement(self.workers, "the settings of the strategy", [repr(self._options), *settings])
+            chiefs = self.workers.all_gather_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
+            state = torch.default_generator.get_state()
+            self.workers.broadcast("the chief's random numbers", [state])
+        if self.workers.size > 1:
+            torch.default_generator.set_state(state)
+        return int(chiefs) if seed is None else seed
+
+    def team(self, name: str, members: Sequence[int]) -> Communicator:
+        """Some of the workers, among them this one, as if they were all. Every one of them must ask for it.
+
+        Args:
+            name: what the team is called; no worker is in two of one name.
+            members: their numbers, ascending.
+        """
+        if not isinstance(self.workers, DistributedCommunicator) or len(members) == 1:
+            return SingleWorkerCommunicator(1)
+        return DistributedCommunicator(
+            self.workers.membership,
+            [1] * len(members),
+            nccl=self._nccl,
+            timeout_s=self._options.timeout_s,
+            members=members,
+            team=name,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this worker ends with ``error``."""
+        # A loss that is not finite all workers raise together, and may go on together.
+        if self._membership is not None and not isinstance(error, NonFiniteLossError):
+            self._membership.failed(error)
+
+    def when_over(self, stop: Callable[[BaseException], None]) -> None:
+        """Has ``stop`` called once, from another thread, when another worker has ended the job."""
+        if self._membership is not None:
+            self._membership.subscribe(stop)
+
+    def make_exchange(
+        self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], team: Communicator | None = None
+    ) -> GradientExchange:
+        """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it.
+
+        Args:
+            parameters: per parameter its local copies.
+            groups: the local replicas by storage.
+            team: the workers over which to sum; None is all.
+        """
+        workers = self.workers if team is None else team
+        if not isinstance(workers, DistributedCommunicator):
+            return LocalExchange(parameters, groups)
+        self._optimizers += 1
+        return BucketExchange(
+            parameters,
+            [group[0] for group in groups],
+            workers=workers,
+            bucket_bytes=self._options.bucket_bytes,
+            stream=workers.new_group(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
+            travel_as=self._options.travel_as,
+            marks=GradientMarks(self._devices),
+        )
+
+    def make_sharing(
+        self, parameters: Sequence[Copies], team: Communicator, kinds: Sequence[Hashable]
+    ) -> Sharing | None:
+        """The workers of a team as those who share the state of an optimizer; None where there is one.
+
+        Every one of them must ask for it, right after its ``make_exchange``.
+
+        Args:
+            parameters: per parameter its local copies, of which there is one.
+            team: they hold the same weights.
+            kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
+        """
+        if not isinstance(team, DistributedCommunicator):
+            return None
+        name = f"shares of optimizer {self._optimizers}"
+        return Sharing(
+            workers=team,
+            stream=team.new_group(name, parameters[0][0].device),
+            window_bytes=self._options.bucket_bytes,
+            kinds=kinds,
+        )
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Leaves the job, and tells the others, where what all of them look at does not fit."""
+        try:
+            yield
+        except LockstepError as error:
+            self.fail(error)
+            self.workers.close()
+            raise
+
+
+def _gpu_id(device: torch.device) -> int:
+    """A number for the GPU in this host; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    name = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) or 1
+
 
 START_TIMEOUT_S = 600.0
 

@@ -2,34 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object, check_agreement
+from lockstep.collectives.mesh_communicator import MeshCommunicator
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
-from lockstep.mirroring.exchange import Copies, GradientExchange
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.part_exchange import PartExchange
-from lockstep.parallel.mesh_layout import Grid, choose_grid
-from lockstep.parallel.pipeline_config import ScheduleName, choose_pipelining
+from lockstep.mirroring.gradients.local import Copies, GradientExchange
+from lockstep.mirroring.gradients.partitioned import PartExchange
+from lockstep.mirroring.module.module import MirroredModule, signature
+from lockstep.mirroring.optim.kernels import ELEMENTWISE
+from lockstep.mirroring.partition import Holding, Pipelined
+from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
+from lockstep.parallel.mesh import WorkerMesh
+from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, choose_mesh_layout
+from lockstep.parallel.model_specs import require_model_spec
+from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
+from lockstep.parallel.sequence_parallel import SequenceSharding
+from lockstep.parallel.sharded_module import ShardedModule
+from lockstep.parallel.tensor_parallel import WHOLE, SpecNames, TensorPlan, TensorSharding, shard_layers, ties_of
+from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.job import Job
-from lockstep.strategies.own_gpus import own_devices
-from lockstep.strategies.teams import make_teams
-from lockstep.strategies.threaded import ThreadedStrategy, observed
+from lockstep.strategies.base import ThreadedStrategy, observed
+from lockstep.strategies.multi_worker import Job, own_devices
 
 if TYPE_CHECKING:
+    from lockstep.parallel.fsdp import StageWeights
     from lockstep.parallel.pipeline_stage import PipelineSplit
     from lockstep.parallel.tensor_parallel import TensorPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teams:
+    """The workers.
+
+    Args:
+        grid: how they are arranged.
+        place: where this one is.
+        job: all of them.
+        peers: those that hold the same parts, one per replica.
+        replica: those that hold this replica together.
+        line: those of all stages, of this replica and tensor rank, in the order of the stages; None without a pipeline.
+        twin: this one and that of the other end of the line; None in its middle, and without a pipeline.
+    """
+
+    grid: MeshLayout
+    place: MeshCoordinate
+    job: Communicator
+    peers: Communicator
+    replica: Communicator
+    line: Communicator | None = None
+    twin: Communicator | None = None
+
+    def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> MeshCommunicator:
+        """The replicas, each seen as one worker.
+
+        Args:
+            last: the place in the line of the worker that has the outputs.
+            ends_with: what ends before the teams, and these before the job.
+        """
+        return MeshCommunicator(
+            self.job,
+            replica=self.place.replica,
+            leaders=self.grid.leaders(last),
+            chief=self.job.is_chief,
+            layout="" if self.job.is_single else str(self.grid),
+            ends_with=[*ends_with, self._close],
+        )
+
+    def _close(self) -> None:
+        for team in (self.peers, self.replica, self.line, self.twin):
+            if team is not None:
+                team.close()
+
+
+def make_teams(job: Job, grid: MeshLayout) -> Teams:
+    """This worker's teams, made in an order in which none waits for another in a circle. Every worker must call it.
+
+    Args:
+        job: which all have joined.
+        grid: of as many workers.
+    """
+    index = job.workers.index
+    place, line = grid.place(index), grid.line(index)
+    ends = (line[0], line[-1])
+    return Teams(
+        grid=grid,
+        place=place,
+        job=job.workers,
+        peers=job.team("peers", grid.peers(index)),
+        replica=job.team("replica", grid.members(place.replica)),
+        line=job.team("line", line) if grid.pipeline > 1 else None,
+        twin=job.team("twin", ends) if grid.pipeline > 1 and index in ends else None,
+    )
+
 
 START_TIMEOUT_S = 600.0
 
@@ -95,8 +175,8 @@ class ParallelStrategy(ThreadedStrategy):
         check_waiting_time("timeout_s", timeout_s)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        self.grid: Grid = choose_grid(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
-        pipelining = choose_pipelining(schedule, microbatches, self.grid.pipeline, stages_per_worker)
+        self.grid: MeshLayout = choose_mesh_layout(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
+        pipelining = choose_pipeline_config(schedule, microbatches, self.grid.pipeline, stages_per_worker)
         devices = observed(resolve_devices([own_devices(self.cluster)[0] if device is None else device]))
         job = self._job = Job(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
@@ -116,7 +196,6 @@ class ParallelStrategy(ThreadedStrategy):
         job.when_over(runner.abort)
         # torch's packages under these take 1.3 s to import, which a program without them is spared.
         from lockstep.parallel.mesh import make_mesh
-        from lockstep.strategies.parts import ModelParts
 
         own_device = devices[0].torch_device
         self._mesh = make_mesh(job.workers, self.grid, timeout_s=self.communication.timeout_s, device=own_device)
@@ -160,7 +239,7 @@ class ParallelStrategy(ThreadedStrategy):
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
         firsts, shared = [copies[0] for copies in parameters], self._parts.shares_weights
         # Of shared weights the gradients have been summed by the backward pass.
-        peers = OneWorker(1) if shared else self._teams.peers
+        peers = SingleWorkerCommunicator(1) if shared else self._teams.peers
         between_replicas = self._job.make_exchange(parameters, groups, peers)
         if self._mesh is None and self.devices[0].kind == "GPU":
             return between_replicas  # nobody to exchange with: nothing need pass through the host
@@ -205,3 +284,222 @@ def _check_sequence_parallel(asked: bool, tensor: int) -> None:
             "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one; "
             "choose tensor=2 or more, or leave it out"
         )
+
+
+class ModelParts(Holding):
+    """This worker's parts of models.
+
+    Args:
+        teams: the workers.
+        mesh: of all; None where there is one worker.
+        pipelining: how pipelines run.
+        shard_parameters: whether each replica holds a share of the weights.
+        own: the generator from which this worker draws for what it alone holds.
+        device: of this worker.
+        sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
+        seed: from which the first weights of models on the meta device are drawn; the same on every worker.
+    """
+
+    def __init__(
+        self,
+        teams: Teams,
+        mesh: WorkerMesh | None,
+        *,
+        pipelining: PipelineConfig,
+        shard_parameters: bool,
+        own: torch.Generator,
+        device: torch.device,
+        seed: int,
+        sequence_parallel: bool = False,
+    ) -> None:
+        self._teams, self._grid, self._place, self._mesh = teams, teams.grid, teams.place, mesh
+        self._pipelining = pipelining
+        self._shard_parameters = shard_parameters and teams.grid.data > 1
+        self._device = device
+        self._draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
+        self._seed, self._drawn = seed, 0
+        self._sequence_parallel = sequence_parallel
+        self._parts: WeakValueDictionary[int, ShardedModule] = WeakValueDictionary()
+
+    def peers(self, workers: Communicator) -> Communicator:
+        """Those with the same part, one per replica."""
+        return self._teams.peers
+
+    def take(self, module: nn.Module) -> nn.Module:
+        """This worker's part; of a plain module that by "auto"."""
+        return module if isinstance(module, ShardedModule) else self.divide(module, "auto", "auto")
+
+    @property
+    def parts(self) -> bool:
+        """Where there are several workers."""
+        return self._mesh is not None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Where they are divided among several replicas."""
+        return self._shard_parameters
+
+    def pipeline(self, module: nn.Module) -> Pipelined | None:
+        """The schedules of a part that is one stage of several."""
+        return module.pipeline if isinstance(module, ShardedModule) else None
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Only what updates each number by itself gives on parts what it gives on the whole."""
+        if type(optimizer) not in ELEMENTWISE:
+            known = ", ".join(each.__name__ for each in ELEMENTWISE)
+            raise ConfigError(
+                f"optimizer is a {type(optimizer).__name__}, which may look at whole weights, and a worker holds "
+                f"parts; choose one of torch's {known}"
+            )
+
+    @property
+    def draws(self) -> TensorParallelRng:
+        """What this worker draws by itself."""
+        return self._draws
+
+    def divide(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
+        """Divides a module, once. Every worker must call it.
+
+        Raises:
+            ConfigError: it cannot be divided so.
+            ClusterError: another worker has another module.
+        """
+        if isinstance(module, ShardedModule):
+            return module
+        part = self._parts.get(id(module))
+        if part is None:
+            part = self._parts[id(module)] = self._divided(module, plan, split)
+        return part
+
+    def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
+        """The numbers of those that count here for the norm of all: one's own share, and once what several hold."""
+        divided = self._divided_ids()
+        elsewhere = {id(each) for each in self.tied(parameters)} if self._place.stage else set()
+        return frozenset(
+            index
+            for index, each in enumerate(parameters)
+            if id(each) not in elsewhere and (self._place.tensor == 0 or id(each) in divided)
+        )
+
+    def kinds(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """Of each, with whom else this worker has it in common: with another stage, with tensor ranks, or with none."""
+        divided = self._divided_ids()
+        tied = {id(each): f"tied {number}" for number, each in enumerate(self.tied(parameters))}
+        return [tied.get(id(each), "own" if id(each) in divided else "whole") for each in parameters]
+
+    def tied(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that another stage holds too, in an order that is the same there."""
+        given = {id(each) for each in parameters}
+        return [each for part in self._parts.values() for each in part.tied if id(each) in given]
+
+    def _divided_ids(self) -> frozenset[int]:
+        return frozenset().union(*(part.divided for part in self._parts.values()))
+
+    def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
+        first = self._first_weights(module)
+        if self._mesh is None:
+            _fill(module, first, WHOLE, self._device)
+            move_to_device(module, self._device)
+            return ShardedModule(module)
+        names, ties = list(module.state_dict()), ties_of(module)
+        sequences = self._sequences_of(module, plan, self._mesh)
+        stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
+        division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
+        if sequences is not None:
+            sequences.bound([stage.parts for stage in stages] or [module.modules()])
+        _fill(module, first, division, self._device)
+        self._draws.give(module, division.apart, division.together)
+        borrowing = self._shared(module, stages, self._mesh) if self._shard_parameters else None
+        move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
+        if not stages:
+            return ShardedModule(module, division, names=names, ties=ties)
+        return ShardedModule(
+            module,
+            division,
+            names=names,
+            ties=ties,
+            line=self._teams.line,
+            tied=self._tied_of(module, ties),
+            pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
+        )
+
+    def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh) -> StageWeights | None:
+        """Leaves this worker its share; and how its stages have the rest, where there are any."""
+        from lockstep.parallel.fsdp import (
+            shard_fully,  # torch's FSDP, which few ask for
+            shard_stages,
+        )
+
+        if stages:
+            return shard_stages(module, stages, self._pipelining, mesh.mesh["data"])
+        shard_fully(module, mesh.mesh["data"])
+        return None
+
+    def _first_weights(self, module: nn.Module) -> DeferredInit | None:
+        """How the tensors on the meta device begin; those elsewhere become the chief's. None where all are there."""
+        tensors = [*module.parameters(), *module.buffers()]
+        there = [each for each in tensors if not each.is_meta]
+        blank = f"{len(tensors) - len(there)} tensors on the meta device"
+        check_agreement(self._teams.job, "the model", [*signature(module), blank])
+        with torch.no_grad():
+            self._teams.job.broadcast("the chief's weights", there)
+        if len(there) == len(tensors):
+            return None
+        self._drawn += 1  # so that two models whose modules have the same names begin with different weights
+        return DeferredInit(module, f"{self._seed}/model {self._drawn}")
+
+    def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: WorkerMesh) -> SequenceSharding | None:
+        """How the layers divide the sequences; before the cut, whose turns go around what is done here."""
+        if not self._sequence_parallel:
+            return None
+        if plan != "auto":
+            raise ConfigError(
+                'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
+                "in your plan"
+            )
+        names = SpecNames(module, require_model_spec(module, "sequence_parallel=True"))
+        return SequenceSharding(mesh.mesh["tensor"], module, names.layers())
+
+    def _pipeline_of(
+        self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh, borrowing: StageWeights | None
+    ) -> Pipeline:
+        config: Any = module.config
+        return Pipeline(
+            stages,
+            self._pipelining,
+            group=mesh.mesh.get_group("pipeline"),
+            hidden=int(config.hidden_size),
+            dtype=next(parameter.dtype for parameter in module.parameters()),
+            device=self._device,
+            borrowing=borrowing,
+        )
+
+    def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
+        """The first of its names here of each weight that another stage holds too."""
+        line = self._teams.line
+        own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        stages = [] if line is None else all_gather_object(line, "the names of the stages", sorted(own))
+        found = []
+        for names in ties:
+            holders = [number for number, held in enumerate(stages) if set(held) & set(names)]
+            if len(holders) < 2:
+                continue
+            if holders != [0, len(stages) - 1]:
+                raise ConfigError(
+                    f"{' and '.join(names)} are one weight, which the stages {holders} hold, and a pipeline shares "
+                    "weights between its first and its last stage only; choose another split"
+                )
+            found += [name for name in names if name in own][:1]
+        return found
+
+
+def _fill(module: nn.Module, first: DeferredInit | None, division: TensorSharding, device: torch.device) -> None:
+    if first is not None:
+        materialize(module, first, division.orders, device)
+
+
+def _on_gpu(device: torch.device, own: int) -> DeviceRng | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
+    return DeviceRng(lambda: torch.cuda.default_generators[device.index], own)

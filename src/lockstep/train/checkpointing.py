@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.kinds import check_kind, check_like
-from lockstep.checkpoint.part import Part, PartState, SavedPart
-from lockstep.checkpoint.streamed_weights import write_streamed
+from lockstep.checkpoint.export import stream_weights
+from lockstep.checkpoint.format import check_kind, check_like
+from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
-from lockstep.collectives.communicator import Workers, on_chief
+from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.mirroring.module import MirroredModule
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
@@ -30,7 +30,7 @@ from lockstep.train.loop import TrainLoop
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.held_tensors import StoredTensors
+    from lockstep.checkpoint.sharded_io import TensorReader
     from lockstep.train.model import Model
 
 
@@ -62,7 +62,7 @@ _SAVED: Any = {
 }
 
 
-class TrainingState(Part):
+class TrainingState(StateAdapter):
     """The part of a Model's checkpoints that is neither weights, optimizer nor scheduler.
 
     Args:
@@ -116,7 +116,7 @@ class TrainingState(Part):
         finally:
             self._position, self._fit = self.position, None
 
-    def state(self) -> PartState:
+    def state(self) -> AdapterState:
         """All of it.
 
         Raises:
@@ -130,7 +130,7 @@ class TrainingState(Part):
             "history": _history_state(self._model.history),
         }
         if self._fit is None:
-            return PartState(shared=shared)
+            return AdapterState(shared=shared)
         loop, feed, callbacks = self._fit
         if loop.pending:
             raise UsageError(
@@ -140,9 +140,9 @@ class TrainingState(Part):
         loop.in_flight.settle()  # a place behind a loss that was no number is none to go on from
         shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
-        return PartState(shared=shared, replicas=replicas, worker=feed.state_dict())
+        return AdapterState(shared=shared, replicas=replicas, worker=feed.state_dict())
 
-    def check(self, saved: SavedPart) -> None:
+    def check(self, saved: SavedState) -> None:
         """A state of any training fits."""
         check_kind(saved.shared, _SAVED, "training")
         if self._fit is None or "loss" not in saved.shared:
@@ -154,7 +154,7 @@ class TrainingState(Part):
                 check_like(states, _kinds_of_states(metrics), "metrics")
         check_kind(saved.worker, _PLACE, "place in the data")
 
-    def load(self, saved: SavedPart) -> None:
+    def load(self, saved: SavedState) -> None:
         """Takes it; the parts that belong to a fit under way only during one."""
         shared = saved.shared
         self.run = shared["run"]
@@ -210,11 +210,11 @@ def _history(state: Mapping[str, Any]) -> History:
 _TOGETHER_BYTES = 32 * 2**20
 
 
-def save_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def save_parts(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Writes the whole model's state_dict to a safetensors file. Every worker must call it; the chief writes."""
-    from lockstep.checkpoint.divided_parts import part_of_model
+    from lockstep.checkpoint.sharded_state import sharded_module_of
 
-    part = part_of_model(module)
+    part = sharded_module_of(module)
     module.exchange_buffers()
     averages = dict(module.named_buffers())
     described, stream = part.described(), part.stream()
@@ -222,38 +222,38 @@ def save_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike
     failed: CheckpointError | None = None
     if workers.is_chief:
         try:
-            write_streamed(path, described, averaged)
+            stream_weights(path, described, averaged)
         except CheckpointError as error:
             failed = error
     for _ in stream:  # what the others, and a chief that could not write, do with the rest
         pass
-    on_chief(workers, "save the weights", lambda: _raise(failed))
+    run_on_chief(workers, "save the weights", lambda: _raise(failed))
 
 
-def load_parts(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def load_parts(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a whole model's safetensors file, if everything fits. Every worker must call it; the chief reads."""
-    from lockstep.checkpoint.divided_parts import part_of_model
+    from lockstep.checkpoint.sharded_state import sharded_module_of
 
-    part = part_of_model(module)
+    part = sharded_module_of(module)
     described = part.described()
-    stored = on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
+    stored = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
     for names in _together(described):
         tensors = [torch.empty_like(described[name], device="cpu") for name in names]
-        on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
+        run_on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
         workers.broadcast("loaded weights", tensors)
         for name, tensor in zip(names, tensors, strict=True):
             part.take(name, tensor)
 
 
-def _opened(path: Path, described: Mapping[str, Tensor]) -> StoredTensors:
+def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
     from safetensors import SafetensorError
 
-    from lockstep.checkpoint.held_tensors import StoredTensors
+    from lockstep.checkpoint.sharded_io import TensorReader
 
     if not path.is_file():
         raise CheckpointError(f"there is no weights file {path}; give the path of a file written by save_weights")
     try:
-        stored = StoredTensors(path)
+        stored = TensorReader(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read the weights in {path}: {error}; give a safetensors file written by save_weights"
@@ -262,11 +262,11 @@ def _opened(path: Path, described: Mapping[str, Tensor]) -> StoredTensors:
     return stored
 
 
-def _read(stored: StoredTensors | None, names: list[str], into: list[Tensor]) -> None:
-    from lockstep.checkpoint.held_tensors import HeldTensor
+def _read(stored: TensorReader | None, names: list[str], into: list[Tensor]) -> None:
+    from lockstep.checkpoint.sharded_io import TensorShard
 
     if stored is not None:
-        stored.read({name: HeldTensor(tensor) for name, tensor in zip(names, into, strict=True)})
+        stored.read({name: TensorShard(tensor) for name, tensor in zip(names, into, strict=True)})
 
 
 def _together(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -288,17 +288,17 @@ def _raise(error: CheckpointError | None) -> None:
         raise error
 
 
-def save_weights(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes."""
     if module.is_part:
         save_parts(module, workers, path)
         return
     module.exchange_buffers()
     state = module.state_dict()
-    on_chief(workers, "save the weights", lambda: write_weights(state, path))
+    run_on_chief(workers, "save the weights", lambda: write_weights(state, path))
 
 
-def load_weights(module: MirroredModule, workers: Workers, path: str | os.PathLike[str]) -> None:
+def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a safetensors file into all copies, if everything fits. Every worker must call it; the chief reads."""
     if module.is_part:
         load_parts(module, workers, path)
@@ -311,7 +311,7 @@ def load_weights(module: MirroredModule, workers: Workers, path: str | os.PathLi
         return weights
 
     # The others go on from the chief's, which loading gives them.
-    module.load_state_dict(on_chief(workers, "load the weights", read) or state)
+    module.load_state_dict(run_on_chief(workers, "load the weights", read) or state)
 
 
 def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoint:

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics

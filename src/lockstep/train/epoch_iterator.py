@@ -7,22 +7,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.distributed import DistributedDataset
-from lockstep.data.iterated import Distributed
-from lockstep.data.position import RandomState, without_default
+from lockstep.data.dataset import DistributedDataset, DistributedIterable
 from lockstep.data.prefetch import ClosableIterator
+from lockstep.data.resume import RandomState, without_default
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
 
 
-def distribute(strategy: Strategy, data: Iterable[Any] | Distributed) -> Distributed:
+def distribute(strategy: Strategy, data: Iterable[Any] | DistributedIterable) -> DistributedIterable:
     """The data divided among the strategy's replicas; data that is distributed already stays as it is."""
-    if isinstance(data, Distributed):
+    if isinstance(data, DistributedIterable):
         return data
     return DistributedDataset(data, strategy.devices, workers=strategy.workers, items=True)
 
 
-def known_length(data: Distributed) -> int | None:
+def known_length(data: DistributedIterable) -> int | None:
     """The number of global batches, or None where the source does not say."""
     try:
         return len(data)
@@ -55,7 +54,7 @@ class EpochIterator:
         ConfigError: ``steps_per_epoch`` is no positive integer.
     """
 
-    def __init__(self, data: Distributed, *, name: str, steps_per_epoch: int | None = None) -> None:
+    def __init__(self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None) -> None:
         if steps_per_epoch is not None and (type(steps_per_epoch) is not int or steps_per_epoch < 1):
             raise ConfigError(f"steps_per_epoch={steps_per_epoch!r}; give a number of global batches, or None")
         self._data = data

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.collectives.communicator import Workers, agree
+from lockstep.collectives.communicator import Communicator, check_agreement
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar
@@ -72,7 +72,7 @@ def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Ca
 
 
 def agree_on_fit(
-    workers: Workers, config: CompileConfig, feed: EpochIterator, validation: EpochIterator | None, epochs: Epochs
+    workers: Communicator, config: CompileConfig, feed: EpochIterator, validation: EpochIterator | None, epochs: Epochs
 ) -> None:
     """Finds workers that were told to train in another way. Every worker must call it.
 
@@ -83,7 +83,7 @@ def agree_on_fit(
     lines += [f"steps={feed.steps}", f"validation steps={None if validation is None else validation.steps}"]
     lines += [f"accumulate={config.accumulate}", f"clip_norm={config.clip_norm}"]
     lines += [f"precision={config.precision}", f"metrics={list(config.metrics)}"]
-    agree(workers, "how to train", lines)
+    check_agreement(workers, "how to train", lines)
 
 
 def run_fit(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList, Logs
 from lockstep.train.compile import Precision, TrainSetup
@@ -83,17 +83,17 @@ def run_evaluation(
         outputs = strategy.local_results(strategy.run(evaluate_step, (setup, states, batch)))
         metrics.skip_input_checks()
         sums = [number for output in outputs for number in (output.total, output.count)]
-        numbers = Arriving([*sums, 0.0], strategy.devices[0])
+        numbers = AsyncScalars([*sums, 0.0], strategy.devices[0])
         loss.add(numbers, pairs=len(outputs))
         in_flight.add(numbers, epoch=0, step=clock.steps + 1)
         now = loss.now()
-        logs = {} if now.arrived and not now.counted else batch_logs(now, (), NO_NUMBERS)
+        logs = {} if now.arrived and not now.counted else batch_logs(now, (), NO_SCALARS)
         return sum(output.rows for output in outputs), logs
 
     with module_mode(setup.module, training=False):
         callbacks.call("on_test_begin")
         run_batches("test", feed, run, callbacks=callbacks, clock=clock)
-        totals = strategy.workers.exchange("end of an evaluation", [loss.total, loss.count, clock.examples])
+        totals = strategy.workers.all_gather_numbers("end of an evaluation", [loss.total, loss.count, clock.examples])
         total, count, rows = (sum(column) for column in zip(*totals, strict=True))
         clock.examples = int(rows)
         logs = {"loss": RunningLoss(total, count).final(), **metrics.compute()}
@@ -140,7 +140,7 @@ class CollectedOutputs:
         """Whether nothing was added."""
         return self._spec is None
 
-    def joined(self, workers: Workers) -> Any:
+    def joined(self, workers: Communicator) -> Any:
         """All rows of all workers: the structure of the outputs with one tensor per leaf, on the CPU.
 
         Every worker must call it.
@@ -149,17 +149,17 @@ class CollectedOutputs:
             ConfigError: no worker has a row; or this one has none, and the structure is none of plain containers.
         """
         columns = [torch.cat(column) for column in self._columns]
-        if workers.alone:
+        if workers.is_single:
             return tree_unflatten(columns, self._spec)
         columns, spec = self._like_others(workers, columns)
-        rows = exchange_values(workers, "rows of the predictions", self._rows)
-        gathered = [workers.gather_tensors("predictions", column, 0) for column in columns]
+        rows = all_gather_object(workers, "rows of the predictions", self._rows)
+        gathered = [workers.all_gather("predictions", column, 0) for column in columns]
         return tree_unflatten([_interleaved(parts, rows) for parts in gathered], spec)
 
-    def _like_others(self, workers: Workers, columns: list[Tensor]) -> tuple[list[Tensor], Any]:
+    def _like_others(self, workers: Communicator, columns: list[Tensor]) -> tuple[list[Tensor], Any]:
         """This worker's columns; where it never had a row, empty ones such as another worker has."""
         empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
-        known = [each for each in exchange_values(workers, "structure of the predictions", empty) if each is not None]
+        known = [each for each in all_gather_object(workers, "structure of the predictions", empty) if each is not None]
         if self._spec is not None:
             return columns, self._spec
         if not known:

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lockstep.errors import DataError
-from lockstep.replicas.device.async_scalars import Arriving
+from lockstep.replicas.device.async_scalars import AsyncScalars
 
-Sums = tuple[Arriving, int]
+Sums = tuple[AsyncScalars, int]
 """Numbers that begin with so many pairs of a total and its count."""
 
 
@@ -58,7 +58,7 @@ class RunningLoss:
         self._count = count
         self._arriving: deque[Sums] = deque()
 
-    def add(self, sums: Arriving, pairs: int) -> None:
+    def add(self, sums: AsyncScalars, pairs: int) -> None:
         """Adds the sums of one step, or of one update of all replicas.
 
         Args:
@@ -189,7 +189,7 @@ def copy_logs(logs: Mapping[str, float] | None) -> dict[str, float]:
     return logs.own_copy() if isinstance(logs, LazyLogs) else dict(logs or {})
 
 
-def batch_logs(loss: LossNow, names: Sequence[str], metrics: Arriving) -> dict[str, float]:
+def batch_logs(loss: LossNow, names: Sequence[str], metrics: AsyncScalars) -> dict[str, float]:
     """The logs of a batch: plain where everything is known.
 
     Args:

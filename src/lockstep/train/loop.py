@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-from lockstep.collectives.communicator import Wish, Workers
+from lockstep.collectives.communicator import Communicator, ControlFlags
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
-from lockstep.mirroring.skipping import check_finite
-from lockstep.mirroring.update import StepResult
-from lockstep.replicas.device.async_scalars import NO_NUMBERS, Arriving
+from lockstep.mirroring.optim.nonfinite import check_finite
+from lockstep.mirroring.optim.step import StepResult
+from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
@@ -31,7 +31,7 @@ MOST_AHEAD = 2
 
 
 class _Step(NamedTuple):
-    numbers: Arriving
+    numbers: AsyncScalars
     epoch: int
     step: int
 
@@ -42,7 +42,7 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
 
-    def add(self, numbers: Arriving, *, epoch: int, step: int) -> None:
+    def add(self, numbers: AsyncScalars, *, epoch: int, step: int) -> None:
         """Notes a step, and reads those that have arrived, or that are too far behind.
 
         Args:
@@ -101,14 +101,14 @@ class AgreedStop:
         model: whose ``stop_training`` callbacks set, each on its own worker.
     """
 
-    def __init__(self, workers: Workers, model: Stoppable) -> None:
+    def __init__(self, workers: Communicator, model: Stoppable) -> None:
         self._workers = workers
         self._model = model
-        workers.settle(Wish.STOP)  # of a fit that failed before it could end
+        workers.clear_flags(ControlFlags.STOP)  # of a fit that failed before it could end
 
     def after_batch(self) -> bool:
         """Whether all end here. Nothing is exchanged: one of several workers only wishes it, for the batch after."""
-        if self._workers.alone:
+        if self._workers.is_single:
             return self._model.stop_training
         if self.heard():
             return True
@@ -117,23 +117,23 @@ class AgreedStop:
 
     def heard(self) -> bool:
         """Whether an exchange has told of a worker that would stop. Every worker must call it at the same point."""
-        if Wish.STOP not in self._workers.granted:
+        if ControlFlags.STOP not in self._workers.agreed_flags:
             return False
-        self._workers.settle(Wish.STOP)
+        self._workers.clear_flags(ControlFlags.STOP)
         self._model.stop_training = True
         return True
 
     def agreed(self, place: str) -> bool:
         """Whether all end at ``place``; several workers exchange it. Every worker must call it."""
-        if not self._workers.alone:
+        if not self._workers.is_single:
             self._wish()
-            self._workers.exchange(place)
+            self._workers.all_gather_numbers(place)
             self.heard()
         return self._model.stop_training
 
     def _wish(self) -> None:
         if self._model.stop_training:
-            self._workers.wish(Wish.STOP)
+            self._workers.set_flags(ControlFlags.STOP)
 
 
 class TrainLoop:
@@ -209,7 +209,7 @@ class TrainLoop:
     def _train(self, batch: Any) -> int:
         """A step of every replica, and the update if it is due; the rows of the local ones."""
         if self._callbacks.wants_batch_logs():
-            self._workers.wish(Wish.LOGS)
+            self._workers.set_flags(ControlFlags.LOGS)
         due = (self.batch + 1) % self._setup.config.accumulate == 0
         with naming_step(self.epoch, self.batch + 1), self._looking():
             outputs = self._steps.run(batch, due, epoch=self.epoch)
@@ -228,12 +228,12 @@ class TrainLoop:
 
     def _tell(self) -> None:
         """Tells the callbacks of a batch that is done, of its metrics too where those of some worker show them."""
-        if self._workers.alone or self.pending:  # an update of several workers has told their wishes already
-            self._workers.exchange("end of a batch")
-        wishes = self._workers.granted
-        names, metrics = self.metrics.begin_compute() if Wish.LOGS in wishes else ([], NO_NUMBERS)
+        if self._workers.is_single or self.pending:  # an update of several workers has told their wishes already
+            self._workers.all_gather_numbers("end of a batch")
+        wishes = self._workers.agreed_flags
+        names, metrics = self.metrics.begin_compute() if ControlFlags.LOGS in wishes else ([], NO_SCALARS)
         self._callbacks.call("on_train_batch_end", self.batch - 1, logs=batch_logs(self.loss.now(), names, metrics))
-        self._workers.settle(wishes & ~Wish.STOP)
+        self._workers.clear_flags(wishes & ~ControlFlags.STOP)
 
     def _finish_cycle(self) -> None:
         """The update of the batches that the end of the epoch has cut off from the rest of their cycle."""
@@ -246,12 +246,12 @@ class TrainLoop:
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
         """Adds a step to the loss. With several workers it is the update that knows the sums of all replicas."""
-        if self._workers.alone:
+        if self._workers.is_single:
             sums = [number for output in outputs for number in (output.total, output.count)]
         else:
             sums = [] if update is None else [update.total, update.count]
         # On their way to the host from here on, with the total that says whether the update was one.
-        numbers = Arriving([*sums, 0.0 if update is None else update.total], self._strategy.devices[0])
+        numbers = AsyncScalars([*sums, 0.0 if update is None else update.total], self._strategy.devices[0])
         self.loss.add(numbers, pairs=len(sums) // 2)
         self.in_flight.add(numbers, epoch=self.epoch, step=self.batch + bool(outputs))
 
@@ -264,11 +264,11 @@ class TrainLoop:
 
     def _end_of_epoch(self, rows: int) -> int:
         """The rows of all workers; a check that all have the same weights still; a stop wished after the last batch."""
-        if self._workers.alone:
+        if self._workers.is_single:
             return rows
         self._setup.module.compare_weights()
         self._setup.module.exchange_buffers()
-        everyones = self._workers.exchange("end of an epoch", [rows])
+        everyones = self._workers.all_gather_numbers("end of an epoch", [rows])
         self._stop.heard()
         return int(sum(each for (each,) in everyones))
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CollectiveError, ConfigError
-from lockstep.mirroring.module import MirroredModule
-from lockstep.parallel.vocab_parallel import holds_divided
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.strategies.first_run import captured_by, state_of
+from lockstep.strategies.captured import captured_by, state_of
 from lockstep.train.batch import LabelledBatch, ShardRows, preserving_rng
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 
@@ -180,7 +180,7 @@ class ReplicaLoss:
         shard = ShardRows(outputs, batch, rows)
         sums = _sums_of(loss, divided, self._is_mean, shard)
         self._steps += 1
-        if divided and not holds_divided(outputs):
+        if divided and not has_sharded_logits(outputs):
             on_cpu = context.device.kind == "CPU"
             if sums.beside and (on_cpu or self._steps == 1):
                 _check_labels(loss, sums.beside, on_cpu)

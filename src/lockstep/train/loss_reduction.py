@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lockstep.replicas.rng.mode import with_lost_weight
+from lockstep.replicas.rng.mode import restore_l1_weight
 
 Pair = tuple[Tensor, Any]
 """A total, and its count."""
@@ -69,7 +69,7 @@ class ReductionTracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = with_lost_weight(func, kwargs or {})
+        kwargs = restore_l1_weight(func, kwargs or {})
         watch = _WATCHED.get(func)
         if watch is None or torch._C._functorch.peek_interpreter_stack() is not None:  # in vmap, tensors are of one row
             return func(*args, **kwargs)

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
-from lockstep.mirroring.metric import check_kind
-from lockstep.mirroring.metric_merging import merge_metrics, merge_states, nested_metrics, states_of
-from lockstep.parallel.vocab_parallel import gathered, holds_divided
+from lockstep.mirroring.metric import check_kind, merge_metrics, merge_states, nested_metrics, states_of
+from lockstep.parallel.vocab_parallel import gather_logits, has_sharded_logits
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.replicas.device.async_scalars import Arriving
+from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import ShardRows, preserving_rng
 
@@ -74,7 +73,7 @@ class ReplicaMetrics:
         self,
         metrics: Mapping[str, Any],
         devices: Sequence[torch.device],
-        workers: Workers,
+        workers: Communicator,
         home: LogicalDevice | None = None,
     ) -> None:
         self._workers = workers
@@ -116,25 +115,25 @@ class ReplicaMetrics:
         names, values = self.begin_compute()
         return dict(zip(names, values.read(), strict=True))
 
-    def begin_compute(self) -> tuple[list[str], Arriving]:
+    def begin_compute(self) -> tuple[list[str], AsyncScalars]:
         """``compute`` without a wait for what a GPU has to compute: the names, and the values that follow."""
         values: dict[str, Any] = {}
         for name in self._copies[0]:
             local = [copies[name] for copies in self._copies]
-            everyones = exchange_values(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
+            everyones = all_gather_object(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
             states = [each for worker in everyones for each in worker]
-            alone = self._workers.alone and len(local) == 1
+            alone = self._workers.is_single and len(local) == 1
             merged = local[0] if alone else merge_metrics(local, states)
             values.update(_single_numbers(name, merged.compute()))
-        return list(values), Arriving(list(values.values()), self._home)
+        return list(values), AsyncScalars(list(values.values()), self._home)
 
 
 def gather_states(metric: Any) -> None:
     """Makes scores whole that an update kept as they were: in a step, where all that hold parts of them are there."""
     for part in nested_metrics(metric):
         for name, state in part.metric_state.items():
-            if holds_divided(state):
-                setattr(part, name, gathered(state))
+            if has_sharded_logits(state):
+                setattr(part, name, gather_logits(state))
 
 
 def fresh_copy(metric: Any, device: torch.device) -> Any:

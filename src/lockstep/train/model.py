@@ -13,14 +13,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.data.iterated import Distributed
+from lockstep.data.dataset import DistributedIterable
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.compiled import Compilation
-from lockstep.mirroring.mirror import MemoryFormat
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.default import get_strategy
+from lockstep.mirroring.module.compile import Compilation
+from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.checkpointing import Position, TrainingState, checkpoint_of, load_weights, save_weights
 from lockstep.train.compile import (
@@ -73,7 +71,7 @@ def refuse_own_steps(names: Iterable[str], where: str) -> None:
         )
 
 
-Data = Iterable[Any] | Distributed
+Data = Iterable[Any] | DistributedIterable
 
 
 class Model:

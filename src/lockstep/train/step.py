@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.data.leaves import has_rows, is_plain, rows_taken
-from lockstep.data.shards import batch_rows
-from lockstep.data.structure import map_leaves, named_leaves
+from lockstep.data.sharding import batch_rows
+from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.mirroring.holding import Pipelined
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.update import StepResult, Totals
-from lockstep.parallel.vocab_parallel import holds_divided, scores_stay_divided
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.step import StepResult, Totals
+from lockstep.mirroring.partition import Pipelined
+from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, ShardRows, call_module, unpack_inputs, unpack_labelled
 from lockstep.train.compile import Precision, TrainSetup
@@ -93,7 +92,7 @@ def _train(
     # they borrow its weights.
     if rows or setup.module.has_sync_batchnorm or setup.module.shares_weights:
         batch = unpack_labelled(item)
-        with setup.precision.autocast(), scores_stay_divided():
+        with setup.precision.autocast(), keep_logits_sharded():
             outputs = call_module(setup.module, batch.x)
             total, count = _sums(setup, state, outputs, batch, rows)
         _update_metrics(state, outputs, batch, rows)
@@ -114,7 +113,7 @@ def _train_in_stages(
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(setup, state, batch)
     setup.module.note_pass()
-    with setup.precision.autocast(), scores_stay_divided():
+    with setup.precision.autocast(), keep_logits_sharded():
         pipeline.train(batch.x, rows, sums.examine)
     return sums.total, sums.count
 
@@ -150,10 +149,10 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     batch = unpack_labelled(item)
     if setup.module.pipeline is not None:
         sums = _MicrobatchSums(setup, state, batch)
-        with setup.precision.autocast(), scores_stay_divided():
+        with setup.precision.autocast(), keep_logits_sharded():
             setup.module.pipeline.evaluate(batch.x, rows, sums.examine)
         return StepOutput(rows=rows, total=sums.total, count=sums.count)
-    with setup.precision.autocast(), scores_stay_divided():
+    with setup.precision.autocast(), keep_logits_sharded():
         outputs = call_module(setup.module, batch.x)
         total, count = _sums(setup, state, outputs, batch, rows)
     _update_metrics(state, outputs, batch, rows)
@@ -191,7 +190,7 @@ class _MicrobatchSums:
         """The loss of some rows of the shard, which are counted."""
         number = rows.stop - rows.start
         y, weight = map_leaves(
-            lambda _, leaf: rows_taken(leaf, rows.start, number) if has_rows(leaf) else leaf,
+            lambda _, leaf: take_rows(leaf, rows.start, number) if leaf_has_rows(leaf) else leaf,
             (self._batch.y, self._batch.sample_weight),
         )
         part = LabelledBatch(self._batch.x, y, weight)
@@ -205,7 +204,7 @@ class _MicrobatchSums:
 
 def _check_microbatches(x: Any) -> None:
     for name, leaf in named_leaves(x):
-        if has_rows(leaf) and not is_plain(leaf):
+        if leaf_has_rows(leaf) and not is_plain(leaf):
             raise DataError(
                 f"a pipeline divides a shard into microbatches of tensors, and {name} of the inputs is a "
                 f"{'list of rows' if isinstance(leaf, (list, tuple)) else type(leaf).__name__}; give "
@@ -233,7 +232,7 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
     if not rows or not state.metrics:
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-    divided = holds_divided(detached)
+    divided = has_sharded_logits(detached)
     if not state.metrics_checked:
         _check_metrics(state, ShardRows(detached, batch, rows), divided)
     for name, metric in state.metrics.items():

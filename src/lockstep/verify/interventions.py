@@ -19,10 +19,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.leaves import has_rows, rows_of, rows_taken
-from lockstep.data.shards import shard_sizes
-from lockstep.mirroring.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
-from lockstep.mirroring.module import MirroredModule
+from lockstep.data.sharding import has_rows, shard_sizes
+from lockstep.data.structure import rows_of, take_rows
+from lockstep.mirroring.module.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.verify.config import Interventions, Randomness
@@ -214,7 +214,7 @@ def one_shard(shard: int | None, number: int) -> Iterator[None]:
         def cut(leaf: Any) -> Any:
             if not _has_rows(leaf) or rows_of(leaf[0]) != rows:
                 return leaf
-            return PerReplica([rows_taken(leaf[0], start, sizes[shard])])
+            return PerReplica([take_rows(leaf[0], start, sizes[shard])])
 
         return original(self, fn, tree_map(cut, args), tree_map(cut, kwargs))
 

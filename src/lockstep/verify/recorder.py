@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.config import LogicalDevice
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.update import Totals
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.hooks import Observer, observing
 from lockstep.strategies.base import Strategy

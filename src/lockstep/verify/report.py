@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.report.table import text_table
+from lockstep.report import text_table
 from lockstep.verify.causes import Finding, explain
 from lockstep.verify.compare import KINDS, NOISE_FACTOR, Comparison, Difference, Tolerance
 from lockstep.verify.config import VerifyConfig

@@ -32,7 +32,7 @@ import torch
 
 from lockstep.config import apply_device_request, parse_device_request
 from lockstep.errors import ReplicaError
-from lockstep.lifeline import end_with_pipe
+from lockstep.parent_death import end_with_pipe
 from lockstep.verify.config import Program, RunConfig, VerifyConfig
 from lockstep.verify.interventions import one_shard, without_randomness
 from lockstep.verify.recorder import EnoughRecordedError, Recorder, recording

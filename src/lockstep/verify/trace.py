@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lockstep.mirroring.update import Totals
+from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.rng.state import own_generator
 
 Rows = tuple[int, ...]

@@ -10,7 +10,7 @@ from transformers import BertForMaskedLM
 from lockstep.errors import ConfigError
 from lockstep.recipes.mlm.batches import NO_POSITION
 from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
-from lockstep.replicas.device.host_syncs import HostReads
+from lockstep.replicas.device.host_syncs import HostSyncs
 
 SMALL = BertShape(layers=2, hidden=16, heads=2, feed_forward=32, vocabulary=60, positions=24)
 POSITIONS = torch.tensor([[1, 4, NO_POSITION], [2, NO_POSITION, NO_POSITION], [3, 5, 7]])
@@ -61,7 +61,7 @@ def test_a_static_model_gives_every_slot_logits_and_looks_at_no_input(attention:
     packed = model(tokens, attention_mask, POSITIONS)
 
     model.static_shapes = True
-    with HostReads() as reads:
+    with HostSyncs() as reads:
         every = model(tokens, attention_mask, POSITIONS)
 
     assert every.shape == (3, 3, 60)

@@ -20,7 +20,9 @@ def test_f1_of_two_classes_is_that_of_the_good_reviews():
 def test_f1_of_more_classes_is_their_mean():
     logits = torch.eye(3)[[0, 0, 1, 2]]
 
-    assert compute_metrics(SimpleNamespace(predictions=logits, label_ids=torch.tensor([0, 1, 1, 2])))["f1"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
+    assert compute_metrics(SimpleNamespace(predictions=logits, label_ids=torch.tensor([0, 1, 1, 2])))[
+        "f1"
+    ] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
 
 def test_no_good_review_found_is_an_f1_of_nothing():

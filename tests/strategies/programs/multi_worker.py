@@ -77,7 +77,7 @@ def run_job(replicas: int) -> dict[str, Any]:
     }
     for name in OPTIMIZERS:
         results[name] = own_loop(strategy, name)
-    everyones = strategy.workers.exchange_bytes("digests", digest(results).encode())
+    everyones = strategy.workers.all_gather_bytes("digests", digest(results).encode())
     results["all alike"] = len(set(everyones)) == 1
     strategy.close()
     return results

@@ -83,7 +83,7 @@ def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
         }
         model.load_state_dict({key: value * 2 for key, value in results["weights"].items()})
         results["doubled"] = copied(model.state_dict())
-        alike = strategy.workers.exchange("alike", [int(digest(results)[:12], 16)])
+        alike = strategy.workers.all_gather_numbers("alike", [int(digest(results)[:12], 16)])
         results["all alike"] = len(set(alike)) == 1
     strategy.close()
     del model, strategy
@@ -148,7 +148,7 @@ def dropped(name: str, grid: dict[str, Any]) -> dict[str, Any]:
             "whole": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in alike)).hexdigest(),
             "draws": draws,
         }
-    everyones = strategy._job.workers.exchange_bytes("seen", repr([seen["whole"], draws]).encode())
+    everyones = strategy._job.workers.all_gather_bytes("seen", repr([seen["whole"], draws]).encode())
     strategy.close()
     return {"weights": seen["weights"], "everyones": [eval(each.decode()) for each in everyones]}
 

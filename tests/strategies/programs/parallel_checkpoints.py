@@ -121,7 +121,7 @@ def pick(strategy: ls.Strategy, folder: str, kept_in: str, into: str, step: int 
     if strategy.workers.is_chief:
         name = f"step-{step:08d}"
         shutil.copytree(f"{folder}/{kept_in}/{name}", f"{folder}/{into}/{name}")
-    strategy.workers.exchange("picked")
+    strategy.workers.all_gather_numbers("picked")
 
 
 def resaved(name: str, source: Path | str, into: str) -> None:
@@ -206,7 +206,7 @@ def norms(strategy: ls.ParallelStrategy, folder: str) -> dict[str, Any]:
     again, restored = own_model(strategy, nn.BatchNorm1d(4), torch.float64)
     again.load_checkpoint(f"{folder}/norms")
     pairs = [(each[3].running_mean.tolist(), each[3].running_var.tolist()) for each in (module, restored)]
-    everyones = strategy.workers.everyone.exchange_bytes("statistics", repr(pairs).encode())
+    everyones = strategy.workers.processes.all_gather_bytes("statistics", repr(pairs).encode())
     return {"statistics": [each.decode() for each in everyones], "weights": copied(again)}
 
 
@@ -243,10 +243,10 @@ def terminated(model: ls.Model, index: int, folder: str) -> None:
 
 def in_trouble(folder: str) -> None:
     """What is refused; then worker 1 dies in a save, when it has written its own files."""
-    from lockstep.checkpoint import together
+    from lockstep.checkpoint.manager import ShardedSave
 
     with on(tensor=2) as strategy:
-        index = strategy.workers.everyone.index
+        index = strategy.workers.processes.index
         model = compiled("gpt2")
         manager = ls.CheckpointManager(model.checkpoint(), folder)
         model.fit(batches()[:1], verbose=0)
@@ -264,11 +264,11 @@ def in_trouble(folder: str) -> None:
         terminated(model, index, f"{folder} ended")
         say("dies now")
         if index == 1:
-            write = together.SharedWriting.write
+            write = ShardedSave.write
 
-            def die(writing: together.SharedWriting) -> None:
+            def die(writing: ShardedSave) -> None:
                 write(writing)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            together.SharedWriting.write = die
+            ShardedSave.write = die
         manager.save(2)

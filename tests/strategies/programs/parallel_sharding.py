@@ -76,7 +76,7 @@ def kept(state: Any) -> float:
 
 def everyones(strategy: Any, number: float) -> list[float]:
     """A number of each worker."""
-    return [each for (each,) in strategy._job.workers.exchange("a number", [float(number)])]
+    return [each for (each,) in strategy._job.workers.all_gather_numbers("a number", [float(number)])]
 
 
 def again(strategy: Any, model: ls.Model, state: dict[str, Any]) -> dict[str, Any]:

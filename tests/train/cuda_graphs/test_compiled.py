@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lockstep.replicas.device.host_syncs import HostReads
+from lockstep.replicas.device.host_syncs import HostSyncs
 from lockstep.train.cuda_graphs.trace import StepTrace
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -29,7 +29,7 @@ def test_compiled_code_runs_on_where_the_waits_for_a_device_are_noted() -> None:
     network = torch.compile(Net(), backend="aot_eager", fullgraph=True)
     x = torch.ones(2, 16)
     for _ in range(2):
-        with HostReads() as reads:
+        with HostSyncs() as reads:
             network(x).sum().item()
         network(x).sum().backward()
 

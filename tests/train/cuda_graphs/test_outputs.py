@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.mirroring.update import StepResult
+from lockstep.mirroring.optim.step import StepResult
 from lockstep.train.cuda_graphs.capture import cloned_outputs
 from lockstep.train.step import StepOutput
 

@@ -14,7 +14,7 @@ from tests.stand_in import StandInDriver
 from tests.train.cuda_graphs.conftest import Net, Train, alike, batches
 from torch import Tensor, nn
 
-from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.replicas.hooks import Observer, observing
 from lockstep.train.callbacks.base import Callback, Logs
@@ -200,6 +200,6 @@ def test_replicas_on_several_gpus() -> None:
         LogicalDevice(name=gpu.name, kind="GPU", physical=gpu, memory_limit=None, torch_device=gpu.torch_device)
         for gpu in gpus
     )
-    strategy: Any = SimpleNamespace(devices=devices, workers=OneWorker(2))
+    strategy: Any = SimpleNamespace(devices=devices, workers=SingleWorkerCommunicator(2))
     with pytest.raises(NotCapturableError, match="several GPUs"):
         driver_for(strategy)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.collectives.communicator import OneWorker
+from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.data.layout import BatchLayout
 from lockstep.integrations.transformers.sharding import Shard, Share, divided
 
@@ -78,7 +78,9 @@ def difference(loss_of: LossOf, shard: Shard, model: nn.Module, *, shifted: bool
     if shard.rows < 2:
         return None
     try:
-        halves = list(divided(shard.inputs, OneWorker(2), BatchLayout(records_are_rows=True), shifted=shifted))
+        halves = list(
+            divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), shifted=shifted)
+        )
         with torch.no_grad(), _evaluating(model):
             whole = float(loss_of(dict(shard.inputs), Share(shard.count, shard.count)))
             parts = [_share_of(loss_of, half) for half in halves if half.count]

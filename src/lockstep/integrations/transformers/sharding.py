@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lockstep.collectives.communicator import Workers, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
-from lockstep.data.shards import batch_rows, local_cut, local_shards
+from lockstep.data.sharding import batch_rows, local_rows, local_shards
 
 IGNORED = -100
 """The label of what has no loss, in transformers as in torch's cross-entropy."""
@@ -153,7 +153,9 @@ class Shard:
     total: int
 
 
-def divided(batch: Mapping[str, Any], workers: Workers, layout: BatchLayout, *, shifted: bool) -> PerReplica[Shard]:
+def divided(
+    batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, shifted: bool
+) -> PerReplica[Shard]:
     """The parts of this worker's replicas, in replica order; views of the batch's own memory.
 
     Args:
@@ -167,7 +169,7 @@ def divided(batch: Mapping[str, Any], workers: Workers, layout: BatchLayout, *, 
     """
     marked = layout.marked(dict(batch))
     rows = batch_rows(marked)
-    cut = local_cut(rows, workers)
+    cut = local_rows(rows, workers)
     local = local_shards(marked, lambda _: cut, layout)
     total = count_items(marked, rows, shifted=shifted)
     shards = []
@@ -197,7 +199,7 @@ class Prediction(NamedTuple):
 
 
 def joined(
-    parts: Sequence[Prediction | None], workers: Workers, device: torch.device
+    parts: Sequence[Prediction | None], workers: Communicator, device: torch.device
 ) -> tuple[Tensor | None, Any, Any]:
     """Loss, logits and labels of the whole batch, on ``device``. Every worker must call it.
 
@@ -207,7 +209,7 @@ def joined(
         device: where transformers expects them.
     """
     local = [tuple(part) for part in parts if part is not None]
-    met = exchange_values(workers, "the outputs for a batch", local)
+    met = all_gather_object(workers, "the outputs for a batch", local)
     found = [Prediction(*part) for worker in met for part in worker]
     rows = [part.rows for part in found]
     return (

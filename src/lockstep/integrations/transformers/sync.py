@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from lockstep.collectives.communicator import Workers, agree, exchange_values
+from lockstep.collectives.communicator import Communicator, all_gather_object, check_agreement
 from lockstep.strategies.base import Strategy
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -45,7 +45,7 @@ class AgreeingCallbacks(CallbackHandler):
         workers: all workers.
     """
 
-    def __init__(self, plain: CallbackHandler, workers: Workers) -> None:
+    def __init__(self, plain: CallbackHandler, workers: Communicator) -> None:
         parts = (plain.callbacks, plain.model, plain.processing_class, plain.optimizer, plain.lr_scheduler)
         super().__init__(*parts)  # type: ignore[no-untyped-call]
         self._workers = workers
@@ -58,16 +58,16 @@ class AgreeingCallbacks(CallbackHandler):
         return control
 
 
-def agree_on_flags(workers: Workers, control: TrainerControl) -> None:
+def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
     """Sets what any worker has set. Every worker must call it."""
     if workers.size == 1:
         return
-    everyones = workers.exchange("what the callbacks ask for", [getattr(control, flag) for flag in FLAGS])
+    everyones = workers.all_gather_numbers("what the callbacks ask for", [getattr(control, flag) for flag in FLAGS])
     for flag, asked in zip(FLAGS, zip(*everyones, strict=True), strict=True):
         setattr(control, flag, any(asked))
 
 
-def agree_on_arguments(workers: Workers, args: TrainingArguments) -> None:
+def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
     """Checks that all workers were given the same, but for what is each one's own.
 
     Raises:
@@ -75,14 +75,14 @@ def agree_on_arguments(workers: Workers, args: TrainingArguments) -> None:
     """
     if workers.size > 1:
         settings = args.to_dict()  # type: ignore[no-untyped-call]
-        agree(
+        check_agreement(
             workers,
             "the training arguments",
             [f"{name}={settings[name]!r}" for name in sorted(settings) if not name.startswith(_OWN)],
         )
 
 
-def agree_on_checkpoint(workers: Workers, folder: str | None) -> None:
+def agree_on_checkpoint(workers: Communicator, folder: str | None) -> None:
     """Checks that all workers have the checkpoint, as files that all of them can read.
 
     Raises:
@@ -91,7 +91,7 @@ def agree_on_checkpoint(workers: Workers, folder: str | None) -> None:
     if workers.size > 1:
         files = sorted(Path(folder).glob("*")) if folder is not None else []
         lines = [f"{file.name} of {file.stat().st_size} bytes" for file in files if file.is_file()]
-        agree(workers, f"the checkpoint {folder}", [*lines, f"{len(lines)} files"])
+        check_agreement(workers, f"the checkpoint {folder}", [*lines, f"{len(lines)} files"])
 
 
 FILE = "lockstep_rng_state.pth"
@@ -104,7 +104,7 @@ def begin_random_numbers(strategy: Strategy, seed: int) -> None:
 
 def save_random_numbers(strategy: Strategy, folder: Path) -> None:
     """Has the chief write where all replicas are. Every worker must call it."""
-    everyones = exchange_values(strategy.workers, "the replicas' random numbers", strategy.generators.states())
+    everyones = all_gather_object(strategy.workers, "the replicas' random numbers", strategy.generators.states())
     if strategy.workers.is_chief:
         torch.save([state for states in everyones for state in states], folder / FILE)
 

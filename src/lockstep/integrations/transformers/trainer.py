@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import TrainingArguments
 
-from lockstep.collectives.communicator import exchange_values
+from lockstep.collectives.communicator import all_gather_object
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.digest import batch_digest
 from lockstep.data.layout import BatchLayout
+from lockstep.data.readers import batch_digest
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import loss_check
 from lockstep.integrations.transformers.arguments import (
@@ -56,9 +56,9 @@ from lockstep.integrations.transformers.sync import (
     load_random_numbers,
     save_random_numbers,
 )
-from lockstep.mirroring.module import MirroredModule
-from lockstep.mirroring.optimizer import MirroredOptimizer
-from lockstep.mirroring.single_row import guard_single_row
+from lockstep.mirroring.module.batch_norm import guard_single_row
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import preserving_rng
@@ -133,7 +133,7 @@ class Trainer(transformers.Trainer):
         """As there. With several workers every one must come here, and the chief's metrics are everyone's."""
         self._one_process.establish()
         output = super().evaluation_loop(*args, **named)
-        metrics = exchange_values(self._workers, "the metrics", output.metrics)[0]
+        metrics = all_gather_object(self._workers, "the metrics", output.metrics)[0]
         return output._replace(metrics=metrics)
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
@@ -146,7 +146,7 @@ class Trainer(transformers.Trainer):
         self._mirrored_module.sync_buffers()
         super()._save_checkpoint(*args, **named)
         # Every worker must know it, whether it sees the chief's files or not; and the files are complete now.
-        best = exchange_values(self._workers, "the best checkpoint", self.state.best_model_checkpoint)
+        best = all_gather_object(self._workers, "the best checkpoint", self.state.best_model_checkpoint)
         self.state.best_model_checkpoint = best[0]
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -282,7 +282,7 @@ class Trainer(transformers.Trainer):
 
     def _divided(self, inputs: dict[str, Any]) -> PerReplica[Shard]:
         if self._workers.size > 1:
-            self._workers.attach(batch_digest(dict(inputs)))
+            self._workers.add_digest(batch_digest(dict(inputs)))
         return divided(inputs, self._workers, self._layout, shifted=shifts_labels(self.model))
 
     @property

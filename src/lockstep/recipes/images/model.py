@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.atomic_files import atomic_write
 from lockstep.checkpoint.weights import read_weights
-from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.communicator import on_chief
+from lockstep.collectives.communicator import run_on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import check_model_type, load_named, quiet_transformers
@@ -193,7 +193,7 @@ def save_mobilenet(model: Model, module: ImageClassifier, folder: Path, *, pixel
         pixel_range: the range of the pixels in training.
     """
     model.save_weights(folder / WEIGHTS_FILE)
-    on_chief(model.strategy.workers, "write the config", lambda: _save_config(module, folder, pixel_range))
+    run_on_chief(model.strategy.workers, "write the config", lambda: _save_config(module, folder, pixel_range))
 
 
 def _save_config(module: ImageClassifier, folder: Path, pixel_range: PixelRange) -> None:
@@ -210,5 +210,5 @@ def _save_config(module: ImageClassifier, folder: Path, pixel_range: PixelRange)
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    write_whole(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
-    write_whole(folder / "preprocessor_config.json", json.dumps(preprocessor, indent=2))
+    atomic_write(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
+    atomic_write(folder / "preprocessor_config.json", json.dumps(preprocessor, indent=2))

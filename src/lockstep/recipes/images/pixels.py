@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.checkpoint.whole_file import whole_file
+from lockstep.atomic_files import atomic_file
 from lockstep.errors import DataError
 from lockstep.extras import require
 
@@ -290,7 +290,7 @@ def cache_key(paths: Sequence[Path], *, root: Path, size: int) -> str:
 def _write(file: Path, key: str, shape: tuple[int, ...], fill: Callable[[Any], dict[int, str]]) -> None:
     numpy = require("numpy", "images")
     length = int(numpy.prod(shape, dtype="int64"))
-    with whole_file(file) as partial:
+    with atomic_file(file) as partial:
         free = shutil.disk_usage(file.parent).free
         if length > free:
             raise DataError(

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.communicator import on_chief
+from lockstep.atomic_files import atomic_write
+from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
 from lockstep.recipes.batch_size import LargestBatch, largest_batch
 from lockstep.recipes.config_checks import ResumeCheck, settings_except
@@ -280,7 +280,7 @@ def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
     The chief writes it; every worker must call it.
     """
     model.save_weights(folder / "model.safetensors")
-    on_chief(model.strategy.workers, "write the config and the tokenizer", lambda: _save_config(task, folder))
+    run_on_chief(model.strategy.workers, "write the config and the tokenizer", lambda: _save_config(task, folder))
 
 
 def _save_config(task: MlmTask, folder: Path) -> None:
@@ -291,9 +291,9 @@ def _save_config(task: MlmTask, folder: Path) -> None:
         **{f"{kind}_token": tokenizer.id_to_token(token_id) for kind, token_id in task.vocabulary.named_ids.items()},
     }
     config = {**json.loads(task.module.bert.config.to_json_string()), "architectures": ["BertForMaskedLM"]}
-    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_whole(folder / "tokenizer.json", tokenizer.to_str())
-    write_whole(folder / "tokenizer_config.json", json.dumps(tokenizer_config))
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    atomic_write(folder / "tokenizer.json", tokenizer.to_str())
+    atomic_write(folder / "tokenizer_config.json", json.dumps(tokenizer_config))
 
 
 def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:

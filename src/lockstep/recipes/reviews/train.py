@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.whole_file import write_whole
-from lockstep.collectives.communicator import on_chief
+from lockstep.atomic_files import atomic_write
+from lockstep.collectives.communicator import run_on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.exactness import Comparison, ExactnessReport, MakeOptimizer, Weights, check_steps
@@ -139,7 +139,7 @@ def train_reviews(
         model: Any = trainer.model
         if hasattr(model, "merge_and_unload"):  # of peft: adds the adapters to the weights
             model = model.merge_and_unload()
-        on_chief(strategy.workers, "write the model", lambda: _write(paths, model, task, logits))
+        run_on_chief(strategy.workers, "write the model", lambda: _write(paths, model, task, logits))
         f1 = history.history["val_f1"]
         return ReviewsResult(
             history=history,
@@ -215,7 +215,7 @@ def write_predictions(path: Path, reviews: Sequence[Review], logits: Tensor, nam
     rows.writerow(["label", "predicted", "score", "review"])
     for review, index, score in zip(reviews, best.indices.tolist(), best.values.tolist(), strict=True):
         rows.writerow([review.label, names[index], f"{score:.4f}", review.text])
-    write_whole(path, text.getvalue())
+    atomic_write(path, text.getvalue())
 
 
 def classify(model: Any, tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> tuple[Classified, ...]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.collectives.communicator import Workers
+from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
 
 MINIMUM_CHARACTERS = 100
@@ -211,15 +211,15 @@ def docstrings_of(path: Path) -> Iterator[str]:
         level = [inner for node in level for field in _BLOCKS for inner in getattr(node, field, ())]
 
 
-def read_on_chief(read: Callable[[], TextSplits], workers: Workers) -> TextSplits:
+def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
     """Returns on every worker what ``read`` returns on the chief. Every worker must call it.
 
     Raises:
         DataError: the chief's text cannot be used; raised on every worker.
     """
-    if workers.alone:
+    if workers.is_single:
         return read()
-    received = json.loads(workers.chiefs_bytes("the text", _read_as_json(read) if workers.is_chief else b""))
+    received = json.loads(workers.broadcast_bytes("the text", _read_as_json(read) if workers.is_chief else b""))
     if "error" in received:
         raise DataError(received["error"])
     splits = {name: tuple(received[name]) for name in ("train", "valid", "test")}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.whole_file import write_whole
+from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.config_checks import one_of
@@ -67,7 +67,7 @@ def cached_wordpiece(lines: Sequence[str], settings: WordPieceSettings, *, cache
         return require("tokenizers", "text").Tokenizer.from_str(cached)
     tokenizer = train_wordpiece(lines, settings)
     try:
-        write_whole(path, _with_checksum(key, tokenizer.to_str()))
+        atomic_write(path, _with_checksum(key, tokenizer.to_str()))
     except OSError as error:
         warnings.warn(
             f"the tokenizer cannot be cached in {str(path.parent)!r} ({error.strerror}) and will be trained again in"

@@ -26,7 +26,7 @@ SHARE_OF_RUNS = 0.01
 _SOFT = 1  # omp_pause_soft in <omp.h>
 
 
-class CallerTeam:
+class CallerOpenMPTeam:
     """The teams of the threads that call ``run``.
 
     Args:
@@ -35,7 +35,7 @@ class CallerTeam:
     """
 
     def __init__(self, shares: Sequence[int], end: Callable[[], None] | None = None) -> None:
-        self._end = (end or end_own_team) if max(shares, default=1) > 1 else None
+        self._end = (end or end_openmp_team) if max(shares, default=1) > 1 else None
         _end_teams_before_forks()
         self._ending_s = 0.0
         self._runs_s = 0.0
@@ -53,7 +53,7 @@ class CallerTeam:
         self._runs_s += seconds
 
 
-def end_own_team() -> None:
+def end_openmp_team() -> None:
     """Ends the OpenMP team of the calling thread, whose next large operation makes another; nothing without libgomp."""
     pause = _pause()
     if pause is not None:
@@ -66,7 +66,7 @@ def _end_teams_before_forks() -> None:
 
     libgomp would wait for them for ever in the forked process, at the end of the team and at any large operation.
     """
-    os.register_at_fork(before=end_own_team)
+    os.register_at_fork(before=end_openmp_team)
 
 
 @functools.cache

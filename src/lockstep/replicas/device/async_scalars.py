@@ -17,7 +17,7 @@ from lockstep.config import LogicalDevice
 from lockstep.replicas.device.driver import DeviceDriver, driver_of
 
 
-class Arriving:
+class AsyncScalars:
     """Numbers of which some may still have to be computed.
 
     Args:
@@ -54,7 +54,7 @@ class Arriving:
         return self._known
 
 
-NO_NUMBERS = Arriving((), None)
+NO_SCALARS = AsyncScalars((), None)
 """Where there is nothing to be read."""
 
 

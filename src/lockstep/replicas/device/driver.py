@@ -112,7 +112,7 @@ class DeviceDriver(Protocol):
 
 
 @dataclass(frozen=True)
-class Mark:
+class StreamEvent:
     """A place in the order of one stream: everything queued there so far, by any thread.
 
     Args:

@@ -1,6 +1,6 @@
 """What makes the host wait for a device: which operators, on which lines.
 
-    with HostReads() as reads:
+    with HostSyncs() as reads:
         strategy.run(step, (batch,))
     reads.places   ->   [("aten._local_scalar_dense", "train.py:30")]
 
@@ -41,10 +41,10 @@ _READING = frozenset(
 _INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
 _COPYING = frozenset({"aten._to_copy", "aten.copy_"})
 
-_watching: ContextVar[HostReads | None] = ContextVar("lockstep_host_reads", default=None)
+_watching: ContextVar[HostSyncs | None] = ContextVar("lockstep_host_reads", default=None)
 
 
-class Place(NamedTuple):
+class HostSync(NamedTuple):
     """One wait: the operator, and the nearest line of the program or a library, such as "train.py:30"."""
 
     operator: str
@@ -64,7 +64,7 @@ class BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
 
-class HostReads(BesideCompiledCode):
+class HostSyncs(BesideCompiledCode):
     """Notes what makes the host wait, in the block and in the replicas that it runs.
 
     Replicas on a CPU are told of too, where reading is cheap: what they would wait for on a GPU.
@@ -74,7 +74,7 @@ class HostReads(BesideCompiledCode):
 
     Example:
         >>> import torch
-        >>> with HostReads() as reads:
+        >>> with HostSyncs() as reads:
         ...     _ = torch.ones(()).item()
         >>> [operator for operator, _ in reads.places]
         ['aten._local_scalar_dense']
@@ -82,10 +82,10 @@ class HostReads(BesideCompiledCode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places: list[Place] = []
-        self._tokens: list[Token[HostReads | None]] = []
+        self.places: list[HostSync] = []
+        self._tokens: list[Token[HostSyncs | None]] = []
 
-    def __enter__(self) -> HostReads:
+    def __enter__(self) -> HostSyncs:
         self._tokens.append(_watching.set(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -99,14 +99,14 @@ class HostReads(BesideCompiledCode):
     ) -> Any:
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
-            self.places.append(Place(_name(func), _line()))
+            self.places.append(HostSync(_name(func), _line()))
         return func(*args, **kwargs)
 
 
 class _InReplica(BesideCompiledCode):
     """The mode of one replica's thread: modes are thread-local, and count their own entries."""
 
-    def __init__(self, told: HostReads) -> None:
+    def __init__(self, told: HostSyncs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._told = told
 
@@ -117,7 +117,7 @@ class _InReplica(BesideCompiledCode):
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def recording_host_syncs() -> Iterator[None]:
     """In a replica's thread: notes its waits too, where its caller has them noted."""
     told = _watching.get()
     if told is None:

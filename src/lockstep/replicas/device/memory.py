@@ -53,7 +53,7 @@ class DeviceMemory:
         )
 
 
-class ShareAccount:
+class MemoryAccount:
     """What one logical device's pool has had.
 
     Args:
@@ -131,7 +131,7 @@ class ShareAccount:
         return f"not even one example fits beside the {static}; use a larger share"
 
 
-def out_of_memory(account: ShareAccount, pool: PoolUse, *, free: int, total: int, rows: int | None) -> str:
+def out_of_memory(account: MemoryAccount, pool: PoolUse, *, free: int, total: int, rows: int | None) -> str:
     """What is said when the GPU itself has no more.
 
     Args:

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.replica_barrier import Mark as AnyMark
-from lockstep.collectives.replica_barrier import Turns
+from lockstep.collectives.replica_barrier import DeviceEvent as AnyMark
+from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
-from lockstep.replicas.device.driver import DeviceDriver, Mark, driver_of
-from lockstep.replicas.device.memory import DeviceMemory, PoolUse, ShareAccount, out_of_memory
+from lockstep.replicas.device.driver import DeviceDriver, StreamEvent, driver_of
+from lockstep.replicas.device.memory import DeviceMemory, MemoryAccount, PoolUse, out_of_memory
 
 
 class GpuReplica:
@@ -51,7 +51,7 @@ class GpuReplica:
         self.driver = driver
         self.stream = driver.stream(device)
         self.generator = driver.new_generator(device.torch_device, seed)
-        self.account = ShareAccount(device.name, device.memory_limit)
+        self.account = MemoryAccount(device.name, device.memory_limit)
 
     def memory(self) -> DeviceMemory:
         """What its pool has now, and the most it had."""
@@ -106,7 +106,7 @@ class GpuReplica:
         return DeviceMemoryError(out_of_memory(self.account, self.look(), free=free, total=total, rows=rows))
 
 
-class GpuTurn:
+class GpuSlot:
     """One replica's turn on its GPU.
 
     Args:
@@ -116,7 +116,7 @@ class GpuTurn:
         alone: whether there is no other replica in this process, for whose sake marks would be.
     """
 
-    def __init__(self, turns: Turns, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
+    def __init__(self, turns: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
         self._turns = turns
         self._replica = replica
         self._rows = rows
@@ -150,7 +150,7 @@ class GpuTurn:
         if self._alone:
             return None
         driver = self._replica.driver
-        return Mark(driver, self._replica.device.torch_device, driver.record(self._replica.stream))
+        return StreamEvent(driver, self._replica.device.torch_device, driver.record(self._replica.stream))
 
     def follow(self, marks: Sequence[AnyMark]) -> None:
         """Lets the replica's stream, and what its thread queues on other GPUs, wait for ``marks``."""
@@ -244,18 +244,18 @@ class RunStreams:
         return self._marks(self._meeting)
 
     @staticmethod
-    def _marks(streams: Sequence[tuple[DeviceDriver, torch.device, Any]]) -> list[Mark]:
-        return [Mark(driver, gpu, driver.record(stream)) for driver, gpu, stream in streams]
+    def _marks(streams: Sequence[tuple[DeviceDriver, torch.device, Any]]) -> list[StreamEvent]:
+        return [StreamEvent(driver, gpu, driver.record(stream)) for driver, gpu, stream in streams]
 
 
-def memory_of(device: LogicalDevice) -> DeviceMemory | None:
+def device_memory_of(device: LogicalDevice) -> DeviceMemory | None:
     """What this process has of a logical device's memory, whatever strategy took it; None for a CPU."""
     driver = driver_of(device)
     return None if driver is None else GpuReplica(device, driver, seed=0).memory()
 
 
 @contextmanager
-def in_memory_of(device: LogicalDevice) -> Iterator[None]:
+def allocating_on(device: LogicalDevice) -> Iterator[None]:
     """What the calling thread allocates in the block is of the device's pool, in order with its other work.
 
     On a CPU nothing is different. Outside replicas only.

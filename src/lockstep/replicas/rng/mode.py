@@ -1,7 +1,7 @@
 """Each replica's own random numbers, so that dropout in threads is reproducible and differs between replicas.
 
 torch's default generator is shared by all threads: who draws first would decide who gets which number. Function modes
-are thread-local, so ``ReplicaRandom`` gives every random function that is called in its thread the replica's own
+are thread-local, so ``ReplicaRng`` gives every random function that is called in its thread the replica's own
 ``torch.Generator``. Numbers drawn on a GPU are not its business: there one replica issues at a time, and its turn
 swaps the device's own generator (``replicas.gpu``).
 """
@@ -86,7 +86,7 @@ def is_random(func: Callable[..., Any]) -> bool:
     return func in _DRAWING
 
 
-def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def restore_l1_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a call that a function mode sees, with what torch 2.13 leaves out of them.
 
     ``F.l1_loss`` does not hand its ``weight`` to modes, which so would compute a loss without it.
@@ -105,10 +105,10 @@ def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def _l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return F.l1_loss(*args, **with_lost_weight(F.l1_loss, kwargs))
+    return F.l1_loss(*args, **restore_l1_weight(F.l1_loss, kwargs))
 
 
-def in_a_replica() -> bool:
+def in_replica() -> bool:
     """Whether this is a replica's own code, and not cross-replica context.
 
     What runs once for all replicas runs in the thread of the last to arrive, so it must not draw that one's numbers.
@@ -116,7 +116,7 @@ def in_a_replica() -> bool:
     return get_replica_context() is not None
 
 
-class ReplicaRandom(TorchFunctionMode):
+class ReplicaRng(TorchFunctionMode):
     """Gives random functions called in this thread on CPU tensors the numbers of ``generator``.
 
     Args:
@@ -141,7 +141,7 @@ class ReplicaRandom(TorchFunctionMode):
         self.guard: Guard | None = None
         self._entered: list[Token[GeneratorHere | None]] = []
 
-    def __enter__(self) -> ReplicaRandom:
+    def __enter__(self) -> ReplicaRng:
         self._entered.append(own_generator.set(self._generator_here))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -101,7 +101,7 @@ GeneratorHere = Callable[[], torch.Generator | None]
 
 own_generator: ContextVar[GeneratorHere | None] = ContextVar("lockstep_own_generator", default=None)
 """Asked for the generator that stands for the default one in this context; None, or an answer of None, is torch's."""
-beside_own: ContextVar[tuple[torch.Generator, ...]] = ContextVar("lockstep_beside_own", default=())
+companion_generators: ContextVar[tuple[torch.Generator, ...]] = ContextVar("lockstep_beside_own", default=())
 """Others that the replica draws from by itself: their states are taken, and put back, with that of its own."""
 
 
@@ -135,11 +135,11 @@ class _DefaultHere:
 
     def _all(self) -> tuple[torch.Generator, ...]:
         own = self._here()
-        return (self._process_wide,) if own is None else (own, *beside_own.get())
+        return (self._process_wide,) if own is None else (own, *companion_generators.get())
 
 
 @functools.cache
-def know_replicas() -> None:
+def patch_default_generator() -> None:
     """Makes torch.get_rng_state, set_rng_state, fork_rng, manual_seed and initial_seed mean the replica's generator.
 
     Process-wide and once. Outside replicas nothing changes.

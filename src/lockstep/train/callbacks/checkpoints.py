@@ -15,11 +15,9 @@ from types import FrameType
 from typing import Any, Literal
 
 from lockstep.checkpoint.folder import step_name
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import RECORD, check_kind, run_of
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.record import run_of
-from lockstep.checkpoint.whole_folder import RECORD
-from lockstep.collectives.communicator import Wish, on_chief
+from lockstep.collectives.communicator import ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, given_path
 from lockstep.train.callbacks.progress import write_line
@@ -256,9 +254,9 @@ class BackupAndRestore(Callback):
         # Another name than that of the training: ModelCheckpoint's checkpoints of it are not this callback's.
         self._manager.run = f"{self.model.training_state.run} backup"
         workers = self.model.strategy.workers
-        workers.exchange("beginning of a fit with a backup")  # a signal that came too late for the fit before
-        workers.settle(Wish.SAVE)
-        self._signal.listen(lambda: workers.wish(Wish.SAVE))
+        workers.all_gather_numbers("beginning of a fit with a backup")  # a signal that came too late for the fit before
+        workers.clear_flags(ControlFlags.SAVE)
+        self._signal.listen(lambda: workers.set_flags(ControlFlags.SAVE))
         if restored is not None and self.params.get("verbose"):
             self._say(f"going on from {restored}: {self._place()}")
 
@@ -272,7 +270,7 @@ class BackupAndRestore(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Saves where ``save_freq`` is "epoch", or where SIGTERM has come since the last batch."""
-        self.model.strategy.workers.exchange("end of an epoch with a backup")
+        self.model.strategy.workers.all_gather_numbers("end of an epoch with a backup")
         self._hear()
         if self.save_freq == "epoch" or self._due or self._ending:
             self._save()
@@ -299,18 +297,20 @@ class BackupAndRestore(Callback):
     def _hear(self) -> None:
         """Whether SIGTERM has come to some worker: all hear of it at the same point of the program."""
         workers = self.model.strategy.workers
-        if Wish.SAVE in workers.granted:
+        if ControlFlags.SAVE in workers.agreed_flags:
             self._ending = True
-            workers.settle(Wish.SAVE)
+            workers.clear_flags(ControlFlags.SAVE)
         elif self._signal.came and not self._ending:
-            workers.wish(Wish.SAVE)  # once more: the first may have come in the middle of an exchange, and been lost
+            workers.set_flags(
+                ControlFlags.SAVE
+            )  # once more: the first may have come in the middle of an exchange, and been lost
 
     def _save(self) -> None:
         if self._manager is None:
             return
         step, run = self.model.training_state.position.step, self._manager.run
         place = self._manager.folder / step_name(step)
-        on_chief(self.model.strategy.workers, "place of the backup", lambda: _check_place(place, run))
+        run_on_chief(self.model.strategy.workers, "place of the backup", lambda: _check_place(place, run))
         path = self._manager.save(step)
         self._due = False
         if self._ending:

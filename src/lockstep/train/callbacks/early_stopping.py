@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 from lockstep.train.callbacks.progress import write_line

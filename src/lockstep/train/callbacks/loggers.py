@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from lockstep.checkpoint.kinds import check_kind
+from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs, given_path

@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.leaves import is_plain
-from lockstep.mirroring.optimizer import MirroredOptimizer
+from lockstep.data.structure import is_plain
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.device.cuda import DeviceGraph
 from lockstep.replicas.device.driver import DeviceDriver
 from lockstep.strategies.base import Strategy

@@ -53,7 +53,7 @@ def driver_for(strategy: Strategy) -> DeviceDriver | None:
     driver = driver_of(devices[0])
     if driver is None:
         return None
-    if not strategy.workers.alone:
+    if not strategy.workers.is_single:
         raise NotCapturableError(
             "several workers exchange gradients, and a recorded step cannot wait for another process"
         )

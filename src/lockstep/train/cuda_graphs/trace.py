@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.collectives.communicator import caller
+from lockstep.collectives.communicator import call_site
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.device.host_syncs import BesideCompiledCode, HostReads
+from lockstep.replicas.device.host_syncs import BesideCompiledCode, HostSyncs
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 from lockstep.train.cuda_graphs.capture import CarriedState, StepResults, deferring_metrics, tensors
@@ -94,7 +94,7 @@ class StepTrace:
             marks = tuple(self._mark(leaf) for leaf in leaves)
             self._inner.update(_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         context = get_replica_context()
-        self._calls[-1 if context is None else context.local_replica].append(Call(name, marks, caller()))
+        self._calls[-1 if context is None else context.local_replica].append(Call(name, marks, call_site()))
 
     def _mark(self, leaf: Any) -> Mark:
         if isinstance(leaf, torch.Tensor):
@@ -171,7 +171,7 @@ class ObservedStep:
         self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *self._carried.now().tensors])
         self._setup.module.align()  # as the run would: what was set on the user's module is no change of the step's
         standing, drawn = StepGuards(self._setup, ()), self._host_random()
-        with deferring_metrics(self._states) as kept, HostReads() as reads:
+        with deferring_metrics(self._states) as kept, HostSyncs() as reads:
             found = strategy.run(_watched_step, (self.trace, self._setup, PerReplica(self._states), batch, due))
         self.results = StepResults(strategy.local_results(found), [each.arguments for each in kept])
         if self._setup.module.is_compiled:

@@ -1,0 +1,110 @@
+"""The other frameworks that the field uses, each in an environment of its own, at the settings found best for a CPU.
+
+``benchmarks/peers`` holds their programs, the pinned packages, and what other settings gave.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peer_settings import settings_of
+from benchmarks.programs import Program
+from benchmarks.trial import Contender
+from lockstep.errors import ConfigError
+
+_PROBE_LIMIT_S = 60.0
+_PROBE = (
+    "import json, sys; from importlib.metadata import version as v; print(json.dumps([v(n) for n in sys.argv[1:]]))"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the peers are.
+
+    Args:
+        environments: folder of virtual environments, one a peer, of its name.
+        programs: folder of their programs.
+    """
+
+    environments: Path
+    programs: Path
+
+    def python(self, peer: str) -> Path:
+        """The interpreter of a peer's environment."""
+        return self.environments / peer / "bin" / "python"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A framework.
+
+    Args:
+        name: of its environment, and the beginning of its contenders' names.
+        packages: the ones whose versions are told.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+
+    @property
+    def script(self) -> str:
+        """The file name of its program."""
+        return f"train_{self.name}.py"
+
+
+PEERS = (
+    Peer(name="accelerate", packages=("accelerate", "torch", "transformers")),
+    Peer(name="fabric", packages=("lightning-fabric", "torch", "transformers")),
+    Peer(name="tensorflow", packages=("tensorflow-cpu", "keras")),
+    Peer(name="jax", packages=("keras", "jax")),
+)
+
+
+def versions_of(peer: Peer, places: Places) -> str:
+    """The versions of a peer's packages, such as "keras 3.15.1, jax 0.10.2".
+
+    Raises:
+        ConfigError: the environment, a package in it, or the program is missing.
+    """
+    python, script = places.python(peer.name), places.programs / peer.script
+    for path in (python, script):
+        if not path.exists():
+            raise ConfigError(
+                f"{path} is not there; make bench-peers makes the environments, from the project's folder"
+            )
+    command = [str(python), "-c", _PROBE, *peer.packages]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=True)
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ConfigError(f"{python} lacks a package: {reason[0]}; remove its folder and make bench-peers") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{python} does not run: {error}; remove its folder and make bench-peers") from error
+    return ", ".join(f"{name} {is_}" for name, is_ in zip(peer.packages, json.loads(done.stdout), strict=True))
+
+
+def contenders_of(peer: Peer, workload: str, places: Places) -> list[Contender]:
+    """The contenders of a peer on a workload; none on one that its program does not know."""
+    return [
+        Contender(
+            name=f"{peer.name}-{chosen.shares}{chosen.suffix}",
+            settings=chosen.text,
+            launcher=Program(
+                python=places.python(peer.name),
+                script=places.programs / peer.script,
+                words=chosen.words,
+                options=chosen.options,
+                variables=chosen.variables,
+            ),
+            shares=chosen.shares,
+            processes=chosen.processes,
+            layout=chosen.layout,
+            role="peer",
+            peer=peer.name,
+        )
+        for chosen in settings_of(peer.name, workload)
+    ]

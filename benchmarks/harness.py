@@ -1,0 +1,182 @@
+"""Runs trials: fresh processes for each, the contenders in turn, so that a machine that drifts is unfair to nobody.
+
+round 1: A B C    round 2: A B C    ...    one sample each time, compared with the others of its round
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from statistics import fmean
+
+from benchmarks.laps import LapRecord
+from benchmarks.memory import Memory, memory_of
+from benchmarks.trial import Trial
+from lockstep.errors import ConfigError, ReplicaError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What one trial gave.
+
+    Args:
+        workload: its name.
+        contender: its name.
+        round: 0 for the first.
+        step_ms: each timed step.
+        cpu_ms: CPU time of a timed step, of all threads of all processes, on average.
+        exchange_ms: the part of each that was exchange and update; empty where it is not told apart.
+        first_step_s: from process start to the end of the first step, of the slowest process.
+        loss: of the last step, averaged over the processes.
+        trained: parameters that the optimizer changes.
+        memory: of all processes together, during the last step.
+        sent_mb: MB (10**6 bytes) that left a host in a timed step, on average; 0 where it is not counted.
+        device_reserved_mb: what torch has taken of a GPU by the last step, in all processes; 0 without one.
+        device_used_mb: what all processes have of that GPU inside the last step; 0 without one.
+        notes: what the contender's processes have to say of themselves, each line once.
+    """
+
+    workload: str
+    contender: str
+    round: int
+    step_ms: tuple[float, ...]
+    cpu_ms: float
+    exchange_ms: tuple[float, ...]
+    first_step_s: float
+    loss: float
+    trained: int
+    memory: Memory
+    sent_mb: float = 0.0
+    device_reserved_mb: float = 0.0
+    device_used_mb: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """A contender that did not run, or not to its end; its samples do not count.
+
+    Args:
+        workload: its name.
+        contender: its name.
+        reason: in one line.
+    """
+
+    workload: str
+    contender: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """What came of all rounds.
+
+    Args:
+        samples: of the contenders that ran in all their rounds.
+        absences: the peers that did not.
+    """
+
+    samples: tuple[Sample, ...]
+    absences: tuple[Absence, ...]
+
+
+Progress = Callable[[Sample | Absence, int, int], None]
+"""Called with each outcome as it comes, how many there are by then, and how many there will be."""
+
+
+def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Progress) -> Rounds:
+    """Runs every trial once a round, in turn; checks, which are not counted, in the first round only.
+
+    A peer that fails takes no further part: its environment is not ours to mend, and the others' numbers stand.
+
+    Args:
+        trials: what to run.
+        rounds: how often, at least once.
+        progress: told of each outcome.
+
+    Raises:
+        ReplicaError: a contender that is no peer failed.
+    """
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds} was given, expected at least 1; raise it")
+    plan = plan_rounds(trials, rounds)
+    samples: list[Sample] = []
+    absences: dict[tuple[str, str], Absence] = {}
+    for done, (index, trial) in enumerate(plan, start=1):
+        key = (trial.workload.name, trial.contender.name)
+        if key in absences:
+            continue
+        outcome = _run_or_miss(trial, index)
+        if isinstance(outcome, Absence):
+            absences[key] = outcome
+        else:
+            samples.append(outcome)
+        progress(outcome, done, len(plan))
+    complete = tuple(sample for sample in samples if (sample.workload, sample.contender) not in absences)
+    return Rounds(samples=complete, absences=tuple(absences.values()))
+
+
+def _run_or_miss(trial: Trial, index: int) -> Sample | Absence:
+    try:
+        return run_trial(trial, index)
+    except ReplicaError as error:
+        if trial.contender.role != "peer":
+            raise
+        return Absence(workload=trial.workload.name, contender=trial.contender.name, reason=str(error))
+
+
+def plan_rounds(trials: Sequence[Trial], rounds: int) -> list[tuple[int, Trial]]:
+    """Which trial runs when: pairs of a round and a trial, in order."""
+    return [(index, trial) for index in range(rounds) for trial in trials if trial.contender.counted or index == 0]
+
+
+def run_trial(trial: Trial, index: int = 0) -> Sample:
+    """Starts the trial's processes, waits for their last step, looks at their memory, and lets them end.
+
+    Args:
+        trial: what to run.
+        index: of the round.
+
+    Raises:
+        ReplicaError: a process ended before its last step, or took longer than its limit.
+    """
+    with ExitStack() as cleanup:
+        # Not a TemporaryDirectory: a signal between making one and holding it would leave it there for good. The name
+        # is as short: sockets in it have paths of at most 107 bytes.
+        folder = Path(tempfile.gettempdir(), f"lockstep-bench-{token_hex(4)}")
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        team = trial.contender.launcher.launch(trial, folder)
+        cleanup.callback(team.end)
+        records = team.records()
+        return _sample(trial, index, records, memory_of(team.pids))
+
+
+def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memory) -> Sample:
+    """One sample of a trial; a step of several processes, in unison but for yardsticks, is the mean of theirs."""
+    return Sample(
+        workload=trial.workload.name,
+        contender=trial.contender.name,
+        round=index,
+        step_ms=_mean_ms([record.step_s for record in records]),
+        cpu_ms=1000 * sum(record.cpu_s for record in records) / trial.steps,
+        exchange_ms=_mean_ms([record.exchange_s for record in records]),
+        first_step_s=max(record.first_step_s for record in records),
+        loss=fmean(record.loss for record in records),
+        trained=records[0].trained,
+        memory=memory,
+        sent_mb=fmean(record.sent_bytes for record in records) / trial.steps / 1e6,  # each counts its whole host's
+        device_reserved_mb=sum(record.device_reserved_mb for record in records),
+        device_used_mb=max(record.device_used_mb for record in records),
+        notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
+    )
+
+
+def _mean_ms(processes: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean over the processes, step by step."""
+    return tuple(1000 * fmean(step) for step in zip(*processes, strict=True))

@@ -1,0 +1,96 @@
+"""The processes of a trial, and what they have started, end with the benchmark, though nothing tells them to."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.workers
+
+LIMIT_S = 60.0
+PEERS = Path(__file__).parents[1] / "peers"
+# Some frameworks' launchers start their processes in sessions of their own.
+PROGRAM = f"""
+import os, signal, sys
+sys.path.insert(0, {str(PEERS)!r})
+from program import take_job
+
+if not os.fork():
+    os.setsid()
+take_job()
+open(os.environ["TOLD"], "a").write(f"{{os.getpid()}}\\n")
+signal.pause()
+"""
+BENCH = """
+import os, signal, sys
+from pathlib import Path
+from benchmarks.harness import run_trial
+from benchmarks.programs import Program
+from benchmarks.spawned import SpawnedBody
+from benchmarks.trial import Contender, Trial
+from benchmarks.workloads import WORKLOADS
+
+def stuck(trial, seat, laps):
+    os.fork()
+    open(os.environ["TOLD"], "a").write(f"{os.getpid()}\\n")
+    signal.pause()
+
+if __name__ == "__main__":
+    program = Program(python=Path(sys.executable), script=Path("program.py"))
+    spawned = SpawnedBody(body=stuck, preloaded="benchmarks.trial" if sys.argv[1] == "forked" else "")
+    launcher = program if sys.argv[1] == "program" else spawned
+    contender = Contender(name="stuck-1", settings="", launcher=launcher, shares=1)
+    run_trial(Trial(workload=WORKLOADS["linear"], contender=contender, warm_up=1, steps=1, cores=1))
+"""
+
+
+def two_numbers(told: int) -> list[int]:
+    """What two processes say, a line each."""
+    text = b""
+    while text.count(b"\n") < 2:
+        assert select.select([told], [], [], LIMIT_S)[0], f"only {text!r} was said within {LIMIT_S:g} s"
+        text += os.read(told, 100)
+    return [int(line) for line in text.split()]
+
+
+@pytest.mark.parametrize("launcher", ["spawned", "forked", "program"])
+def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path: Path):
+    (tmp_path / "bench.py").write_text(BENCH)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    os.mkfifo(tmp_path / "told")
+    told = os.open(tmp_path / "told", os.O_RDWR)
+    variables = {**os.environ, "TOLD": str(tmp_path / "told"), "TMPDIR": str(tmp_path)}
+
+    with subprocess.Popen([sys.executable, "bench.py", launcher], cwd=tmp_path, env=variables) as bench:
+        handles = [os.pidfd_open(pid) for pid in two_numbers(told)]
+        bench.send_signal(signal.SIGKILL)
+        ended = [bool(select.select([handle], [], [], LIMIT_S)[0]) for handle in handles]
+
+    for handle in [*handles, told]:
+        os.close(handle)
+    assert ended == [True, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals, python: Callable[..., Any], tmp_path: Path):
+    own = tmp_path / "own"
+    own.mkdir()
+    asked = ["--workload", "linear", "--only", "lockstep-2", "--steps", "1", "--rounds", "1000", "--output", "tables"]
+    # torch keeps a folder of its own there, for good.
+    bench = python("-m", "benchmarks", *asked, TMPDIR=str(own), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "torch"))
+    first = bench.stderr.readline()
+    bench.send_signal(number)
+    _, said = bench.communicate(timeout=LIMIT_S)
+
+    assert "linear" in first
+    assert (bench.returncode, "interrupted; nothing was written" in said) == (130, True), said
+    assert list(own.iterdir()) == []
+    assert not (tmp_path / "tables").exists()

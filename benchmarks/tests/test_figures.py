@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.figures import best_rival, figures_of, paired_ratio
+from lockstep.errors import DataError
+from lockstep.scaling.runner import percentile
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (90, 4.6), (100, 5.0)])
+def test_a_percentile_lies_between_its_neighbours(percent: float, expected: float):
+    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
+
+
+def test_the_percentile_of_one_value_is_that_value():
+    assert percentile([7.0], 90) == 7.0
+
+
+def test_the_percentile_of_nothing_is_refused():
+    with pytest.raises(DataError, match="percentile of no values was asked for"):
+        percentile([], 50)
+
+
+def test_a_ratio_pairs_the_rounds_so_that_a_slow_round_weighs_on_both(make):
+    # Each round is slower than the one before, for both: the ratios of the pairs are 0.25, 0.5 and 0.625.
+    ours = [make.sample("a", 1, 1, 3), make.sample("a", 2, 2, 2, round_=1), make.sample("a", 5, 5, 5, round_=2)]
+    theirs = [make.sample("b", 4, 4, 4), make.sample("b", 4, 4, 9, round_=1), make.sample("b", 8, 8, 8, round_=2)]
+
+    assert paired_ratio(ours, theirs) == 0.5
+
+
+def test_a_ratio_uses_the_rounds_that_both_have(make):
+    ours = [make.sample("a", 3)]
+    theirs = [make.sample("b", 4), make.sample("b", 400, round_=1)]
+
+    assert paired_ratio(ours, theirs) == 0.75
+
+
+def test_a_ratio_without_a_common_round_is_refused(make):
+    with pytest.raises(DataError, match="without a common round"):
+        paired_ratio([make.sample("a", 3)], [make.sample("b", 4, round_=1)])
+
+
+def test_the_best_rival_is_neither_ours_nor_a_check(make):
+    contenders = [
+        make.contender("ours", role="ours"),
+        make.contender("slow"),
+        make.contender("fast"),
+        make.contender("check", role="check"),
+    ]
+    samples = [
+        make.sample("ours", 1),
+        make.sample("slow", 4),
+        make.sample("fast", 3),
+        make.sample("check", 2),
+    ]
+
+    assert best_rival(contenders, samples, "mlm") == contenders[2]
+    assert best_rival(contenders[:1], samples, "mlm") is None
+
+
+def test_without_a_rival_the_best_peer_is_the_reference(make):
+    contenders = [make.contender("ours", role="ours"), make.contender("fabric-2", role="peer"), make.contender("a")]
+    samples = [make.sample("ours", 1), make.sample("fabric-2", 2), make.sample("a", 3)]
+
+    assert best_rival(contenders, samples, "mlm") == contenders[2]
+    assert best_rival(contenders[:2], samples, "mlm") == contenders[1]
+
+
+def test_figures_pool_the_steps_and_take_the_median_of_what_a_round_has_once(make):
+    ours, rival = make.contender("ours", role="ours"), make.contender("rival")
+    samples = [
+        make.sample("ours", 10, 20, 30, exchange_ms=(1, 2, 3)),
+        make.sample("rival", 40, 40, 40),
+        make.sample("ours", 40, 50, 60, round_=1, exchange_ms=(5, 10, 15)),
+        make.sample("rival", 100, 100, 100, round_=1),
+    ]
+
+    first, second = figures_of([ours, rival], samples, "mlm")
+
+    assert (first.median_ms, first.p10_ms, first.p90_ms) == (35.0, 15.0, 55.0)
+    assert first.ratio == 0.5
+    assert first.exchange_share == pytest.approx((0.1 + 0.2) / 2)
+    assert (first.first_step_s, first.cpu_ms) == (3.5, 50.0)
+    assert (first.memory.peak_mb, first.memory.rss_mb, first.memory.pss_mb) == (100.5, 99.5, 98.5)
+    assert (second.ratio, second.exchange_share) == (1.0, None)
+
+
+def test_without_a_rival_the_first_contender_is_the_reference(make):
+    contenders = [make.contender("a", role="ours"), make.contender("b", role="ours")]
+    samples = [make.sample("a", 10), make.sample("b", 15)]
+
+    assert [row.ratio for row in figures_of(contenders, samples, "mlm")] == [1.0, 1.5]
+
+
+def test_a_contender_without_samples_is_named(make):
+    with pytest.raises(DataError, match="contender 'a' has no sample of workload 'mobilenetv2'"):
+        figures_of([make.contender("a")], [make.sample("a", 1)], "mobilenetv2")
+
+
+def test_where_nobody_ran_there_are_no_figures():
+    assert figures_of([], [], "mlm") == []

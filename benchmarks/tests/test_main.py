@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+
+
+def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    words = ["--workload", "linear", "--only", "single", "--rounds", "1", "--steps", "2", "--warm-up", "1"]
+
+    assert main([*words, "--output", str(tmp_path)]) == 0
+
+    (table,) = tmp_path.glob("*.md")
+    assert "| single |" in table.read_text()
+    assert f"command: `python -m benchmarks {' '.join(words)}" in table.read_text()
+    assert caplog.messages[0].startswith("  1/1  round 1  linear       single")
+    assert caplog.messages[-1] == f"\nwritten to {table}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--only", "tpu"],
+            "--only tpu names no contender; choose from 'lockstep-2', 'lockstep-4', 'half alone', 'halves together'",
+        ),
+        (["--rounds", "0"], "rounds=0 was given, expected at least 1"),
+        (["--steps", "0"], "steps=0 was given, expected at least 1"),
+    ],
+)
+def test_bad_words_are_one_line_and_write_nothing(
+    words: list[str], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    assert main([*words, "--output", str(tmp_path)]) == 1
+
+    (line,) = caplog.messages
+    assert line.startswith(f"error: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_without_environments_are_rows_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    words = ["--workload", "mlm", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--peers", "only"]
+
+    assert main([*words, "--environments", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 0
+
+    (table,) = (tmp_path / "out").glob("*.md")
+    for name in ("accelerate-2", "fabric-2", "tensorflow-2", "jax-2"):
+        assert f"| {name} | not run |" in table.read_text()
+        assert f"- {name}: not run: {tmp_path / 'none'}" in table.read_text()
+
+
+@pytest.mark.workers
+def test_an_interrupt_is_one_line_and_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("benchmarks.__main__._say", interrupt)  # in the midst of a run
+    words = ["--workload", "linear", "--only", "single", "--rounds", "2", "--steps", "1", "--warm-up", "1"]
+
+    assert main([*words, "--output", str(tmp_path)]) == 130
+    assert caplog.messages == ["interrupted; nothing was written"]
+    assert list(tmp_path.iterdir()) == []

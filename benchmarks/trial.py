@@ -1,0 +1,120 @@
+"""What is measured, as plain data: a workload, a contender that does it, and one trial of the two.
+
+Everything here travels to a contender's fresh process, so functions are named by their modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from benchmarks.team import Launcher
+
+Layout = Literal["auto", "channels_last", "contiguous", "framework"]
+"""Memory format of a module's weights and pictures; "auto" leaves it to the strategy, "framework" to the peer."""
+
+Role = Literal["ours", "rival", "peer", "yardstick", "check"]
+"""What a contender's numbers are for.
+
+ours: this package. rival: a loop written by hand on torch alone. peer: another framework. yardstick: what the hardware
+gives, for the parallel efficiency. check: runs in the first round only and takes no part in the targets.
+"""
+
+Batch = tuple[Any, Tensor]
+"""A global batch (x, y); x is a tensor or a dict of the module's keyword arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training step that all contenders do, on the same numbers.
+
+    Args:
+        name: as on the command line.
+        title: for the table: model, shapes, optimizer.
+        make_module: the model, of random weights from torch's default generator.
+        make_batches: so many different global batches, the same in every process.
+        loss: ``loss(outputs, y)`` -> (sum over what is counted, how many are counted).
+        count: how many are counted in each global batch.
+        learning_rate: Adam's.
+    """
+
+    name: str
+    title: str
+    make_module: Callable[[], nn.Module]
+    make_batches: Callable[[int], list[Batch]]
+    loss: Callable[[Any, Tensor], tuple[Tensor, Any]]
+    count: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to do the work.
+
+    Args:
+        name: a short one, such as "ddp-2".
+        settings: for the table: what was chosen, and how.
+        launcher: starts its processes.
+        shares: among how many replicas or processes the global batch is divided.
+        processes: how many of its processes train, and report.
+        layout: memory format.
+        role: what its numbers are for.
+        peer: which peer it is, such as "fabric"; empty for all that run in this package's own environment.
+    """
+
+    name: str
+    settings: str
+    launcher: Launcher
+    shares: int
+    processes: int = 1
+    layout: Layout = "contiguous"
+    role: Role = "rival"
+    peer: str = ""
+
+    @property
+    def counted(self) -> bool:
+        """Whether it runs in every round."""
+        return self.role != "check"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One contender doing one workload, once, in fresh processes.
+
+    Args:
+        workload: the work.
+        contender: who does it.
+        warm_up: steps before the ones that are timed, at least 1.
+        steps: steps that are timed, at least 1.
+        cores: CPU cores to use in all.
+        limit_s: a trial that takes longer is given up; None is the usual limit.
+    """
+
+    workload: Workload
+    contender: Contender
+    warm_up: int
+    steps: int
+    cores: int
+    limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm_up", 1), ("steps", 1), ("cores", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name}={value} was given, expected at least {least}; raise it")
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"contender {self.contender.name!r} on workload {self.workload.name!r}"
+
+    @property
+    def threads_per_process(self) -> int:
+        """Intra-op threads of each process: an equal part of the cores, at least one."""
+        return max(1, self.cores // self.contender.processes)

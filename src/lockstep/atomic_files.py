@@ -1,0 +1,253 @@
+"""Files and folders that appear whole or not at all, even when their writer is killed at any moment.
+
+    .NAME.<random>.partial -> fsync -> rename to NAME -> fsync of the parent folder
+
+A reader in any process sees the old content or the new content, never a part of it.
+
+The writer holds a lock on its partial file (of a folder: on the record file) until it is done, and the kernel releases
+the lock when the process dies. So the next writer can tell what a living process is writing from what a dead one left,
+and removes the latter. Nobody waits for the lock. On a file system without locks everything can be written, and
+nothing is removed.
+
+When a folder is replaced, the old one is called ``.NAME.<random>.replaced`` between the two renames. Whoever finds it
+without a successor puts it back.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PARTIAL, _REPLACED, _REMOVED = ".partial", ".replaced", ".removed"
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields the path of an empty file to write to. It becomes ``path`` when the block ends. The parent folder is made.
+
+    Raises:
+        OSError: the file cannot be written. Then nothing is left behind, as after any error in the block.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_dead_files(path)
+    partial, descriptor = _create_locked_file(path)
+    try:
+        yield partial
+        _sync(partial)
+        partial.replace(path)
+        _sync(path.parent)
+    finally:
+        os.close(descriptor)
+        partial.unlink(missing_ok=True)
+
+
+def atomic_write(path: Path, text: str) -> Path:
+    """Writes ``text`` to ``path`` as UTF-8, replaces what is there, and returns ``path``.
+
+    Raises:
+        OSError: the file cannot be written. Then nothing is left behind.
+    """
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
+@contextmanager
+def atomic_folder(target: Path, *, record: str) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """Yields a folder to fill and a function that writes its record file. It becomes ``target`` when the block ends.
+
+    Args:
+        target: the folder. An existing one is replaced.
+        record: the name of the file that every such folder has; it carries the writer's lock.
+
+    Raises:
+        OSError: the folder cannot be written. Then nothing is left behind, as after any error in the block.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, descriptor = _create_locked_folder(target, record)
+    try:
+
+        def write_record(text: str) -> None:
+            with os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
+                file.write(text)
+
+        yield partial, write_record
+        _sync_tree(partial)
+        _move_into_place(partial, target)
+        _sync(target.parent)
+    finally:
+        os.close(descriptor)
+        _discard(partial, target)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder: first its name, in one step, then its files."""
+    gone = _aside(path, _REMOVED)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path, *, record: str) -> None:
+    """Removes from ``parent`` what killed writers of folders left there.
+
+    A replaced folder without a successor is put back. Folders that a living process is writing are left alone.
+    """
+    for path in parent.glob(f".*{_REPLACED}"):
+        target = parent / original_name(path)
+        if target.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(target)
+    for path in parent.glob(f".*{_REMOVED}"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in parent.glob(f".*{_PARTIAL}"):
+        _remove_dead_folder(path, record)
+
+
+def replaced_folders(parent: Path) -> list[Path]:
+    """The whole folders whose writer was killed just before it gave their name to a newer one."""
+    return sorted(path for path in parent.glob(f".*{_REPLACED}") if not (parent / original_name(path)).exists())
+
+
+def original_name(aside: Path) -> str:
+    """``step-1`` for ``.step-1.0123456789ab.replaced``."""
+    return aside.name[1:].rsplit(".", 2)[0]
+
+
+def _lock_new(descriptor: int) -> bool:
+    """Locks a new file for as long as ``descriptor`` is open.
+
+    Returns:
+        False if another process took it for a dead writer's file before it was locked: make another one.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system has no locks
+        return True
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _writer_is_dead(descriptor: int) -> bool:
+    """Whether nobody holds the file's lock. If so, the caller holds it as long as ``descriptor`` is open."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _create_locked_file(path: Path) -> tuple[Path, int]:
+    while True:
+        partial = _aside(path, _PARTIAL)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if _lock_new(descriptor):
+            return partial, descriptor
+        os.close(descriptor)
+
+
+def _create_locked_folder(target: Path, record: str) -> tuple[Path, int]:
+    while True:
+        partial = _aside(target, _PARTIAL)
+        partial.mkdir()
+        try:
+            descriptor = os.open(partial / record, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileNotFoundError:  # another process removed the folder before it had a lock
+            continue
+        except OSError:
+            partial.rmdir()
+            raise
+        if _lock_new(descriptor):
+            return partial, descriptor
+        os.close(descriptor)
+
+
+def _remove_dead_files(path: Path) -> None:
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        with suppress(OSError), left.open("rb") as opened:  # no permission, or another process has removed it
+            if _writer_is_dead(opened.fileno()):
+                left.unlink()
+
+
+def _remove_dead_folder(path: Path, record: str) -> None:
+    try:
+        descriptor = os.open(path / record, os.O_RDWR)
+    except FileNotFoundError:  # the writer has made the folder and not its record: it was killed, or it is about to
+        with suppress(OSError):
+            path.rmdir()
+        return
+    except OSError:  # no permission
+        return
+    try:
+        if _writer_is_dead(descriptor):
+            # Renamed first: a process that is killed while it removes the files may have removed the record already.
+            shutil.rmtree(path.rename(_aside(path.with_name(original_name(path)), _REMOVED)), ignore_errors=True)
+    except FileNotFoundError:  # another process has removed it
+        return
+    finally:
+        os.close(descriptor)
+
+
+def _discard(partial: Path, target: Path) -> None:
+    """Removes a folder that did not become ``target``, renamed first: another process may still be writing to it."""
+    if not partial.exists():  # the usual case: it has become ``target``
+        return
+    with suppress(OSError):
+        partial = partial.rename(_aside(target, _REMOVED))
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    """Renames ``partial`` to ``target``. Another writer may be moving a folder there at the same time."""
+    replaced: list[Path] = []
+    try:
+        while not _renamed(partial, target):
+            old = _aside(target, _REPLACED)
+            with suppress(FileNotFoundError):  # the other writer has just moved the old one aside
+                target.rename(old)
+                replaced.append(old)
+    except OSError:
+        for old in replaced[-1:]:
+            _renamed(old, target)
+        raise
+    for old in replaced:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """Renames a folder; False if a folder of that name is in the way."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
+
+
+def _aside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}{suffix}")
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

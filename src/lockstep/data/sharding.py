@@ -1,0 +1,270 @@
+"""A replica whose shard of the batch is empty: how a step finds that out, and what an error says that it raised there.
+
+9 rows, 4 replicas -> 3, 2, 2, 2      2 rows, 4 replicas -> 1, 1, 0, 0: the last two have no rows
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.data.layout import SINGLE_VALUES, BatchLayout
+from lockstep.data.structure import (
+    check_layout,
+    leaf_has_rows,
+    map_leaves,
+    named_leaves,
+    replica_leaves,
+    rows_of,
+    take_rows,
+)
+from lockstep.errors import DataError
+
+_MOST_LEAVES_SHOWN = 8
+
+
+def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
+    """How many of ``rows`` rows each replica gets: balanced, the larger shards first.
+
+    Example:
+        >>> shard_sizes(9, 4)
+        (3, 2, 2, 2)
+    """
+    rows_each, larger = divmod(rows, num_replicas)
+    return tuple(rows_each + (replica < larger) for replica in range(num_replicas))
+
+
+def batch_rows(batch: Any) -> int:
+    """The number of rows of a shard, or of a batch whose lists of rows are marked: the length of what has rows.
+
+    Raises:
+        DataError: lengths that disagree, nothing that has rows, or a leaf that cannot be divided.
+    """
+    return _rows(_with_tensors(batch))
+
+
+def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> Any:
+    """The same structure with ``PerReplica`` leaves.
+
+    Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
+    lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
+
+    Args:
+        batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
+        num_replicas: how many shards.
+        layout: finds the lists of rows; None is one for this batch alone.
+
+    Raises:
+        DataError: lengths that disagree, nothing that has rows, a list that could be one of rows and one of columns, or
+            a leaf that cannot be divided.
+    """
+    return local_shards(
+        batch, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRows:
+    """One worker's part of the rows of a batch.
+
+    Args:
+        start: the first of them.
+        sizes: how many each local replica gets, in replica order.
+    """
+
+    start: int
+    sizes: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + sum(self.sizes)
+
+
+def local_rows(rows: int, workers: Communicator) -> LocalRows:
+    """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
+
+    Example:
+        >>> from lockstep.collectives.communicator import OneWorker
+        >>> local_rows(4, OneWorker(3))
+        LocalRows(start=0, sizes=(2, 1, 1))
+    """
+    sizes, first = shard_sizes(rows, workers.num_replicas), workers.first_replica
+    return LocalRows(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
+
+
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
+    """Some of the rows of a batch, as ``per_replica_batch`` divides all.
+
+    Args:
+        batch: as there.
+        cut: from the number of its rows to the part that is wanted.
+        layout: as there.
+        loaded: how many rows were loaded for the batch, if that is known.
+
+    Raises:
+        DataError: as there.
+    """
+    tensors = _with_tensors(layout.marked(batch, rows=loaded))
+    part = cut(_rows(tensors))
+    return map_leaves(lambda _, leaf: PerReplica(_divide(leaf, part)), tensors)
+
+
+def with_no_rows(batch: Any) -> Any:
+    """The batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
+    return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
+
+
+def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
+    """One batch per replica: ``per_replica_batch`` seen from each of them."""
+    divided = per_replica_batch(batch, num_replicas, layout)
+    return [select(divided, replica, num_replicas) for replica in range(num_replicas)]
+
+
+def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout | None = None) -> Any:
+    """The structure with ``PerReplica`` leaves made of batches that are per-replica already.
+
+    Args:
+        batches: one per replica, in order, all of one structure; the replicas that are missing at the end get an
+            empty batch, 0 rows of the first one.
+        num_replicas: how many replicas there are.
+        layout: finds the lists of rows; None is one for these batches alone.
+
+    Raises:
+        DataError: the structures differ, or a leaf cannot be handed to a replica.
+    """
+    layout = layout or BatchLayout()
+    given = [_with_tensors(layout.marked(batch)) for batch in batches]
+    empty = with_no_rows(given[0])
+    flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]
+    names = [[name for name, _ in leaves] for leaves in flat]
+    for replica, other in enumerate(names):
+        if other != names[0]:
+            raise DataError(
+                f"replica {replica} got a batch of {_listed(other)}, replica 0 one of {_listed(names[0])}; "
+                "give every replica the same structure"
+            )
+    columns = iter([PerReplica([leaf for _, leaf in column]) for column in zip(*flat, strict=True)])
+    return map_leaves(lambda *_: next(columns), given[0])
+
+
+def _divide(leaf: Any, part: LocalRows) -> tuple[Any, ...]:
+    if not leaf_has_rows(leaf):
+        return (leaf,) * len(part.sizes)
+    starts = accumulate(part.sizes, initial=part.start)
+    return tuple(take_rows(leaf, start, size) for start, size in zip(starts, part.sizes, strict=False))
+
+
+def _rows(tensors: Any) -> int:
+    lengths = {name: rows for name, leaf in named_leaves(tensors) if (rows := rows_of(leaf)) is not None}
+    if not lengths:
+        found = [f"{name}: {type(leaf).__name__}" for name, leaf in named_leaves(tensors)]
+        raise DataError(
+            f"a batch of {_listed(found)} has no rows to divide; expected tensors with the examples along dim 0: "
+            "batch the data with a DataLoader, and give a Hugging Face dataset torch format and .batch(size)"
+        )
+    if len(set(lengths.values())) > 1:
+        found = [f"{name}: {rows} rows" for name, rows in lengths.items()]
+        raise DataError(
+            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), "
+            "values that are one for the whole batch as tensors without a dimension, and lists of one item a row with "
+            'as many items (strategy.distribute_dataset(data, lists="rows") says that they are some)'
+        )
+    return next(iter(lengths.values()))
+
+
+def _with_tensors(batch: Any) -> Any:
+    return map_leaves(_as_tensor, batch)
+
+
+def _as_tensor(name: str, leaf: Any) -> Any:
+    # An array can only be there if somebody has imported numpy, which this package does not need.
+    numpy = sys.modules.get("numpy")
+    if isinstance(leaf, torch.Tensor):
+        check_layout(name, leaf)
+        return leaf
+    if leaf_has_rows(leaf) or isinstance(leaf, SINGLE_VALUES) or (numpy and isinstance(leaf, numpy.generic)):
+        return leaf
+    if not numpy or not isinstance(leaf, numpy.ndarray):
+        raise DataError(
+            f"{name} is a {type(leaf).__name__}, which cannot be divided among replicas; give tensors, arrays or "
+            "single values in tuples, lists and dicts, or a list of one such object a row (a collate_fn of the "
+            "DataLoader can make them)"
+        )
+    try:
+        # torch shares an array's memory, but warns about read-only memory and refuses negative strides.
+        shareable = leaf.flags.writeable and min(leaf.strides, default=0) >= 0
+        return torch.as_tensor(leaf if shareable else leaf.copy())
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{name} is an array of dtype {leaf.dtype}, which no tensor can hold; convert it, or leave it out"
+        ) from error
+
+
+def _listed(items: Sequence[str]) -> str:
+    shown = ", ".join(items[:_MOST_LEAVES_SHOWN]) or "nothing"
+    more = len(items) - _MOST_LEAVES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+_NOTE = (
+    "this replica's shard has 0 rows, since the batch has fewer rows than the {replicas} replicas; where the step "
+    "cannot take 0 rows, make every batch of at least {replicas} rows (drop_last=True, or another batch_size), or "
+    "run forward and backward only where there are rows (if ls.has_rows(batch): ...); optimizer.step() and other "
+    "collectives belong in every replica"
+)
+
+
+def has_rows(batch: Any) -> bool:
+    """Whether a replica's shard has rows: none of a batch that has fewer rows than there are replicas.
+
+    A step whose module cannot take 0 rows runs its forward and backward pass only where there are some. A replica that
+    leaves them out adds zeros; ``optimizer.step()`` and other collectives belong in every replica, and
+    ``compute_average_loss`` without ``global_batch_size`` is one.
+
+    Args:
+        batch: what the step got: a tensor, or tensors, arrays and lists of rows in tuples, lists and dicts.
+
+    Raises:
+        DataError: nothing in it has rows.
+
+    Example:
+        >>> import torch, lockstep as ls
+        >>> ls.has_rows((torch.zeros(0, 3), torch.zeros(0)))
+        False
+    """
+    rows = [number for leaf in replica_leaves(batch) if (number := rows_of(leaf)) is not None]
+    if not rows:
+        raise DataError(
+            f"has_rows got a {type(batch).__name__} in which nothing has rows; give the batch as the step gets it, or "
+            "a tensor of it"
+        )
+    return any(rows)
+
+
+def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
+    """``body``, whose errors get a note where a tensor among its arguments has no rows.
+
+    Args:
+        body: one replica's part of a run.
+        view: its arguments.
+        replicas: how many there are, of all workers.
+    """
+    return partial(_run, body, view, replicas)
+
+
+def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
+    try:
+        return body()
+    except Exception as error:
+        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
+            error.add_note(_NOTE.format(replicas=replicas))
+        raise

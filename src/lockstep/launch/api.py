@@ -1,0 +1,62 @@
+"""``ls.launch``: a function in fresh worker processes of this host, from a notebook, a script or a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+R = TypeVar("R")
+
+
+def launch(
+    fn: Callable[..., R],
+    *,
+    workers: int,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    gpus_per_worker: int | None = None,
+    max_restarts: int = 0,
+    timeout_s: float | None = None,
+    log_dir: str | Path | None = None,
+) -> R:
+    """Runs ``fn`` in ``workers`` fresh processes on this host and returns the chief's result.
+
+    ``MultiWorkerMirroredStrategy()`` in the function finds the others by itself; so does torch's
+    ``init_process_group()``. The function and its arguments travel by value (cloudpickle), so one that a notebook cell
+    or a script defines will do, without ``if __name__ == "__main__"``. What the chief prints is shown as it comes.
+    The workers end with this call, however it ends, and with this process, and so do the processes that they started.
+
+    Args:
+        fn: what every worker runs.
+        workers: how many.
+        args: its arguments, the same on all.
+        kwargs: its keyword arguments, the same on all.
+        gpus_per_worker: GPUs that each worker sees, 0 for none; None divides all of them.
+        max_restarts: how often all workers are started again after one has failed.
+        timeout_s: seconds after which they are ended, those that save first within 30 s more; None for no limit.
+        log_dir: a folder for a log file of each worker, ``worker-0.log`` and on; None keeps none.
+
+    Raises:
+        ConfigError: ``workers`` is not positive, or there are fewer GPUs than asked for.
+        ClusterError: a worker failed; it is named, and its own exception is the cause. Or they took too long; its note
+            says where each of them stood.
+        SystemExit: SIGTERM came, which this process does not handle itself, and the workers ended with an exit code of
+            their own choice, such as the 75 of ``BackupAndRestore``: it is that code.
+
+    Example:
+        >>> ls.launch(lambda: os.environ["RANK"], workers=2)
+        '0'
+    """
+    from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
+    from lockstep.launch.jobs import FunctionJob
+
+    job = FunctionJob(
+        workers=workers,
+        gpus_per_worker=gpus_per_worker,
+        max_restarts=max_restarts,
+        limits=Limits(timeout_s=timeout_s),
+        log_dir=None if log_dir is None else Path(log_dir),
+    )
+    result: R = job.run(fn, tuple(args), dict(kwargs or {}))
+    return result

@@ -1,0 +1,284 @@
+"""Batch norm in replicas: synchronised over all of them, and safe on a shard of one row.
+
+``convert_sync_batch_norm`` has the batch norms of a module sum their statistics over all replicas (two all-reduces: of
+sums and counts, then of centred squares). ``guard_single_row`` is for the others: torch's batch norm refuses a training
+batch with one value per channel, which a replica may get where one device has more. Such a shard is normalised by the
+running statistics and does not change them, as torch does for a shard without rows.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.errors import ConfigError
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+
+
+class SyncBatchNorm:
+    """Mixin of a batch norm whose statistics in training are those of the global batch.
+
+    ``synchronised`` puts it before the module's own class. Outside replicas the module works as before. In training
+    every replica must call it, also with an empty shard.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward with the statistics of all replicas.
+
+        Raises:
+            ConfigError: its own forward does not call ``torch.nn.functional.batch_norm``, or calls it on a part of its
+                input.
+        """
+        module: Any = self
+        context = get_replica_context()
+        forward: Callable[..., Any] = _own_forward(type(module))
+        of_batch = module.training or module.running_mean is None
+        if context is None or context.num_replicas_in_sync == 1 or not of_batch:
+            return forward(self, *args, **kwargs)
+        given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        empty = given is not None and not given.numel()
+        batches = module.num_batches_tracked
+        before = batches.clone() if empty and batches is not None else None
+        statistics = _StatisticsOfAll(context, module, given)
+        with statistics:
+            output = forward(self, *args, **kwargs)
+        if not statistics.called:
+            raise ConfigError(
+                f"{type(self).__name__} computes its output in training without torch.nn.functional.batch_norm, so "
+                "sync_batchnorm=True cannot take its statistics over all replicas; call that function in its "
+                "forward, put the module in eval(), or mirror without sync_batchnorm"
+            )
+        if before is not None and not statistics.seen:
+            batches.copy_(before)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle cannot find a class made at run time: it is given the class that this was made from.
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        make, args, *rest = reduced
+        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return make, args, *rest
+        return _made_again, (_own_class(type(self)), *args[1:]), *rest
+
+
+class _StatisticsOfAll(TorchFunctionMode):
+    """Inside, batch norm in training takes the statistics of all replicas.
+
+    Args:
+        context: of the calling replica.
+        module: the batch norm.
+        given: the tensor that the module was called with.
+
+    Attributes:
+        called: whether batch norm was called.
+        seen: whether any replica had a row.
+    """
+
+    def __init__(self, context: ReplicaContext, module: Any, given: torch.Tensor | None) -> None:
+        super().__init__()
+        self._context, self._module, self._given = context, module, given
+        self.called = False
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **(kwargs or {}))
+        if func is torch.batch_norm:
+            return self._torch_batch_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _torch_batch_norm(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> torch.Tensor:
+        """The same with the arguments in another order, as ``F.batch_norm`` itself calls it."""
+        return self._batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+    def _batch_norm(
+        self,
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        self.called = True
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        self._check_whole(input)
+        dims = [0, *range(2, input.dim())]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too.
+        exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        # One all-reduce for sums and counts, another for centred squares; both are differentiable.
+        sums = exact.sum(dims)
+        rows = sums.new_full((1,), input.numel() / input.shape[1])
+        total = self._context.all_reduce("sum", torch.cat([sums, rows]))
+        seen = float(total[-1].detach())
+        if seen == 1:
+            raise ValueError(
+                f"{type(self._module).__name__} got one value per channel in the whole global batch, which has no "
+                "variance; give more rows, or put the module in eval()"
+            )
+        count = max(1.0, seen)
+        mean = total[:-1] / count
+        centred = exact - mean.view(shape)
+        squares = self._context.all_reduce("sum", centred.square().sum(dims))
+        if seen:
+            self.seen = True
+            _track(running_mean, mean, momentum)
+            _track(running_var, squares / max(count - 1, 1), momentum)
+        output: torch.Tensor = centred * torch.rsqrt(squares / count + eps).view(shape)
+        if weight is not None:
+            output = output * weight.view(shape)
+        if bias is not None:
+            output = output + bias.view(shape)
+        return output.to(input.dtype)
+
+    def _check_whole(self, input: torch.Tensor) -> None:
+        """Raises ConfigError for a part of the input, whose rows may be others than on one device."""
+        channels = self._module.num_features
+        if self._given is None or (input.numel() == self._given.numel() and input.shape[1] == channels):
+            return
+        raise ConfigError(
+            f"{type(self._module).__name__} takes batch statistics of a tensor of shape {tuple(input.shape)}, and was "
+            f"given one of shape {tuple(self._given.shape)} with {channels} channels; sync_batchnorm=True can take "
+            "statistics over all replicas only of the whole input, one for each channel; mirror without sync_batchnorm"
+        )
+
+
+class RefusingOtherBatchNorms(TorchFunctionMode):
+    """Inside, batch statistics of one replica's shard are refused.
+
+    Raises:
+        ConfigError: ``torch.nn.functional.batch_norm`` was called in training outside a synchronised batch norm.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm and (kwargs["training"] if "training" in kwargs else len(args) > 5 and args[5]):
+            raise ConfigError(
+                "the module calls torch.nn.functional.batch_norm in training outside a torch.nn.BatchNorm, so "
+                "sync_batchnorm=True cannot find it; make its class a subclass of torch.nn.BatchNorm1d, 2d or 3d, "
+                "or mirror without sync_batchnorm"
+            )
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    """The subclass of ``kind`` whose statistics are those of the global batch."""
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (SyncBatchNorm, kind), named)
+
+
+def convert_sync_batch_norm(module: nn.Module, kind: type[_BatchNorm] = _BatchNorm) -> nn.Module:
+    """Has every batch norm inside ``module`` take its statistics over all replicas. In place.
+
+    Each batch norm stays the same object with the same parameters, buffers, hooks and keys; its class becomes a
+    subclass of its class.
+
+    Args:
+        module: any module; it is returned.
+        kind: convert instances of this class only.
+
+    Raises:
+        ConfigError: a batch norm whose forward was replaced on the object.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, kind) and not isinstance(part, SyncBatchNorm):
+            if "forward" in part.__dict__:
+                raise ConfigError(
+                    f"the {type(part).__name__} {name!r} has a forward of its own, set on the object, so "
+                    "sync_batchnorm=True cannot take its statistics over all replicas; define it in a subclass of "
+                    f"{type(part).__name__}, or mirror without sync_batchnorm"
+                )
+            own: Any = type(part)  # mypy takes the class for no Hashable
+            part.__class__ = synchronised(own)
+    return module
+
+
+def has_sync_batch_norm(module: nn.Module) -> bool:
+    """Whether ``module`` has a synchronised batch norm, so that every replica must run it in training."""
+    return any(isinstance(part, SyncBatchNorm) for part in module.modules())
+
+
+def _own_class(kind: type) -> type[_BatchNorm]:
+    """The class that a synchronised class was made from."""
+    own: type[_BatchNorm] = kind.__mro__[kind.__mro__.index(SyncBatchNorm) + 1]
+    return own
+
+
+def _own_forward(kind: type) -> Callable[..., Any]:
+    own = _own_class(kind)
+    # torch.nn.SyncBatchNorm.forward would use process groups of torch.distributed.
+    return _BatchNorm.forward if own is nn.SyncBatchNorm else own.forward
+
+
+def _made_again(kind: Any, *args: Any) -> Any:
+    made = synchronised(kind)
+    return made.__new__(made, *args)
+
+
+@torch.no_grad()
+def _track(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -> None:
+    if running is not None:
+        running.lerp_(value.detach().to(running.dtype), momentum)
+
+
+def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
+    """A context to run ``module`` in: guards batch norms if all inputs have one row, and does nothing otherwise."""
+    leaves = tree_leaves((tuple(args), kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+    single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)
+    if single and any(isinstance(part, _BatchNorm) for part in module.modules()):
+        return _NoStatisticsOfOneValue()
+    return nullcontext()
+
+
+class _NoStatisticsOfOneValue(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return _batch_norm_of_one_value(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm_of_one_value(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    training = training and (running_mean is None or input.numel() > input.shape[1])
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -1,0 +1,243 @@
+"""torch.compile for a mirrored module: one code for the copies of all replicas, compiled under a lock.
+
+    replica 0 --.                          .-- its copy's parameters --.
+                +-- one compiled forward --+                           +-- outputs
+    replica 1 --'   (per shape and mode)   '-- its copy's parameters --'
+
+The parameters are inputs of the code, so copies of one class share it. The whole forward becomes one graph or is
+refused: a part that stayed in Python would run without the replica's random numbers.
+
+One thread at a time looks up the code that serves a call. Where two did, torch 2.13 has told some that there was none
+("runtime guards failed even though they passed during recompilation-reason analysis"): each time one more compilation,
+and at the eighth torch gives up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import nn
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.errors import ConfigError, LockstepError, ReplicaError
+from lockstep.replicas.rng.mode import ReplicaRng
+
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+COMPILE_LIMIT_S = 1800.0
+"""How many seconds a replica waits for another that compiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How a module is compiled.
+
+    Args:
+        mode: of torch.compile. Those that make CUDA graphs of their own are not among them: whole steps are recorded.
+        dynamic: one code for all lengths, instead of one for each.
+        backend: "inductor", or another that torch knows.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    mode: CompileMode = "default"
+    dynamic: bool = False
+    backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(CompileMode):
+            raise ConfigError(
+                f"mode={self.mode!r} is no mode that a mirrored module is compiled in; choose 'default' or "
+                "'max-autotune-no-cudagraphs': CUDA graphs of whole steps are made by fit"
+            )
+        if type(self.dynamic) is not bool:
+            raise ConfigError(f"dynamic={self.dynamic!r}; give True for one code for all shapes, False for one each")
+        if self.backend not in torch.compiler.list_backends(exclude_tags=()) or self.backend == "cudagraphs":
+            raise ConfigError(
+                f"backend={self.backend!r} is unknown to torch, or makes CUDA graphs of its own; choose 'inductor'"
+            )
+
+    @classmethod
+    def of(cls, given: Any) -> Self | None:
+        """What ``compile_module=`` means: True, False or a dict of these settings.
+
+        Raises:
+            ConfigError: something else, or an unknown setting.
+        """
+        if isinstance(given, bool):
+            return cls() if given else None
+        known = [each.name for each in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(known):
+            raise ConfigError(
+                f"compile_module={given!r}; give True, False or a dict of {', '.join(known)}, such as "
+                "{'mode': 'max-autotune-no-cudagraphs'}"
+            )
+        return cls(**given)
+
+
+class CompiledCopies:
+    """The compiled forward of every replica's copy.
+
+    Args:
+        copies: of one module, in replica order.
+        compilation: how.
+    """
+
+    def __init__(self, copies: Sequence[nn.Module], compilation: Compilation) -> None:
+        parameter = next(copies[0].parameters(), None)
+        backend = _Backend(compilation, parameter is None or parameter.device.type == "cpu")
+        self._name = type(copies[0]).__name__
+        self._calls: list[Callable[..., Any]] = [
+            torch.compile(copy, backend=backend, fullgraph=True, dynamic=compilation.dynamic) for copy in copies
+        ]
+        self._seen: list[set[Hashable]] = [set() for _ in copies]
+
+    def __call__(self, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the replica's copy; the first time with such arguments while no other replica does.
+
+        Raises:
+            ConfigError: the forward cannot be compiled as a whole, or draws random numbers on a CPU.
+            ReplicaError: something else has been compiled for too long.
+        """
+        kind = (training, torch.is_grad_enabled(), *map(_form, tree_leaves((args, kwargs))))
+        # The first run may still choose among kernels, for all replicas.
+        ends_when_found = kind in self._seen[replica]
+        with _LOOKUP.turn(self._name, ends_when_found=ends_when_found), _without_replica_random(), self._explained():
+            outputs = self._calls[replica](*args, **kwargs)
+        self._seen[replica].add(kind)
+        return outputs
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, LockstepError):
+                raise error.inner_exception from None
+            raise
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            raise ConfigError(
+                f"torch.compile cannot take the whole forward of {self._name}: {reason}; change it, or leave "
+                "compile_module out"
+            ) from error
+
+
+class _Lookup(threading.local):
+    """The turn to look up code, of all threads and of all modules: those of one class share their guards."""
+
+    _lock = threading.RLock()  # which knows whose it is, wherever a replica is interrupted
+    _ends_when_found = False
+
+    @contextmanager
+    def turn(self, name: str, *, ends_when_found: bool) -> Iterator[None]:
+        """Waits for the turn, which ends with the block, or when the code has been found if that is said."""
+        try:
+            if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
+                raise ReplicaError(
+                    f"{name} has waited {COMPILE_LIMIT_S:g} s for a compiled module that is being compiled or "
+                    "waits in a collective; a compiled module must not call collectives"
+                )
+            self._ends_when_found = ends_when_found
+            yield
+        finally:
+            self._end()
+
+    def found(self) -> None:
+        """The code begins."""
+        if self._ends_when_found:
+            self._end()
+
+    def _end(self) -> None:
+        with suppress(RuntimeError):  # this thread has not, or no more, the turn
+            self._lock.release()
+
+
+_LOOKUP = _Lookup()
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """Compiles a graph, if its numbers come out as they do without. Modules of equal backends share code.
+
+    Args:
+        compilation: how.
+        on_cpu: whether the module is on a CPU.
+    """
+
+    compilation: Compilation
+    on_cpu: bool
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if self.on_cpu:
+            _refuse_random(graph, inputs)
+        code = self._code(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            _LOOKUP.found()
+            return code(*args)
+
+        return run
+
+    def _code(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if self.compilation.backend != "inductor":
+            return torch._dynamo.lookup_backend(self.compilation.backend)(graph, inputs)
+        options = torch._inductor.list_mode_options(self.compilation.mode)
+        return torch._inductor.compile(graph, inputs, options=options)
+
+
+def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
+    """On a CPU compiled code draws from the process's default generator, which all replicas share.
+
+    Raises:
+        ConfigError: the graph draws.
+    """
+    fake = torch._guards.detect_fake_mode(inputs)
+    if fake is None:
+        return
+    with fake, torch.no_grad(), _Draws() as draws:
+        graph(*[fake.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs])
+    if draws.names:
+        raise ConfigError(
+            f"the compiled module draws random numbers on a CPU ({draws.names[0]}), where compiled code has not the "
+            "replica's own; set dropout to 0, or leave compile_module out"
+        )
+
+
+class _Draws(TorchDispatchMode):
+    """The operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        # Attention is marked as random for its dropout, whatever that is.
+        if torch.Tag.nondeterministic_seeded in func.tags and ("dropout_p" not in names or given.get("dropout_p")):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_replica_random() -> Iterator[None]:
+    """Inside the block the replica's function mode is off: dynamo would follow it into every call of torch."""
+    if not torch._C._len_torch_function_stack() or not isinstance(
+        torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1), ReplicaRng
+    ):
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield
+
+
+def _form(leaf: Any) -> Hashable:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else str(type(leaf))

@@ -1,0 +1,668 @@
+"""Making mirrored modules: place the user's module, copy it for the other replicas."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from lockstep.collectives.communicator import Communicator, check_agreement
+from lockstep.config import LogicalDevice
+from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.module.batch_norm import (
+    RefusingOtherBatchNorms,
+    convert_sync_batch_norm,
+    guard_single_row,
+    has_sync_batch_norm,
+)
+from lockstep.mirroring.module.buffers import BufferAverages, OutsideChanges, weights_digest
+from lockstep.mirroring.module.compile import Compilation, CompiledCopies
+from lockstep.mirroring.module.copies import Copying, home_of, storage_groups, uses_channels_last
+from lockstep.mirroring.module.propagation import Following
+from lockstep.mirroring.optim.misuse import watch_plain_steps
+from lockstep.mirroring.partition import Pipelined
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.device.streams import allocating_on
+
+_SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
+
+
+_MADE = "_made"
+
+
+def _member(name: str) -> property:
+    """A dict of ``nn.Module``'s own, in which functions of torch look for tensors and parts: the current copy's."""
+
+    def get(self: MirroredModule) -> Any:
+        return getattr(self._here(), name)
+
+    def put(self: MirroredModule, value: Any) -> None:
+        self.__dict__[name] = value  # by nn.Module.__init__: this object has none itself
+
+    return property(get, put)
+
+
+class HoldsBack(Protocol):
+    """What a module asks of the optimizers of its strategy."""
+
+    def held(self, module: nn.Module, replicas: Sequence[int], /) -> AbstractContextManager[None]:
+        """Inside the block no backward pass through ``module`` in these local replicas sends gradients."""
+
+
+class MirroredModule(nn.Module):
+    """One copy of a module per replica. Made by ``strategy.mirror(module)``.
+
+    Inside a replica everything (the call, ``parameters()``, attributes) is that replica's copy; outside it is the
+    user's own module. ``load_state_dict``, ``train``, ``eval`` and ``apply`` of this object reach all copies. Floating
+    buffers, such as batch-norm statistics, are per replica and are averaged when read outside; one that is set outside,
+    here or in the user's module, is set in all copies.
+
+    Args:
+        owner: the strategy.
+        copies: one per replica; the first is the user's module.
+        groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
+        workers: over whose replicas buffers are averaged.
+        following: has the copies follow what is set on the user's module.
+        pipeline: how a step passes through it, where it cannot be called by itself.
+        is_part: whether other workers hold other parts of the model.
+        shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
+        sync_batchnorm: whether statistics of a batch have to be those of the global batch.
+
+    Attributes:
+        on_call: told of each call in a replica, with its arguments; None tells nobody.
+        optimizers: the mirrored optimizers of the strategy.
+    """
+
+    _parameters = _member("_parameters")
+    _buffers = _member("_buffers")
+    _modules = _member("_modules")
+    _non_persistent_buffers_set = _member("_non_persistent_buffers_set")
+
+    def __init__(
+        self,
+        owner: object,
+        copies: Sequence[nn.Module],
+        groups: Sequence[Sequence[int]],
+        workers: Communicator,
+        following: Following,
+        pipeline: Pipelined | None = None,
+        *,
+        is_part: bool = False,
+        shares_weights: bool = False,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        super().__init__()
+        # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
+        self._owner = owner
+        self._copies = tuple(copies)
+        self._groups = tuple(tuple(group) for group in groups)
+        self._workers = workers
+        self.following = following
+        self.pipeline = pipeline
+        self.is_part = is_part
+        self.shares_weights = shares_weights
+        self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
+        self.optimizers: Iterable[HoldsBack] = ()
+        self._buffer_averages = BufferAverages(self._copies, workers)
+        self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
+        self._compiled: CompiledCopies | None = None
+        self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
+        self._outside_changes = OutsideChanges(self._copies, self._groups)
+        self.__dict__[_MADE] = True
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module, which is replica 0's copy."""
+        return self._copies[0]
+
+    @property
+    def copies(self) -> tuple[nn.Module, ...]:
+        """One copy per local replica."""
+        return self._copies
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the current replica's copy; outside a replica, replica 0's."""
+        here, context = self._here(), get_replica_context()
+        if context is None:
+            if here.training and self._workers.is_single and len(self._copies) > 1:
+                self.sync_buffers()  # the pass goes on with what all replicas have counted
+            return here(*args, **kwargs)
+        if self.on_call is not None:
+            self.on_call(self, args, kwargs)
+        self._buffer_averages.passed = True
+        alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
+        guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
+        if context.local_replica in self._unchecked and here.training and not alone:
+            self._unchecked.discard(context.local_replica)
+            guard = RefusingOtherBatchNorms()
+        if self._compiled is not None and isinstance(guard, nullcontext):
+            return self._compiled(context.local_replica, here.training, args, kwargs)
+        with guard:
+            return here(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Announces backward passes that are not the last before the optimizer's step, as DDP's ``no_sync`` does.
+
+        Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
+        pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
+        Inside a replica it is about that replica's passes, outside about all of this worker's. Where replicas share the
+        weights (``shard_parameters``), each pass sends all the same, since no replica has room for whole gradients.
+
+        Example:
+            >>> import torch, lockstep as ls
+            >>> strategy = ls.MirroredStrategy()
+            >>> mirrored = strategy.mirror(torch.nn.Linear(2, 1))
+            >>> def step(x, y):
+            ...     with mirrored.no_sync():
+            ...         mirrored(x).sum().backward()
+            ...     mirrored(y).sum().backward()
+        """
+        context = get_replica_context()
+        replicas = range(len(self._copies)) if context is None else (context.local_replica,)
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.held(self.module, replicas))
+            yield
+
+    def compile_as(self, compilation: Compilation | None) -> None:
+        """Has ``torch.compile`` make one code for the copies, at their first call in replicas; None is without again.
+
+        The user's module itself stays as it is, and so does a call outside replicas.
+
+        Raises:
+            ConfigError: a module whose forward is a collective, or a part of a model.
+        """
+        if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shares_weights):
+            raise ConfigError(
+                "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
+                "torch.compile cannot follow; leave compile_module out"
+            )
+        self._compiled = None if compilation is None else CompiledCopies(self._copies, compilation)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether replicas run compiled code."""
+        return self._compiled is not None
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other replicas, here or on other workers."""
+        return self._workers.num_replicas > 1
+
+    def compare_weights(self) -> None:
+        """Checks that all workers that hold the same weights still have the same ones. Every one of them must call it.
+
+        Raises:
+            CollectiveError: a worker has others.
+        """
+        if not self._workers.is_single and not self.shares_weights:
+            self._workers.add_digest(weights_digest(self.module))
+            self._workers.all_gather_numbers("comparison of the weights")
+
+    def align(self) -> bool:
+        """Before a run: gives all copies what was set on the user's module, and its training mode and frozen weights.
+
+        Every worker must call it.
+
+        Returns:
+            Whether any copy has other weights or parts than before, or weights in other memory.
+        """
+        moved = self.following.begin()
+        if moved:
+            self._outside_changes.look_again()
+        moved |= self._outside_changes.run_begins()
+        fresh = self.following.take_fresh()
+        if fresh and not self._workers.is_single and not self.shares_weights:
+            self._take_from_chief(fresh)
+        return moved
+
+    def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
+        """What was given to the module after mirroring has the chief's numbers too, as all had at mirroring."""
+        check_agreement(
+            self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh]
+        )
+        with torch.no_grad():
+            self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
+            for mine, *others in fresh:
+                for other in others:
+                    if other.data_ptr() != mine.data_ptr():
+                        other.copy_(mine)
+
+    @property
+    def outside_changes(self) -> OutsideChanges:
+        """What gives all copies what is changed outside replicas in the user's module."""
+        return self._outside_changes
+
+    def begin_run(self) -> None:
+        """Before each run: where evaluation follows training, all replicas evaluate with the same buffers."""
+        if self._buffer_averages.begin_run():
+            self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        """Writes the average of the floating buffers to all copies, and replica 0's of the others.
+
+        With several workers every one must call it. Until replicas train again, each worker by itself may read the
+        state then.
+
+        Raises:
+            UsageError: called inside a replica.
+        """
+        self._outside("sync_buffers")
+        self.following.follow()
+        self._outside_changes.spread()
+        with torch.no_grad():
+            for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
+                for buffer in buffers:
+                    buffer.copy_(mean)
+        self._buffer_averages.note_equal()
+        self._outside_changes.note()
+
+    def exchange_buffers(self, *, always: bool = True) -> None:
+        """Brings the averages of all workers' buffers for reads that follow, and leaves the replicas theirs.
+
+        Every worker must call it.
+
+        Args:
+            always: also where no run since the last time can have changed them.
+        """
+        if not self._workers.is_single and (always or self._buffer_averages.trained):
+            self.following.follow()
+            self._outside_changes.spread()
+            with torch.no_grad():
+                self._buffer_averages.exchange()
+
+    def note_pass(self) -> None:
+        """Notes that a local replica has passed through the module by another way than a call of this object."""
+        self._buffer_averages.passed = True
+
+    def train(self, mode: bool = True) -> MirroredModule:
+        """Sets the training mode, inside a replica of its copy, outside of all.
+
+        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same
+        statistics; with several workers the next run does it, where they all are. Inside a replica it does not.
+        """
+        if get_replica_context() is not None:
+            here = self._here().train(mode)
+            self._buffer_averages.set_mode_in_replica(here, mode)
+            return self
+        self._buffer_averages.mode_in_replicas = False
+        for duplicate in self._copies:
+            duplicate.train(mode)
+        self.training = mode
+        if not mode and self._workers.is_single:
+            self.sync_buffers()
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The current copy's parameters by name; outside a replica the user's module's."""
+        return self._here().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The current copy's buffers by name; outside a replica their averages.
+
+        Raises:
+            UsageError: other workers may have changed theirs since the last ``sync_buffers``.
+        """
+        here = self._here()
+        named = here.named_buffers(prefix, recurse, remove_duplicate)
+        if get_replica_context() is not None:
+            yield from named
+            return
+        averages = self._averages()
+        for name, buffer in named:
+            yield name, averages.get(id(buffer), buffer)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The current copy's modules by name."""
+        yield from self._here().named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The current copy's children by name."""
+        return self._here().named_children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The plain module's, same keys; outside a replica with averaged buffers.
+
+        Only of a model that is divided among workers must all of them ask for it.
+
+        Raises:
+            UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
+        """
+        outside = get_replica_context() is None
+        if outside and self.is_part:
+            self.exchange_buffers()
+        state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
+        if outside:
+            averages = {buffer.data_ptr(): mean for buffer, mean in self._averaged_pairs()}
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() in averages and value.numel():
+                    state[key] = averages[value.data_ptr()]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads into every copy.
+
+        Raises:
+            UsageError: called inside a replica, or with ``assign=True``, which would part the copies.
+        """
+        self._outside("load_state_dict")
+        if assign:
+            raise UsageError("load_state_dict(assign=True) would part the replicas' weights; use assign=False")
+        result = self.module.load_state_dict(state_dict, strict=strict)
+        self._spread()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, inside a replica of its copy, outside of all."""
+        # What looks at a step's calls would take the look at a ".grad" for the step's own, and wait for all replicas.
+        with torch._C.DisableTorchFunction():
+            for duplicate in self._copies if get_replica_context() is None else [self._here()]:
+                duplicate.zero_grad(set_to_none)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> MirroredModule:
+        """Applies ``fn`` to the user's module and its children, then gives all copies the same weights."""
+        self._outside("apply")
+        self.module.apply(fn)
+        self._spread()
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> MirroredModule:
+        """Nothing, for a device and dtype that the user's module has already.
+
+        Raises:
+            UsageError: for others.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        for tensor in self.module.parameters():
+            converts = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+            if converts or (device is not None and torch.empty(0, device=device).device != tensor.device):
+                raise UsageError(_SETTLED)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
+        raise UsageError(_SETTLED)
+
+    def __getattr__(self, name: str) -> Any:
+        copies = self.__dict__.get("_copies")
+        if copies is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        here = self._here()
+        found = getattr(here, name)
+        if len(copies) > 1 and found is here._buffers.get(name) and found is not None and get_replica_context() is None:
+            mean = self._averages().get(id(found), found)
+            return found if mean.data_ptr() == found.data_ptr() else mean
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets it on the current replica's copy; outside on the user's module, which all copies follow."""
+        own = self.__dict__
+        if _MADE not in own:
+            super().__setattr__(name, value)
+            return
+        if name in own or name == "_compiled_call_impl" or isinstance(vars(MirroredModule).get(name), property):
+            object.__setattr__(self, name, value)
+        if name == "training" or name not in own:
+            setattr(self._here(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._here(), name)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers it on the user's module, which all copies follow. Outside replicas only."""
+        self._outside("register_parameter")
+        self._here().register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        self._here().add_module(name, module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return operator.getitem(self._as_container(), key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        operator.setitem(self._as_container(), key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        operator.delitem(self._as_container(), key)
+
+    def __len__(self) -> int:
+        return len(self._as_container())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._as_container())
+
+    def __reversed__(self) -> Iterator[Any]:
+        last_first: Iterator[Any] = reversed(self._as_container())
+        return last_first
+
+    def __contains__(self, key: object) -> bool:
+        return bool(key in self._as_container())
+
+    def __bool__(self) -> bool:
+        return bool(self._here())
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._here())})
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a mirrored module belongs to its strategy's threads, and is not copied or pickled; copy your own module "
+            "(mirrored.module), as for AveragedModel or a target network, or save its state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
+
+    def _as_container(self) -> Any:
+        """The current copy, which may have items as Sequential has, or says that it has none."""
+        return self._here()
+
+    def _here(self) -> nn.Module:
+        context = get_replica_context()
+        if context is None:
+            return self._copies[0]
+        self._check_owner(context)
+        return self._copies[context.local_replica]
+
+    def _check_owner(self, context: ReplicaContext) -> None:
+        if context.strategy is not self._owner:
+            raise UsageError(
+                "this module was mirrored by another strategy than the one that runs this replica; "
+                "mirror it with the strategy whose run() calls it"
+            )
+
+    def _outside(self, method: str) -> None:
+        if get_replica_context() is not None:
+            raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
+
+    def _spread(self) -> None:
+        self.following.follow()
+        with torch.no_grad():
+            weights = [] if self.shares_weights else list(self.module.parameters())
+            self._workers.broadcast("loaded weights", [*weights, *self.module.buffers()])
+            for leader in (group[0] for group in self._groups[1:]):
+                for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
+                    other.copy_(mine)
+            for buffers in self._buffer_copies():
+                for buffer in buffers[1:]:
+                    buffer.copy_(buffers[0])
+            self._buffer_averages.note_equal()
+        self._outside_changes.note()
+
+    def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
+
+    def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self.following.follow()
+        with torch.no_grad():
+            self._outside_changes.spread()
+            copies, means = list(self._buffer_copies()), self._buffer_averages.read()
+            for buffers, mean in zip(copies, means, strict=True):
+                self._outside_changes.note_read(mean, buffers)
+            return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
+
+    def _averages(self) -> dict[int, torch.Tensor]:
+        return {id(buffer): mean for buffer, mean in self._averaged_pairs()}
+
+
+MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
+
+
+def mirror_module(
+    owner: object,
+    module: nn.Module,
+    devices: Sequence[LogicalDevice],
+    workers: Communicator,
+    *,
+    sync_batchnorm: bool,
+    memory_format: MemoryFormat,
+    pipeline: Pipelined | None = None,
+    is_part: bool = False,
+    shares_weights: bool = False,
+    peers: Callable[[], Iterable[Following]] = tuple,
+) -> MirroredModule:
+    """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
+
+    Args:
+        owner: the strategy.
+        module: the user's module.
+        devices: one per local replica.
+        workers: all workers, who get the chief's weights.
+        sync_batchnorm: have batch norms take their statistics over the global batch; torch's SyncBatchNorm always does.
+        memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
+        pipeline: how a step passes through the module, where it cannot be called by itself.
+        is_part: whether other workers hold other parts of the model.
+        shares_weights: whether each of ``workers`` has a share of the weights, its own.
+        peers: gives those of all modules mirrored by the owner, so that modules that share a layer go on sharing it.
+
+    Raises:
+        UsageError: the module has parameters without a shape yet, or cannot be copied.
+        ConfigError: no such memory format; a module on the meta device.
+        ClusterError: another worker has another module.
+    """
+    _refuse_mirrored_parts(module)
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
+    if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+        raise ConfigError(
+            f"{type(module).__name__} is on the meta device and has no numbers yet; ls.ParallelStrategy gives such a "
+            'model its first ones, for any other make it outside torch.device("meta")'
+        )
+    # torch's own synchronised batch norm asks for it by its class.
+    convert_sync_batch_norm(module, _BatchNorm if sync_batchnorm else nn.SyncBatchNorm)
+    layout = _layout(module, memory_format)
+    with allocating_on(devices[0]):
+        _place(module, devices[0], layout)
+    if not workers.is_single and not shares_weights:
+        check_agreement(workers, "the model", signature(module))
+        with torch.no_grad():
+            workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
+    watch_plain_steps()
+    groups = storage_groups(devices)
+    copies = _copies(module, devices, groups, peers)
+    return MirroredModule(
+        owner,
+        copies,
+        groups,
+        workers,
+        Following(
+            copies,
+            [device.torch_device for device in devices],
+            groups,
+            peers,
+            alone=len(copies) == 1 and (workers.is_single or is_part or shares_weights),
+        ),
+        pipeline,
+        is_part=is_part,
+        shares_weights=shares_weights,
+        sync_batchnorm=sync_batchnorm,
+    )
+
+
+def _copies(
+    module: nn.Module,
+    devices: Sequence[LogicalDevice],
+    groups: Sequence[Sequence[int]],
+    peers: Callable[[], Iterable[Following]],
+) -> list[nn.Module]:
+    source = {member: group[0] for group in groups for member in group}
+    copyings: dict[int, Copying] = {}
+    copies = [module]
+    for replica, device in enumerate(devices[1:], start=1):
+        leader = source[replica]
+        known: dict[int, Any] = {}
+        for peer in peers():
+            peer.fill(replica, known)
+        copying = copyings[replica] = Copying(
+            home_of(module),
+            device.torch_device,
+            alias=leader != replica,
+            leader=copyings.get(leader),
+            known=known,
+        )
+        with allocating_on(device):
+            copies.append(copying.of(module, type(module).__name__))
+    return copies
+
+
+def _refuse_mirrored_parts(module: nn.Module) -> None:
+    children = (child for part in module.modules() for child in part._modules.items())
+    for name, part in children:
+        if isinstance(part, MirroredModule):
+            raise UsageError(
+                f"{type(module).__name__} has a mirrored module in it, as {name!r}; put the plain module there "
+                "(mirrored.module), of which each replica has one copy, however many mirrored modules it is in"
+            )
+
+
+def signature(module: nn.Module) -> list[str]:
+    """A line per parameter and buffer: what must be equal on all workers."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in named]
+
+
+def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format | None) -> None:
+    """Moves the user's module to the first replica's device, in place.
+
+    What is on the GPU already is copied where that is divided: a share holds its own weights, in its own memory.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    there = any(each.device == device.torch_device for each in tensors)
+    module.to(device.torch_device)
+    if device.memory_limit is not None and there and all(type(each) is nn.Parameter for each in module.parameters()):
+        module._apply(torch.clone)  # type: ignore[no-untyped-call]
+    if layout is not None:
+        module.to(memory_format=layout)  # type: ignore[call-overload]
+
+
+def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:
+    if isinstance(memory_format, torch.memory_format):
+        return memory_format
+    if memory_format == "preserve":
+        return None
+    if memory_format == "auto":
+        return torch.channels_last if uses_channels_last(module) else None
+    raise ConfigError(
+        f'memory_format={memory_format!r} is unknown; choose "auto", "preserve", torch.channels_last '
+        "or torch.contiguous_format"
+    )

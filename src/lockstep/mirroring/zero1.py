@@ -1,0 +1,320 @@
+"""An optimizer whose state is divided among workers: each steps its share of the weights, then all take all shares.
+
+    gradients, summed, on all workers -> step of the own pieces -> weights of all pieces on all workers
+
+A piece is a parameter over some of a weight's elements. The state of the user's optimizer is that of the own pieces
+alone; whole, as an undivided optimizer has it, it exists while it is saved or loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.collectives.process_group import ProcessGroup
+
+CUT_AT = 64
+"""A parameter is cut at multiples of it: what torch computes as vectors in the whole, it then does in a piece too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some of a parameter's elements, in row-major order.
+
+    Args:
+        parameter: its number.
+        start: the first.
+        stop: the one behind the last.
+    """
+
+    parameter: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+
+Shares = tuple[tuple[Piece, ...], ...]
+"""The pieces of each owner, in the order of the parameters."""
+
+
+def divide_state(
+    sizes: Sequence[int], owners: int, *, kinds: Sequence[Hashable] | None = None, uncut: Collection[int] = ()
+) -> Shares:
+    """Divides parameters among owners, evenly for each kind.
+
+    Args:
+        sizes: the elements of each parameter.
+        owners: how many there are.
+        kinds: parameters of one kind are divided by themselves, so that workers who hold the same ones beside others
+            cut them at the same places; None is one kind.
+        uncut: the numbers of parameters that one owner has whole.
+
+    Example:
+        >>> [[(piece.parameter, piece.start, piece.stop) for piece in own] for own in divide_state([256, 128], 2)]
+        [[(0, 0, 192)], [(0, 192, 256), (1, 0, 128)]]
+    """
+    of_kind: dict[Hashable, list[int]] = {}
+    for number in range(len(sizes)):
+        of_kind.setdefault(None if kinds is None else kinds[number], []).append(number)
+    found: list[list[Piece]] = [[] for _ in range(owners)]
+    for members in of_kind.values():
+        for own, more in zip(found, _divided(members, sizes, owners, uncut), strict=True):
+            own += more
+    return tuple(tuple(sorted(own, key=lambda piece: piece.parameter)) for own in found)
+
+
+def window(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[Piece]:
+    """What stands from ``begin`` to ``end`` where an owner's pieces stand one behind the other."""
+    at = 0
+    for piece in pieces:
+        start, stop = max(begin - at, 0), min(end - at, piece.size)
+        if start < stop:
+            yield Piece(parameter=piece.parameter, start=piece.start + start, stop=piece.start + stop)
+        at += piece.size
+
+
+def _divided(members: Sequence[int], sizes: Sequence[int], owners: int, uncut: Collection[int]) -> list[list[Piece]]:
+    total = sum(sizes[number] for number in members)
+    found: list[list[Piece]] = [[] for _ in range(owners)]
+    before, owner = 0, 0
+    for number in members:
+        start, size = 0, sizes[number]
+        while start < size:
+            left = total * (owner + 1) // owners - before - start  # to the end of this owner's run
+            stop = size if owner == owners - 1 else start + _whole_steps(left, size - start, cut=number not in uncut)
+            if stop > start:
+                found[owner].append(Piece(parameter=number, start=start, stop=stop))
+            start = stop
+            if start < size:
+                owner += 1
+        before += size
+    return found
+
+
+def _whole_steps(left: int, size: int, *, cut: bool) -> int:
+    """How many of the next ``size`` elements an owner takes, whose run ends ``left`` elements from here."""
+    if left >= size:
+        return size
+    if not cut:
+        return size if 2 * left >= size else 0
+    return min(size, max(0, -(-left // CUT_AT) * CUT_AT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Who shares.
+
+    Args:
+        workers: those who hold the same weights; each keeps the state of a share of them.
+        stream: the connection among them, for this optimizer's shares alone.
+        window_bytes: how much travels at a time, of all together.
+        kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
+    """
+
+    workers: Communicator
+    stream: ProcessGroup
+    window_bytes: int
+    kinds: Sequence[Hashable]
+
+    def fill(self, shares: Shares, flats: Mapping[int, torch.Tensor], what: str) -> None:
+        """Writes into every worker's ``flats`` what the owners have of them. All workers must call it.
+
+        Args:
+            shares: the pieces of each worker.
+            flats: by the number of a parameter, flat tensors of one dtype and device, each with what is this worker's
+                own in place. Others than these are passed over; they are the same ones on all workers.
+            what: for the message, should a worker be lost.
+        """
+        present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
+        longest = max(sum(piece.size for piece in own) for own in present)
+        if not longest:
+            return
+        home = next(iter(flats.values()))
+        length = min(longest, max(1, self.window_bytes // home.element_size() // len(shares)))
+        room = home.new_empty(len(shares) + 1, length)
+        for begin in range(0, longest, length):
+            end = min(begin + length, longest)
+            self._fill_window(present, flats, begin, list(room[:, : end - begin].unbind()), what)
+
+    def _fill_window(
+        self,
+        present: Sequence[Sequence[Piece]],
+        flats: Mapping[int, torch.Tensor],
+        begin: int,
+        room: list[torch.Tensor],
+        what: str,
+    ) -> None:
+        sent, *received = room
+        parts = [list(window(own, begin, begin + len(sent))) for own in present]
+        mine = self.workers.index
+        _copy(_views(sent, parts[mine]), _of(flats, parts[mine]))
+        self.stream.wait(self.stream.start_all_gather(sent, received), what)
+        for owner, others in enumerate(parts):
+            if owner != mine:
+                _copy(_of(flats, others), _views(received[owner], others))
+
+
+def _of(flats: Mapping[int, torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    return [flats[piece.parameter][piece.start : piece.stop] for piece in pieces]
+
+
+def _views(room: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Where the pieces stand in a window, one behind the other."""
+    sizes = [piece.size for piece in pieces]
+    return list(room[: sum(sizes)].split(sizes))  # type: ignore[no-untyped-call]
+
+
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, values)
+
+
+State = MutableMapping[Any, dict[str, Any]]
+"""An optimizer's state: by parameter, by name."""
+_Described = Mapping[int, Mapping[str, tuple[Any, str]]]
+"""By the number of a parameter, by name: a value that is alike for all its elements, or the dtype of what each has."""
+
+
+class SharedState:
+    """The pieces of one optimizer's parameters.
+
+    Args:
+        parameters: in the optimizer's order, the same on all workers that share.
+        sharing: those workers.
+
+    Attributes:
+        shares: the pieces of each worker.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing) -> None:
+        self._parameters = tuple(parameters)
+        self._sharing = sharing
+        self.shares = divide_state(
+            [each.numel() for each in parameters],
+            sharing.workers.size,
+            kinds=[(kind, each.requires_grad) for kind, each in zip(sharing.kinds, parameters, strict=True)],
+            uncut=[number for number, each in enumerate(parameters) if not each.is_contiguous()],
+        )
+        self._own: dict[int, list[tuple[Piece, nn.Parameter]]] = {id(each): [] for each in parameters}
+        for piece in self.shares[sharing.workers.index]:
+            whole = self._parameters[piece.parameter]
+            self._own[id(whole)].append((piece, whole if piece.size == whole.numel() else _part(whole, piece)))
+
+    def own(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """What is this worker's of a parameter: nothing, the parameter itself, or a piece of it."""
+        return [part for _, part in self._own[id(parameter)]]
+
+    def pieces_of(self, parameter: nn.Parameter) -> list[tuple[int, nn.Parameter]]:
+        """The same, each with the number of its first element in the parameter."""
+        return [(piece.start, part) for piece, part in self._own[id(parameter)]]
+
+    @contextmanager
+    def ready(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside the block the own pieces of ``parameters`` have these' memory and gradients."""
+        pieces = [(whole, *pair) for whole in parameters for pair in self._own[id(whole)] if pair[1] is not whole]
+        for whole, piece, part in pieces:
+            part.data = whole.data.view(-1)[piece.start : piece.stop]
+            part.grad = None if whole.grad is None else _cut(whole.grad, piece)
+        try:
+            yield
+        finally:
+            for _, _, part in pieces:
+                part.grad = None
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Takes the weights of all pieces from those who have stepped them. All workers must call it.
+
+        Those without a gradient have not been stepped, on any worker: gradients are summed.
+        """
+        stepped = {number: each.data for number, each in enumerate(self._parameters) if each.grad is not None}
+        for dtype in sorted({each.dtype for each in stepped.values()}, key=str):
+            weights = {number: each for number, each in stepped.items() if each.dtype == dtype}
+            flats = {number: each.contiguous().view(-1) for number, each in weights.items()}
+            self._sharing.fill(self.shares, flats, "the exchange of updated weights")
+            for number, each in weights.items():
+                if not each.is_contiguous():
+                    each.copy_(flats[number].view(each.shape))
+
+    @torch.no_grad()
+    def whole(self, state: State) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state as an undivided optimizer has it, in tensors of its own. All workers must call it.
+
+        Args:
+            state: of the own pieces.
+        """
+        described = self._everyones(state)
+        found = {number: {name: value for name, (value, _) in values.items()} for number, values in described.items()}
+        divided = {(name, dtype) for values in described.values() for name, (_, dtype) in values.items() if dtype}
+        for name, dtype in sorted(divided):
+            numbers = [number for number, values in described.items() if values.get(name, (None, ""))[1] == dtype]
+            flats = self._filled(state, name, dtype, numbers)
+            for number in numbers:
+                found[number][name] = flats[number].view(self._parameters[number].shape)
+        return {self._parameters[number]: found[number] for number in sorted(found)}
+
+    @torch.no_grad()
+    def cut(self, state: State) -> None:
+        """Keeps of a whole state what belongs to the own pieces, in place. Nothing is sent."""
+        for whole in self._parameters:
+            if whole not in state or any(part is whole for part in self.own(whole)):
+                continue
+            values = state.pop(whole)
+            for piece, part in self._own[id(whole)]:
+                state[part] = {
+                    name: _cut(value, piece).clone() if _is_divided(value, whole) else value
+                    for name, value in values.items()
+                }
+
+    def _everyones(self, state: State) -> _Described:
+        """What there is of every parameter, of whichever worker's pieces."""
+        own = {
+            piece.parameter: {name: _described(value, part) for name, value in state[part].items()}
+            for piece, part in self._pieces()
+            if part in state
+        }
+        every = all_gather_object(self._sharing.workers, "the optimizer's state", own)
+        return {number: values for theirs in every for number, values in theirs.items()}
+
+    def _filled(self, state: State, name: str, dtype: str, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """One name's whole tensors, flat."""
+        flats = {
+            number: torch.empty(each.numel(), dtype=getattr(torch, dtype), device=each.device)
+            for number, each in ((number, self._parameters[number]) for number in numbers)
+        }
+        for piece, part in self._pieces():
+            if piece.parameter in flats:
+                flats[piece.parameter][piece.start : piece.stop] = state[part][name].reshape(-1)
+        self._sharing.fill(self.shares, flats, "the exchange of the optimizer's state")
+        return flats
+
+    def _pieces(self) -> Iterator[tuple[Piece, nn.Parameter]]:
+        for whole in self._parameters:
+            yield from self._own[id(whole)]
+
+
+def _part(whole: nn.Parameter, piece: Piece) -> nn.Parameter:
+    return nn.Parameter(whole.data.view(-1)[piece.start : piece.stop], requires_grad=whole.requires_grad)
+
+
+def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return tensor.reshape(-1)[piece.start : piece.stop]
+
+
+def _is_divided(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether every element of the parameter has its own; such as a count of steps all have in common."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
+
+
+def _described(value: Any, parameter: torch.Tensor) -> tuple[Any, str]:
+    return (None, str(value.dtype).removeprefix("torch.")) if _is_divided(value, parameter) else (value, "")

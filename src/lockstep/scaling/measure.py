@@ -1,0 +1,298 @@
+"""Trains a recipe on one configuration and reads the clocks: what a fresh process of a scaling run does.
+
+The step is that of ``Model.fit``: the sum of the shard's losses is back-propagated, and the update divides the summed
+gradients once by the summed count. Reading a clock takes at most 0.2 us, so on a CPU the timed steps are also the ones
+that are told apart. On a GPU work is only issued, so that a part of a step has no end that a clock could see; there the
+parts come from further steps, in which every replica waits for its stream after each part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.sharding import batch_rows
+from lockstep.errors import DataError, UsageError
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.mirroring.optim.step import StepResult, Totals, UpdateTimes
+from lockstep.replicas.context import get_replica_context
+from lockstep.scaling.recipes import Batches, Work
+from lockstep.strategies.base import Strategy
+from lockstep.train.batch import call_module, unpack_labelled
+from lockstep.train.loss import loss_sums, no_examples
+
+PARTS = ("input", "forward", "backward", "exchange", "update", "waiting", "other")
+"""The parts of a step, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMarks:
+    """Moments of one replica's step, in seconds of ``time.perf_counter()``.
+
+    Args:
+        began_s: the step function was entered.
+        forward_s: the loss of the shard was there.
+        backward_s: its gradients were.
+        settled_s: the update was done and the gradients cleared.
+    """
+
+    began_s: float
+    forward_s: float
+    backward_s: float
+    settled_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Milliseconds of one step; all but the step and the input are means over the replicas.
+
+    Args:
+        step: from the end of the step before to the end of this one.
+        input: until the next global batch was there, divided and on its devices.
+        forward: the module and its loss.
+        backward: the gradients.
+        exchange: summing gradients over the replicas.
+        update: dividing, updating, clearing the gradients.
+        waiting: for other replicas: for a turn where they share cores, for the slowest at the update, for its end.
+            What the slowest itself spends on a meeting is not waiting.
+        other: what is left: starting the replicas, their meetings, and collecting what they return.
+    """
+
+    step: float
+    input: float
+    forward: float
+    backward: float
+    exchange: float
+    update: float
+    waiting: float
+    other: float
+
+
+def step_times(
+    *,
+    asked_s: float,
+    given_s: float,
+    ended_s: float,
+    replicas: Sequence[ReplicaMarks],
+    updates: Sequence[UpdateTimes | None],
+) -> StepTimes:
+    """The times of a step.
+
+    Args:
+        asked_s: the end of the step before, when the next batch was asked for.
+        given_s: the batch was there.
+        ended_s: all replicas had returned.
+        replicas: one item per replica.
+        updates: likewise; None for an update that was skipped.
+    """
+    done = [times for times in updates if times is not None]
+    spent = {
+        "input": given_s - asked_s,
+        "forward": fmean(marks.forward_s - marks.began_s for marks in replicas),
+        "backward": fmean(marks.backward_s - marks.forward_s for marks in replicas),
+        "exchange": fmean(times.exchange_s if times else 0.0 for times in updates),
+        "update": fmean(map(_update_s, replicas, updates)),
+        "waiting": _longer_than_the_shortest([marks.began_s for marks in replicas])
+        + _longer_than_the_shortest([times.opened_s - times.arrived_s for times in done])
+        + _longer_than_the_shortest([times.closed_s - times.updated_s for times in done]),
+    }
+    step_s = ended_s - asked_s
+    spent["other"] = step_s - sum(spent.values())
+    return StepTimes(step=1000 * step_s, **{part: 1000 * seconds for part, seconds in spent.items()})
+
+
+def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """The mean of each part; they add up to the mean step."""
+    return StepTimes(**{name: fmean(getattr(step, name) for step in steps) for name in ("step", *PARTS)})
+
+
+def _longer_than_the_shortest(seconds: Sequence[float]) -> float:
+    """The mean of what each spends beyond the one that spends least, which waits for nobody."""
+    return fmean(seconds) - min(seconds) if seconds else 0.0
+
+
+def _update_s(marks: ReplicaMarks, times: UpdateTimes | None) -> float:
+    """With what comes after: clearing the gradients, and on a GPU that was waited for, the rest of its work."""
+    return 0.0 if times is None else times.update_s + (marks.settled_s - times.closed_s)
+
+
+GPU_PROFILED_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one process measured.
+
+    Args:
+        step_ms: each timed step.
+        parts: of each timed step; on a GPU, of as many steps after them as ``GPU_PROFILED_STEPS``.
+        timed_s: from asking for the first timed batch to the end of the last timed step.
+        examples: in the timed steps.
+        steps_an_epoch: of the recipe at this global batch.
+        loss: of the last timed step.
+        source: of the data.
+    """
+
+    step_ms: tuple[float, ...]
+    parts: tuple[StepTimes, ...]
+    timed_s: float
+    examples: int
+    steps_an_epoch: int
+    loss: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lap:
+    """One step: its times, the examples of all replicas, and what its update gave."""
+
+    times: StepTimes
+    examples: int
+    result: StepResult
+
+    @property
+    def loss(self) -> float:
+        """Over the examples of all replicas. Waits for a GPU that has not come so far."""
+        total, count = float(self.result.total), float(self.result.count)
+        return total / count if count else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaStep:
+    """What a replica's step returns."""
+
+    marks: ReplicaMarks
+    rows: int
+    result: StepResult
+
+
+def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, timed_steps: int) -> Record:
+    """Trains ``warm_up`` steps of one epoch, then ``timed_steps`` from the start of the next, which are timed.
+
+    Raises:
+        DataError: an epoch holds less than one global batch.
+    """
+    training = Training(strategy, work)
+    with closing(training.laps(epoch=0, settle=False)) as laps:
+        warm = list(islice(laps, warm_up))
+    if len(work.train) == 1 and warm[0].examples < batch_size:
+        raise DataError(
+            f"an epoch has {warm[0].examples} examples, fewer than one global batch of {batch_size}; "
+            "lower --batch-size or --replicas, or give more data"
+        )
+    _wait_for_gpus(strategy)
+    started_s = time.perf_counter()
+    with closing(training.laps(epoch=1, settle=False)) as laps:
+        timed = list(islice(laps, timed_steps))
+        _wait_for_gpus(strategy)
+        timed_s = time.perf_counter() - started_s
+    return Record(
+        step_ms=tuple(lap.times.step for lap in timed),
+        parts=_parts(strategy, training, timed),
+        timed_s=timed_s,
+        examples=sum(lap.examples for lap in timed),
+        steps_an_epoch=len(work.train),
+        loss=timed[-1].loss,
+        source=work.source,
+    )
+
+
+class Training:
+    """A recipe's module, optimizer and data on a strategy.
+
+    Args:
+        strategy: whose replicas train.
+        work: what they train.
+    """
+
+    def __init__(self, strategy: Strategy, work: Work) -> None:
+        self._strategy = strategy
+        self._train: Batches = strategy.distribute_dataset(work.train)
+        module = strategy.mirror(work.module, sync_batchnorm=work.sync_batchnorm).train()
+        self._optimizer = strategy.mirror(work.make_optimizer(module.parameters()))
+        self._step = partial(train_shard, work, module, self._optimizer)
+
+    def laps(self, *, epoch: int, settle: bool) -> Generator[Lap, None, None]:
+        """Trains a step for every lap that is asked for, over ``epoch`` and those after it. Close the generator.
+
+        Args:
+            epoch: the first; it is begun anew.
+            settle: whether every replica waits for its GPU after each part of the step.
+        """
+        asked_s = time.perf_counter()
+        with closing(self._batches(epoch)) as batches:
+            for batch in batches:
+                given_s = time.perf_counter()
+                returned = self._strategy.local_results(self._strategy.run(self._step, (batch, settle)))
+                ended_s = time.perf_counter()
+                yield self._lap(asked_s, given_s, ended_s, returned)
+                asked_s = ended_s
+
+    def _batches(self, first: int) -> Generator[Any, None, None]:
+        for epoch in count(first):
+            self._train.set_epoch(epoch)
+            yield from self._train
+
+    def _lap(self, asked_s: float, given_s: float, ended_s: float, returned: tuple[ReplicaStep, ...]) -> Lap:
+        times = step_times(
+            asked_s=asked_s,
+            given_s=given_s,
+            ended_s=ended_s,
+            replicas=[step.marks for step in returned],
+            updates=self._optimizer.times,
+        )
+        return Lap(times=times, examples=sum(step.rows for step in returned), result=returned[0].result)
+
+
+def train_shard(
+    work: Work, module: MirroredModule, optimizer: MirroredOptimizer, item: Any, settle: bool
+) -> ReplicaStep:
+    """Forward, backward and update of one replica. Every replica must call it."""
+    context, rows = get_replica_context(), batch_rows(item)
+    if context is None:
+        raise UsageError("a step was called outside a replica; call it through strategy.run")
+    total: Tensor | float = 0.0
+    counted: Tensor | float = 0.0
+    began_s = time.perf_counter()
+    # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
+    if rows or module.has_sync_batchnorm:
+        batch = unpack_labelled(item)
+        outputs = call_module(module, batch.x)
+        total, counted = loss_sums(work.loss(outputs, batch.y), rows) if rows else no_examples(outputs)
+    forward_s = _now(settle)
+    if isinstance(total, Tensor):
+        torch.autograd.backward(total)
+        total = total.detach()
+    backward_s = _now(settle)
+    result = optimizer.update(context, totals=Totals(total, counted))
+    marks = ReplicaMarks(began_s=began_s, forward_s=forward_s, backward_s=backward_s, settled_s=_now(settle))
+    return ReplicaStep(marks=marks, rows=rows, result=result)
+
+
+def _now(settle: bool) -> float:
+    if settle:
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter()
+
+
+def _wait_for_gpus(strategy: Strategy) -> None:
+    for device in strategy.devices:
+        if device.kind == "GPU":
+            torch.cuda.synchronize(device.torch_device)
+
+
+def _parts(strategy: Strategy, training: Training, timed: list[Lap]) -> tuple[StepTimes, ...]:
+    if strategy.devices[0].kind == "GPU":
+        with closing(training.laps(epoch=2, settle=True)) as laps:
+            timed = list(islice(laps, GPU_PROFILED_STEPS))
+    return tuple(lap.times for lap in timed)

@@ -1,0 +1,210 @@
+"""Which configurations a scaling run measures, and what hardware each has. Pure functions on numbers and devices.
+
+One device is one logical device: one share of the cores, as one GPU is one of several. All cores as one device is a
+row of its own, so that nobody takes the one for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.config import LogicalDevice
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """How a recipe is measured.
+
+    Args:
+        batch_size: the global batch of one device, b in the tables.
+        replicas: how many replicas to measure beside one device; 1 among them means that device.
+        steps: timed steps of a configuration; an epoch that has no more is timed whole.
+        epochs: whole epochs to time, however long; by default the number of steps decides.
+        warm_up: steps before the timed ones, at least 1.
+        rounds: how often every configuration is measured, in turn with the others.
+    """
+
+    batch_size: int
+    replicas: tuple[int, ...]
+    steps: int = 24
+    epochs: int | None = None
+    warm_up: int = 3
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps", "epochs", "warm_up", "rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} was given, expected at least 1; raise it")
+        if not self.replicas or min(self.replicas) < 1:
+            raise ConfigError(f"replicas={list(self.replicas)} was given, expected numbers of at least 1, such as 2,4")
+        most = max(self.replicas)
+        if self.batch_size < most:
+            raise ConfigError(
+                f"a total batch of {self.batch_size} leaves some of {most} replicas without an example; "
+                f"raise --batch-size to at least {most}, or lower --replicas"
+            )
+
+    def timed_steps(self, steps_an_epoch: int) -> int:
+        """How many steps are timed where an epoch has ``steps_an_epoch``."""
+        return steps_an_epoch * self.epochs if self.epochs is not None else min(self.steps, steps_an_epoch)
+
+
+def usual_replicas(devices: int) -> tuple[int, ...]:
+    """The replicas that are measured if nobody says: 2, 4, 8 ... and all.
+
+    Example:
+        >>> usual_replicas(6)
+        (2, 4, 6)
+    """
+    powers = [2**power for power in range(1, devices.bit_length()) if 2**power < devices]
+    return (*powers, devices)
+
+
+def parse_replicas(text: str) -> tuple[int, ...]:
+    """Reads ``1,2,4``.
+
+    Raises:
+        ConfigError: something in it is no number.
+    """
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--replicas {text!r} cannot be read; write numbers with commas between, such as 2,4"
+        ) from None
+
+
+Layout = Literal["one device", "whole machine", "same total", "N times the total"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One row of the tables.
+
+    Args:
+        layout: what it is in relation to the others.
+        replicas: how many.
+        batch_size: rows of a global batch.
+        cores: intra-op threads of the process, which its replicas divide among them; None leaves torch's number.
+        hardware: how many times the hardware of one device its replicas run on: cores over cores, or GPUs.
+        resource: the hardware in words: "1 core", "2 GPUs".
+    """
+
+    layout: Layout
+    replicas: int
+    batch_size: int
+    cores: int | None
+    hardware: float
+    resource: str
+
+    @property
+    def name(self) -> str:
+        """What the configuration is called in tables and plots."""
+        if self.layout == "one device":
+            return "1 device"
+        if self.layout == "whole machine":
+            return f"1 device, {self.resource}"
+        return (
+            f"{self.replicas} replicas, {'same' if self.layout == 'same total' else f'{self.replicas} times the'} total"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What there is to divide.
+
+    Args:
+        devices: the logical devices, in replica order.
+        cores: CPU cores of the machine that this process may use.
+    """
+
+    devices: tuple[LogicalDevice, ...]
+    cores: int
+
+    def __post_init__(self) -> None:
+        if len({device.kind for device in self.devices}) > 1:
+            names = ", ".join(device.name for device in self.devices)
+            raise ConfigError(f"--devices gives {names}; CPU and GPU do not scale together: choose one kind")
+        if len(self.devices) < 2:
+            raise ConfigError(
+                f"--devices gives {len(self.devices)} logical device, expected at least 2 to compare; "
+                "divide it, for example cpu:2 or gpu:2x8192"
+            )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are shares of the CPU."""
+        return self.devices[0].kind == "CPU"
+
+    @property
+    def share(self) -> int:
+        """Cores of one logical device of the CPU: an equal part, and at least one."""
+        return max(1, self.cores // len(self.devices))
+
+    def amount(self, replicas: int) -> int:
+        """Cores, or physical GPUs, that so many replicas run on."""
+        if self.on_cpu:
+            return min(self.cores, self.share * replicas)
+        return len({device.physical.name for device in self.devices[:replicas]})
+
+    def words(self, amount: int) -> str:
+        """``amount`` with its unit."""
+        unit = "core" if self.on_cpu else "GPU"
+        return f"{amount} {unit}" if amount == 1 else f"{amount} {unit}s"
+
+
+def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, ...]:
+    """The configurations in the order of the table: one device, all cores, then each number of replicas both ways.
+
+    Raises:
+        ConfigError: more replicas than devices.
+    """
+    most, there = max(settings.replicas), len(hardware.devices)
+    if most > there:
+        raise ConfigError(
+            f"{most} replicas were asked for, but --devices gives {there} logical devices; "
+            f"choose at most {there}, or divide further"
+        )
+    several = sorted({replicas for replicas in settings.replicas if replicas > 1})
+    if not several:
+        raise ConfigError("--replicas names only 1, expected a number above 1 to compare with it; add one, such as 2")
+    batch = settings.batch_size
+    rows = [_row(hardware, "one device", 1, batch)]
+    if hardware.on_cpu and hardware.cores > hardware.share:
+        rows.append(_whole(hardware, batch))
+    for replicas in several:
+        rows.append(_row(hardware, "same total", replicas, batch))
+        rows.append(_row(hardware, "N times the total", replicas, batch * replicas))
+    return tuple(rows)
+
+
+def largest_batch(rows: Sequence[Configuration]) -> int:
+    """The largest global batch of the plan."""
+    return max(row.batch_size for row in rows)
+
+
+def _row(hardware: Hardware, layout: Layout, replicas: int, batch: int) -> Configuration:
+    amount = hardware.amount(replicas)
+    return Configuration(
+        layout=layout,
+        replicas=replicas,
+        batch_size=batch,
+        cores=amount if hardware.on_cpu else None,
+        hardware=amount / hardware.amount(1),
+        resource=hardware.words(amount),
+    )
+
+
+def _whole(hardware: Hardware, batch: int) -> Configuration:
+    return Configuration(
+        layout="whole machine",
+        replicas=1,
+        batch_size=batch,
+        cores=hardware.cores,
+        hardware=hardware.cores / hardware.share,
+        resource=hardware.words(hardware.cores),
+    )

@@ -1,0 +1,491 @@
+"""One scaling run from what was asked to the result that reports show. What a command calls; it prints nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import date
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from lockstep import config, errors
+from lockstep.config import LogicalDevice
+from lockstep.errors import DataError, LockstepError, ReplicaError
+from lockstep.parent_death import end_with_pipe
+from lockstep.scaling.machine import Machine, this_machine
+from lockstep.scaling.measure import Record, StepTimes, mean_times, measure
+from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, largest_batch, plan
+from lockstep.scaling.recipes import build_work, find_recipe
+from lockstep.strategies.mirrored import MirroredStrategy
+
+TRIAL_LIMIT_S = 3600.0
+_END_LIMIT_S = 15.0
+_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a fresh process is asked to measure. It travels there, so it is plain data.
+
+    Args:
+        recipe: its name.
+        config: its config.
+        devices: the devices to divide and take, in the notation of ``--devices``.
+        configuration: the row of the table.
+        settings: how many steps.
+    """
+
+    recipe: str
+    config: Any
+    devices: str
+    configuration: Configuration
+    settings: ScalingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was measured, and the warnings meanwhile."""
+
+    record: Record
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The error that a process ended with: the name of its class, and its message with its notes."""
+
+    error: str
+    message: str
+
+
+def run_trial(trial: Trial) -> Answer:
+    """Measures in a fresh process, and waits until that has ended.
+
+    Raises:
+        LockstepError: the process's own.
+        ReplicaError: it failed in another way, ended before its time, or took longer than ``TRIAL_LIMIT_S``.
+    """
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=answer, args=(trial, far), daemon=False)
+    with closing(near):
+        try:
+            with _interrupts_kept_back():
+                process.start()
+            far.close()
+            received = _receive(near, trial.configuration.name)
+        except BaseException:
+            _stop(process)
+            raise
+        _end(process)
+    if isinstance(received, Failure):
+        raise _error(received, trial.configuration.name)
+    return received
+
+
+def answer(trial: Trial, connection: Connection) -> None:
+    """The life of the process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that what is open is closed
+    _end_with_parent()
+    with closing(connection):
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                record = _measured(trial)
+            connection.send(Answer(record=record, warnings=tuple(str(warning.message) for warning in caught)))
+        except Exception as error:  # noqa: BLE001 - not swallowed: the process that asked raises it
+            connection.send(Failure(error=type(error).__name__, message=" ".join([str(error), *_notes(error)])))
+
+
+def _measured(trial: Trial) -> Record:
+    configuration, settings = trial.configuration, trial.settings
+    torch.manual_seed(_SEED)
+    if configuration.cores is not None:
+        torch.set_num_threads(configuration.cores)
+    devices = config.apply_device_request(config.parse_device_request(trial.devices))
+    work = build_work(trial.recipe, trial.config, configuration.batch_size)
+    with closing(MirroredStrategy(devices[: configuration.replicas], seed=_SEED)) as strategy:
+        return measure(
+            strategy,
+            work,
+            batch_size=configuration.batch_size,
+            warm_up=settings.warm_up,
+            timed_steps=settings.timed_steps(len(work.train)),
+        )
+
+
+@contextmanager
+def _interrupts_kept_back() -> Iterator[None]:
+    """Ctrl-C inside the block comes at its end, and never to a process started in it, which this one ends itself."""
+    resource_tracker.ensure_running()  # it would let interrupts through again, if it were started inside the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """Ends this process, and what it starts, when the one that asked has gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        os.setsid()
+        end_with_pipe(parent.sentinel)
+
+
+def _receive(connection: Connection, name: str) -> Answer | Failure:
+    if not connection.poll(TRIAL_LIMIT_S):
+        raise ReplicaError(
+            f"{name!r} was not done after {TRIAL_LIMIT_S:.0f} s; give it fewer --steps or a smaller model"
+        )
+    try:
+        received: Answer | Failure = connection.recv()
+    except EOFError:
+        raise ReplicaError(
+            f"the process that measured {name!r} ended before its time, as it does when memory is short; "
+            "lower --batch-size"
+        ) from None
+    return received
+
+
+def _stop(process: SpawnProcess) -> None:
+    """Ends a process before its time, if it was started."""
+    if process.pid is not None:
+        process.terminate()
+        _end(process)
+
+
+def _end(process: SpawnProcess) -> None:
+    """Waits for the end of a process, and makes it where it does not come."""
+    process.join(_END_LIMIT_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [f"({note})" for note in getattr(error, "__notes__", ())]
+
+
+def _error(received: Failure, name: str) -> LockstepError:
+    """The process's own error where it is one of ours, else one that says what it was."""
+    kind = getattr(errors, received.error, None)
+    if isinstance(kind, type) and issubclass(kind, LockstepError):
+        return kind(f"{received.message} (while measuring {name!r})")
+    return ReplicaError(f"measuring {name!r} failed with {received.error}: {received.message}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One configuration, measured once.
+
+    Args:
+        configuration: what was measured.
+        round: 0 for the first.
+        record: what it gave.
+    """
+
+    configuration: Configuration
+    round: int
+    record: Record
+
+
+def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Callable[[Sample, int, int], None]) -> list[Sample]:
+    """Measures every trial once a round.
+
+    Args:
+        trials: one a configuration, in the order of the table.
+        rounds: how often.
+        progress: called with each sample as it comes, how many there are by then, and how many there will be.
+
+    Raises:
+        DataError: the data is less than the largest global batch; found after the first sample.
+    """
+    samples: list[Sample] = []
+    said: set[str] = set()
+    for index in range(rounds):
+        for trial in trials:
+            answer = run_trial(trial)
+            for message in answer.warnings:
+                if message not in said:
+                    said.add(message)
+                    warnings.warn(message, stacklevel=2)
+            samples.append(Sample(configuration=trial.configuration, round=index, record=answer.record))
+            progress(samples[-1], len(samples), rounds * len(trials))
+            if len(samples) == 1:
+                check_data([trial.configuration for trial in trials], samples[0])
+    return samples
+
+
+def check_data(configurations: Sequence[Configuration], first: Sample) -> None:
+    """Refuses global batches that are surely larger than the data, rather than after all that comes before them.
+
+    Raises:
+        DataError: they are.
+    """
+    record, largest = first.record, largest_batch(configurations)
+    epochs = len(record.step_ms) // record.steps_an_epoch
+    # Exactly, where whole epochs were timed; else the last global batch counts as full.
+    most = record.examples // epochs if epochs else record.steps_an_epoch * first.configuration.batch_size
+    if largest > most:
+        raise DataError(
+            f"an epoch has {most} examples{'' if epochs else ' or fewer'}, less than the largest global batch of "
+            f"{largest}; lower --batch-size or --replicas, or give more data"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration over all its rounds.
+
+    Args:
+        configuration: which.
+        steps_an_epoch: of its global batch.
+        timed_steps: in each round.
+        epoch_s: seconds an epoch, the median over the rounds; see ``epoch_s``.
+        examples_per_s: median over the rounds.
+        median_ms: of all timed steps together.
+        p10_ms: a tenth of the steps were faster.
+        p90_ms: a tenth of the steps were slower.
+        speed_up: its examples/s over those of one device in the same round, and of these the median.
+        loss: of the last timed step, median over the rounds.
+        parts: means over the steps of all rounds.
+    """
+
+    configuration: Configuration
+    steps_an_epoch: int
+    timed_steps: int
+    epoch_s: float
+    examples_per_s: float
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    speed_up: float
+    loss: float
+    parts: StepTimes
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up over the hardware, counted in that of one device; 1 is perfect."""
+        return self.speed_up / self.configuration.hardware
+
+    @property
+    def epochs_timed(self) -> int:
+        """Whole epochs that were timed in each round; 0 where the epoch is extrapolated."""
+        return self.timed_steps // self.steps_an_epoch
+
+    @property
+    def timed(self) -> str:
+        """What ``epoch_s`` rests on, in words."""
+        if self.epochs_timed:
+            return "whole epoch" if self.epochs_timed == 1 else f"{self.epochs_timed} epochs"
+        return f"{self.timed_steps} of {self.steps_an_epoch} steps"
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which ``percent`` of the values lie, between two values in proportion.
+
+    Example:
+        >>> percentile([10.0, 20.0, 30.0], 75)
+        25.0
+    """
+    if not values:
+        raise DataError("the percentile of no values was asked for; give at least one")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def rows_of(configurations: Sequence[Configuration], samples: Sequence[Sample]) -> list[Row]:
+    """A row for each configuration, the first of which is the one device that all are compared with."""
+    reference = _of(configurations[0], samples)
+    return [_row(configuration, _of(configuration, samples), reference) for configuration in configurations]
+
+
+def epoch_s(record: Record) -> float:
+    """Seconds an epoch: as timed where whole epochs were, else the seconds a timed step times the steps an epoch."""
+    return record.timed_s / len(record.step_ms) * record.steps_an_epoch
+
+
+def examples_per_s(record: Record) -> float:
+    """Over the timed steps, waiting for the input included."""
+    return record.examples / record.timed_s
+
+
+def speed_up(own: Sequence[Sample], reference: Sequence[Sample]) -> float:
+    """The median over the rounds of (examples/s / those of the reference in the same round).
+
+    Raises:
+        DataError: no common round.
+    """
+    base = {sample.round: examples_per_s(sample.record) for sample in reference}
+    ratios = [examples_per_s(sample.record) / base[sample.round] for sample in own if sample.round in base]
+    if not ratios:
+        raise DataError("two configurations without a common round were to be compared; run them in the same rounds")
+    return median(ratios)
+
+
+def _row(configuration: Configuration, own: Sequence[Sample], reference: Sequence[Sample]) -> Row:
+    records = [sample.record for sample in own]
+    steps = [step for record in records for step in record.step_ms]
+    return Row(
+        configuration=configuration,
+        steps_an_epoch=records[0].steps_an_epoch,
+        timed_steps=len(records[0].step_ms),
+        epoch_s=median(map(epoch_s, records)),
+        examples_per_s=median(map(examples_per_s, records)),
+        median_ms=median(steps),
+        p10_ms=percentile(steps, 10),
+        p90_ms=percentile(steps, 90),
+        speed_up=speed_up(own, reference),
+        loss=median(record.loss for record in records),
+        parts=mean_times([step for record in records for step in record.parts]),
+    )
+
+
+def _of(configuration: Configuration, samples: Sequence[Sample]) -> list[Sample]:
+    own = [sample for sample in samples if sample.configuration == configuration]
+    if not own:
+        raise DataError(f"{configuration.name!r} has no sample; measure it first")
+    return own
+
+
+_WHOLE_CPU = "cpu:1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingResult:
+    """A run and how it was made.
+
+    Args:
+        recipe: its name.
+        title: what was trained, in words.
+        config: the recipe's config.
+        settings: what was asked.
+        devices: as asked, in the notation of ``--devices``.
+        hardware: what that came to.
+        date: YYYY-MM-DD.
+        machine: where.
+        command: that makes the run again.
+        rows: one a configuration; the first is the reference.
+        samples: all of them.
+    """
+
+    recipe: str
+    title: str
+    config: Any
+    settings: ScalingSettings
+    devices: str
+    hardware: Hardware
+    date: str
+    machine: Machine
+    command: str
+    rows: tuple[Row, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def source(self) -> str:
+        """Where the data came from."""
+        return self.samples[0].record.source
+
+
+def measure_scaling(
+    recipe: str,
+    config: Any,
+    settings: ScalingSettings,
+    *,
+    devices: str,
+    logical: Sequence[LogicalDevice],
+    output: Path,
+    progress: Callable[[Sample, int, int], None],
+) -> ScalingResult:
+    """Measures a recipe on one device and on several.
+
+    Args:
+        recipe: its name.
+        config: its config; the batch size in it is not used.
+        settings: how to measure.
+        devices: in the notation of ``--devices``, for the fresh processes.
+        logical: the logical devices that it means.
+        output: where the report will go, for the command in it.
+        progress: called with each sample, how many there are by then, and how many there will be.
+
+    Raises:
+        ConfigError: what was asked cannot be.
+        LockstepError: a configuration's own, with its name.
+    """
+    machine = this_machine()
+    hardware = Hardware(devices=tuple(logical), cores=machine.cores)
+    configurations = plan(settings, hardware)
+    trials = [_trial(recipe, config, settings, devices, configuration) for configuration in configurations]
+    samples = run_rounds(trials, rounds=settings.rounds, progress=progress)
+    return ScalingResult(
+        recipe=recipe,
+        title=find_recipe(recipe).title(config),
+        config=config,
+        settings=settings,
+        devices=devices,
+        hardware=hardware,
+        date=date.today().isoformat(),
+        machine=machine,
+        command=command_of(recipe, config, settings, devices=devices, output=output),
+        rows=tuple(rows_of(configurations, samples)),
+        samples=tuple(samples),
+    )
+
+
+def command_of(recipe: str, config: Any, settings: ScalingSettings, *, devices: str, output: Path) -> str:
+    """The command that makes a run again: how it is measured in full, and what of the recipe is not its default."""
+    flags: dict[str, Any] = {
+        "devices": devices,
+        "replicas": ",".join(map(str, settings.replicas)),
+        "batch_size": settings.batch_size,
+        **({"steps": settings.steps} if settings.epochs is None else {"epochs": settings.epochs}),
+        "warm_up": settings.warm_up,
+        "rounds": settings.rounds,
+        "output": output,
+        **_changed(config, find_recipe(recipe).fixed),
+    }
+    words = [word for name, value in flags.items() for word in _words(name, value)]
+    return shlex.join(["lockstep", "bench", "scaling", recipe, *words])
+
+
+def _trial(recipe: str, config: Any, settings: ScalingSettings, devices: str, configuration: Configuration) -> Trial:
+    return Trial(
+        recipe=recipe,
+        config=config,
+        devices=_WHOLE_CPU if configuration.layout == "whole machine" else devices,
+        configuration=configuration,
+        settings=settings,
+    )
+
+
+def _changed(config: Any, fixed: frozenset[str]) -> dict[str, Any]:
+    named = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return {name: value for name, value in named.items() if name not in fixed and value != defaults[name]}
+
+
+def _words(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    return [flag, str(value)]

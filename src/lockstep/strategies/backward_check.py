@@ -1,0 +1,358 @@
+"""What backward passes of a step's first run begin at, where replicas add up to something else than one device has.
+
+    loss of a shard = term + term * number + ...     each term: a mean over the shard's rows?  the same in all replicas?
+    torch.autograd.grad(loss, weights)               gradients of one shard: are they summed before they are used?
+
+Replicas add their gradients up. So a loss is a sum over the rows divided by the global batch; a mean over a shard, or a
+penalty that each replica adds, counts once for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.mirroring.module.buffers import tensor_digest
+
+_SUMS = ("AddBackward", "SubBackward", "RsubBackward")
+_SCALES = ("MulBackward", "DivBackward")
+_SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
+_MEANS = ("MeanBackward", "SumBackward")
+_LISTS = ("StackBackward", "CatBackward")
+_OVER_A_DIM = (
+    *("MeanBackward", "VarBackward", "StdBackward", "VarMeanBackward", "StdMeanBackward", "LogsumexpBackward"),
+    *("LinalgVectorNormBackward", "SoftmaxBackward", "LogSoftmaxBackward", "TopkBackward", "SortBackward"),
+    *("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "KthvalueBackward"),
+)
+"""Of functions that compare, or take together, what stands along a dimension; a sum is not one of them."""
+_SPREADS = frozenset([getattr(home, name) for home in (torch, torch.Tensor) for name in ("std", "var")])
+_OF_DATA = _SPREADS | {torch.std_mean, torch.var_mean, torch.flip, torch.Tensor.flip, torch.bincount}
+_OF_DATA |= {torch.Tensor.bincount}
+"""Of functions that steps call on data, without gradients, what compares rows; a mean is what metrics are, too."""
+_LEAF = "AccumulateGrad"
+_OF_PYTHON = torch.autograd.function.BackwardCFunction
+_MEAN_REDUCTION = 1
+_NODES = 5000
+"""A term whose graph has more nodes is no penalty, and not looked into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of a loss.
+
+    Args:
+        mean_over: of how many items it is a mean; None where it is none.
+        is_sum: whether it is a sum of several items.
+        factors: the numbers by which it is multiplied.
+        digest: of all that its gradient depends on; None where that is not known.
+    """
+
+    mean_over: int | None
+    is_sum: bool
+    factors: tuple[float, ...]
+    digest: int | None
+
+
+@dataclass(slots=True)
+class Passes:
+    """The backward passes of one replica, in a step's first run.
+
+    Attributes:
+        losses: the terms of each loss.
+        mixed: the functions on the way that compare or take together what stands along a dimension, with its size.
+        gradients: what ``torch.autograd.grad`` gave for weights, by the line that asked.
+        twice: whether losses may hold gradients, which are matrix products over rows by themselves.
+    """
+
+    losses: list[list[Term]] = field(default_factory=list)
+    mixed: set[tuple[str, int]] = field(default_factory=set)
+    gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    twice: bool = False
+    _seen: list[Any] = field(default_factory=list)
+
+    def begins_at(self, tensors: Any, *, saved: bool) -> None:
+        """A backward pass is about to begin.
+
+        Args:
+            tensors: what ``torch.autograd.backward`` was given.
+            saved: whether what the graph has saved may be looked at: hooks would compute it once more.
+        """
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            root = tensor.grad_fn if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 else None
+            if root is not None and not any(root is each for each in self._seen):
+                self._seen.append(root)
+                found = list(_terms(root))
+                self.losses.append([_term(node, factors, saved=saved) for node, factors in found])
+                self.mixed.update(_mixed(root, {node for node, _ in found}, saved=saved, twice=self.twice))
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The step calls a function of torch, on data as may be."""
+        if func in _OF_DATA and args and isinstance(args[0], torch.Tensor):
+            with torch._C.DisableTorchFunction():
+                sizes, is_data = tuple(args[0].shape), not args[0].requires_grad
+            given = (*args[1:], *(kwargs[name] for name in ("dim", "dims") if name in kwargs))
+            dims = [each for each in given if type(each) is not bool]
+            dims = [dim for each in dims for dim in _listed(each) if isinstance(dim, int)]
+            if is_data and sizes and (not dims or any(dim % len(sizes) == 0 for dim in dims)):
+                self.mixed.add((func.__name__, sizes[0]))
+
+    def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
+        """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
+        roots = [each.grad_fn for each in _listed(outputs) if isinstance(each, torch.Tensor) and each.grad_fn]
+        if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
+            self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, torch.Tensor)]
+
+    def summed(self, value: torch.Tensor) -> None:
+        """The step sums a tensor over the replicas."""
+        for line, gradients in list(self.gradients.items()):
+            if any(value is each or value.shape == each.shape for each in gradients):
+                del self.gradients[line]
+
+
+def means_over_shards(passes: Sequence[Passes], rows: Sequence[int | None], replicas: int) -> bool:
+    """Whether a loss of all replicas is a mean over each one's rows, which nothing turns into a part of one mean.
+
+    Args:
+        passes: of each local replica.
+        rows: of each one's batch.
+        replicas: how many there are, of all workers.
+    """
+    known = [(each.losses, count) for each, count in zip(passes, rows, strict=True) if count]
+    total = sum(count for _, count in known)
+    if len(known) < min(2, len(rows)):
+        return False
+    uneven = len({count for _, count in known}) > 1
+
+    def wrong(term: Term, count: int) -> bool:
+        size = term.mean_over
+        if size is None or (term.is_sum and size != count):
+            return False
+        parts = [float(count), count / total, 1 / total]
+        if size == total or not uneven:
+            parts.append(1 / replicas)
+        if replicas != len(rows) and term.factors:
+            return False  # the global batch is not known here
+        return not any(math.isclose(factor, part) for factor in term.factors for part in parts if part != 1)
+
+    def of_one_row(terms: Sequence[Term]) -> bool:
+        return all(term.mean_over == 1 for term in terms) and max(count for _, count in known) > 1
+
+    def of_each(terms: Sequence[Term]) -> bool:
+        """Whether sums are divided by what differs between replicas, as the items that a mask leaves do."""
+        differ = terms[0].is_sum and len({term.factors for term in terms}) > 1
+        counts = [count for _, count in known]
+        return differ and not any(
+            all(
+                any(math.isclose(f, part * count) for f in term.factors)
+                for term, count in zip(terms, counts, strict=True)
+            )
+            for part in (1.0, 1 / total)
+        )
+
+    return any(
+        of_each(terms)
+        or (not of_one_row(terms) and all(wrong(term, count) for term, (_, count) in zip(terms, known, strict=True)))
+        for terms in _side_by_side([losses for losses, _ in known])
+    )
+
+
+def counted_by_each(passes: Sequence[Passes], rows: Sequence[int | None], replicas: int) -> bool:
+    """Whether a term of a loss is the same in all replicas, and not divided among them. Arguments as above."""
+    known = [each.losses for each, count in zip(passes, rows, strict=True) if count]
+    if len(known) < 2:
+        return False
+    found = list(_side_by_side(known))
+    same = [terms for terms in found if terms[0].digest is not None and len({term.digest for term in terms}) == 1]
+    if len(same) == len(found):
+        return False  # so are the shards
+    return any(not any(math.isclose(factor, 1 / replicas) for factor in terms[0].factors) for terms in same)
+
+
+def over_rows(passes: Sequence[Passes], rows: Sequence[int | None]) -> list[str]:
+    """What in the losses of all replicas compares or takes together each one's own rows."""
+    pairs = zip(passes, rows, strict=True)
+    known = [(each.mixed, count) for each, count in pairs if count and count > 1 and each.losses]
+    if len(known) < 2:
+        return []
+    return sorted(set.intersection(*({name for name, size in mixed if size == count} for mixed, count in known)))
+
+
+def _side_by_side(losses: Sequence[Sequence[Sequence[Term]]]) -> Iterator[tuple[Term, ...]]:
+    """The replicas' terms, each with its like; nothing of those that have not the same number of them."""
+    for of_one_loss in zip(*losses, strict=False):
+        if len({len(terms) for terms in of_one_loss}) == 1:
+            yield from zip(*of_one_loss, strict=True)
+
+
+def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
+    """What a loss is the sum of, each with the numbers that it is multiplied by."""
+    waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
+    for _ in range(_NODES):
+        if not waiting:
+            return
+        node, factors = waiting.pop()
+        name, following = _name(node), [each for each, _ in node.next_functions if each is not None]
+        if name.startswith(_SUMS) or (name.startswith(_SAME) and len(following) == 1):
+            waiting += [(each, factors) for each in following]
+        elif name.startswith(_SCALES) and len(following) == 1:
+            waiting.append((following[0], (*factors, *_factor(node))))
+        else:
+            yield node, factors
+
+
+def _factor(node: Any) -> Iterator[float]:
+    """By what a product or quotient of one node's result multiplies it."""
+    for name in ("_saved_other", "_saved_self"):
+        value = _kept(node, name)
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            number = float(value.detach())
+            yield 1 / number if _name(node).startswith("DivBackward") and number else number
+            return
+
+
+def _term(node: Any, factors: tuple[float, ...], *, saved: bool) -> Term:
+    is_sum = _name(node).startswith("SumBackward") and bool(_kept(node, "_saved_self_sym_sizes"))
+    return Term(_mean_over(node, factors, saved=saved), is_sum, factors, _digest(node) if saved else None)
+
+
+def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:
+    name = _name(node)
+    if name.startswith(_MEANS):
+        sizes = _kept(node, "_saved_self_sym_sizes")
+        child = node.next_functions[0][0]
+        if not sizes or (child is not None and _name(child).startswith(_LISTS)):
+            return None
+        size = int(sizes[0])
+        by_hand = any(math.isclose(factor, 1 / size) for factor in factors) if size else False
+        return size if name.startswith("MeanBackward") or by_hand else None
+    if not saved or _kept(node, "_saved_reduction") != _MEAN_REDUCTION:
+        return None
+    given = _kept(node, "_saved_self")
+    return int(given.shape[0]) if isinstance(given, torch.Tensor) and given.ndim else None
+
+
+def _digest(root: Any) -> int | None:
+    """Of what a term's gradient depends on, where nothing but weights, and all that is saved, tells it."""
+    digest, weights, binary, kept = 0, False, False, False
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        if len(seen) > _NODES or isinstance(node, _OF_PYTHON):  # which may do anything
+            return None
+        if _name(node) == _LEAF:
+            weights = True
+            continue
+        digest = hash((digest, _name(node)))
+        for attribute in sorted(each for each in dir(node) if each.startswith("_saved_")):
+            try:
+                value = getattr(node, attribute)
+            except RuntimeError:  # freed, or changed in place since
+                return None
+            tensors = [each for each in _listed(value) if isinstance(each, torch.Tensor)]
+            if any(each.numel() == 0 or not each.untyped_storage().size() for each in tensors):  # of no rows, or freed
+                return None
+            kept = kept or any(each.ndim for each in tensors)
+            digest = hash((digest, attribute, *((tuple(each.shape), tensor_digest(each)) for each in tensors)))
+            if not tensors:
+                digest = hash((digest, repr(value)))
+        following = [each for each, _ in node.next_functions]
+        binary = binary or (None in following and not _name(node).startswith(_SCALES))
+        for each in following:
+            if each is not None and each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return digest if weights and (kept or not binary) else None
+
+
+def _mixed(root: Any, terms: set[Any], *, saved: bool, twice: bool) -> Iterator[tuple[str, int]]:
+    """The functions behind a loss, but its own terms, that go over a dimension 0, with its size."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        name = _name(node)
+        if name.startswith(_OVER_A_DIM) and node not in terms and not _is_weight(node.next_functions[0][0]):
+            sizes = _sizes(node, saved=saved)
+            if sizes and _goes_over_the_first(node, len(sizes)):
+                yield name.split("Backward")[0].lower(), sizes[0]
+        elif name.startswith("MmBackward") and saved:
+            yield from (("a matrix product", size) for size in _multiplied(node, twice=twice))
+        elif name.startswith("DivBackward"):
+            yield from (("a quotient of sums", size) for size in _summed_in(node.next_functions[1][0]))
+        for each, _ in node.next_functions:
+            if each is not None and each not in seen:
+                seen.add(each)
+                waiting.append(each)
+
+
+def _multiplied(node: Any, *, twice: bool) -> Iterator[int]:
+    """Over how many items a matrix product adds up, and of how many it takes each with each."""
+    one, other = _kept(node, "_saved_self"), _kept(node, "_saved_mat2")
+    if any(_is_weight(each) for each, _ in node.next_functions):
+        return
+    if not twice and (one is not None or other is not None):
+        yield int(other.shape[0] if one is None else one.shape[1])
+    if one is not None and other is not None and one.shape[0] == other.shape[1]:
+        yield int(one.shape[0])
+
+
+def _summed_in(node: Any) -> Iterator[int]:
+    """Over how many items a number is a sum, be it of several, or with a number added."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        name = _name(node)
+        if name.startswith((*_SUMS, *_SCALES, *_SAME, "UnsqueezeBackward", "SelectBackward")):
+            waiting += [each for each, _ in node.next_functions]
+        elif name.startswith("SumBackward"):
+            sizes = _kept(node, "_saved_self_sym_sizes")
+            if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
+                yield int(sizes[0])
+
+
+def _is_weight(node: Any) -> bool:
+    """Whether a function gives a weight, or a view of one."""
+    while node is not None and _name(node) != _LEAF:
+        following = [each for each, _ in node.next_functions]
+        if len(following) != 1:
+            return False
+        node = following[0]
+    return node is not None
+
+
+def _sizes(node: Any, *, saved: bool) -> Sequence[int]:
+    sizes: Sequence[int] | None = _kept(node, "_saved_self_sym_sizes")
+    if sizes or not saved:
+        return sizes or ()
+    given = _kept(node, "_saved_self")
+    given = _kept(node, "_saved_result") if given is None else given
+    return tuple(given.shape) if isinstance(given, torch.Tensor) else ()
+
+
+def _goes_over_the_first(node: Any, dims: int) -> bool:
+    given = _kept(node, "_saved_dim")
+    if given is None or given == ():
+        return True
+    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(given))
+
+
+def _name(node: Any) -> str:
+    """Such as "MeanBackward0"; a function of Python's may be called anything."""
+    return "" if isinstance(node, _OF_PYTHON) else type(node).__name__
+
+
+def _kept(node: Any, name: str) -> Any:
+    """What a function has saved; None where it is freed, or has been changed in place since."""
+    try:
+        return getattr(node, name, None)
+    except RuntimeError:
+        return None
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
