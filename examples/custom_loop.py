@@ -69,9 +69,7 @@ def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]],
             batch_loss, batch_right = strategy.reduce("sum", strategy.run(test_step, args=(pictures, labels)))
             total += float(batch_loss)
             right += int(batch_right)
-    print(
-        f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} pictures of {len(task.dataset.classes)} classes)"
-    )
+    print(f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} images)")
     strategy.close()
     return steps, task.module
 

@@ -65,9 +65,7 @@ def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]],
             batch_loss, batch_right = test_step(pictures.to(device), labels.to(device))
             total += float(batch_loss)
             right += int(batch_right)
-    print(
-        f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} pictures of {len(task.dataset.classes)} classes)"
-    )
+    print(f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} images)")
     return steps, task.module
 
 

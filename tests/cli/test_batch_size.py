@@ -15,7 +15,7 @@ from lockstep.cli.app import parse
 from lockstep.errors import ConfigError
 
 MLM = {
-    "--text": "text",
+    "--data": "text",
     "--cache-dir": "cache",
     "--layers": "1",
     "--hidden": "16",

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from lockstep.cli import main
-from lockstep.cli.data_images import describe_pictures
+from lockstep.cli.data import images_summary
 from lockstep.recipes.images.dataset import BrokenImage, ImageSummary
 
 SUMMARY = ImageSummary(
@@ -23,7 +23,7 @@ SUMMARY = ImageSummary(
 
 
 def test_classes_sizes_and_broken_pictures_are_shown():
-    shown = describe_pictures(SUMMARY)
+    shown = images_summary(SUMMARY)
     rows = [line.split() for line in shown.splitlines()]
 
     assert rows[0] == ["pictures:", "pets"]

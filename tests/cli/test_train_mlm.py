@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lockstep.cli import main
 
-PLACES = {"--text": "text", "--cache-dir": "cache", "--output": "out"}
+PLACES = {"--data": "text", "--cache-dir": "cache", "--output": "out"}
 SIZES = {
     "--layers": "1",
     "--hidden": "16",
@@ -99,8 +99,8 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--heads", "3"], "heads=3 does not divide hidden=16"),
         (["--devices", "cpu:0,cpu:0"], "cpu:0"),
         (["--devices", "cpu:0,cpu:9"], "cpu:9"),
-        (["--text", "nowhere"], "text folder 'nowhere' does not exist"),
-        (["--text", "nowhere", "--layers", "2", "--pipeline", "2"], "text folder 'nowhere' does not exist"),
+        (["--data", "nowhere"], "the text folder 'nowhere' does not exist"),
+        (["--data", "nowhere", "--layers", "2", "--pipeline", "2"], "the text folder 'nowhere' does not exist"),
         (["--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--tensor", "3"], "tensor=3 does not divide heads=2; choose 1 or 2"),
         (["--pipeline", "2"], "pipeline=2 is more stages than the model has layers, 1; choose 1"),

@@ -200,7 +200,7 @@ class PlanRequest:
         batch: lines in the global batch; by default 8 for each device.
         sequence: tokens in a line; by default the model's longest.
         precision: number formats; by default half precision where the device has it.
-        data: copies of the model, where that is given.
+        replicas: replicas of the model; by default free.
         pipeline: stages, where that is given.
         tensor: devices that share a layer, where that is given.
         rows: lines in a microbatch, where that is given.
@@ -215,7 +215,7 @@ class PlanRequest:
     batch: int | None = None
     sequence: int | None = None
     precision: Literal["fp32", "bf16", "fp16", "mixed"] | None = None
-    data: int | None = None
+    replicas: int | None = None
     pipeline: int | None = None
     tensor: int | None = None
     rows: int | None = None
@@ -232,7 +232,7 @@ class PlanRequest:
         """What is free: all that Lockstep does."""
         return replace(
             LOCKSTEP,
-            data=self.data,
+            data=self.replicas,
             pipeline=self.pipeline,
             tensor=self.tensor,
             rows=self.rows,

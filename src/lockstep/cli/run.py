@@ -130,7 +130,7 @@ def _read_own(words: Sequence[str], workers: int | None) -> int | None:
         None; or the exit code where all has been said already, as after ``--help``.
     """
     from lockstep.cli.app import parse  # which knows this command too
-    from lockstep.cli.training import TrainingCommand
+    from lockstep.cli.train import TrainingCommand
 
     job = parse(words or ["--help"])
     if workers is not None and isinstance(job, TrainingCommand):

@@ -56,7 +56,7 @@ class MobileNetShape:
             raise ConfigError(f"output_stride={self.output_stride} was given; choose one of 8, 16 or 32")
         if not self.output_stride <= self.size <= _MAX_SIZE:
             raise ConfigError(
-                f"size={self.size} was given, expected from {self.output_stride} to {_MAX_SIZE} pixels: the last feature"
+                f"size={self.size} was given, expected {self.output_stride} to {_MAX_SIZE} pixels: the last feature"
                 f" map is output_stride={self.output_stride} times smaller; give a larger size"
             )
         if not 0 <= self.hidden <= 2**16:
