@@ -26,7 +26,7 @@ def test_classes_sizes_and_broken_pictures_are_shown():
     shown = images_summary(SUMMARY)
     rows = [line.split() for line in shown.splitlines()]
 
-    assert rows[0] == ["pictures:", "pets"]
+    assert rows[0] == ["images:", "pets"]
     assert rows[2] == ["class", "train", "valid", "test"]
     assert rows[4:7] == [
         ["Cat", "10,000", "1,250", "1,250"],
@@ -35,8 +35,8 @@ def test_classes_sizes_and_broken_pictures_are_shown():
     ]
     assert "sizes   from 4x4 to 1050x702, most often 500x375 (20,000)" in shown
     assert "decoded 3.6 GB at 224x224" in shown
-    assert "besides the folder 'extra' beside the parts" in shown
-    assert "broken  12 of 24,000 pictures (0.05%)" in shown
+    assert "ignored the folder 'extra'" in shown
+    assert "broken  12 of 24,000 images (0.05%)" in shown
     assert shown.splitlines()[-1] == "broken  and 2 more"
     assert max(map(len, shown.splitlines())) < 120
 
@@ -45,7 +45,7 @@ def test_the_embedded_digits_are_described(capsys: pytest.CaptureFixture[str]):
     assert main(["data", "images"]) == 0
 
     shown = capsys.readouterr().out
-    assert shown.startswith("pictures: scikit-learn's digits\n")
+    assert shown.startswith("images: scikit-learn's digits\n")
     assert ["all", "1,295", "143", "359"] in [line.split() for line in shown.splitlines()]
     assert "sizes   from 8x8 to 8x8\n" in shown
 

@@ -12,7 +12,7 @@ def test_counts_the_lines_words_and_characters_of_every_part():
     rows = [line.split() for line in text_summary(SPLITS, lines=0).splitlines()]
 
     assert rows[0] == ["text:", "a", "folder"]
-    assert rows[2] == ["part", "lines", "words", "characters"]
+    assert rows[2] == ["split", "lines", "words", "characters"]
     assert rows[4:] == [["train", "2", "43", "213"], ["valid", "1", "2", "8"], ["test", "1", "1", "5"]]
 
 

@@ -100,7 +100,7 @@ def test_traceback_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture
 
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback (most recent call last)")
-    assert printed.splitlines()[-1].startswith("lockstep: error: text folder")
+    assert printed.splitlines()[-1].startswith("lockstep: error: the text folder")
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]):

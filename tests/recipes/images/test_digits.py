@@ -64,7 +64,7 @@ def test_training_on_the_folder_sees_the_pixels_of_the_default(written: Path, ti
         build_images(tiny(size=16, shift=0.1, data=written, workers=2)),
     )
 
-    assert embedded.classes == files.classes
+    assert embedded.dataset.classes == files.dataset.classes
     for part in ("train", "valid", "test"):
         pairs = zip(getattr(embedded, part), getattr(files, part), strict=True)
         assert all(bool((a == b).all()) and bool((c == d).all()) for (a, c), (b, d) in pairs)

@@ -82,7 +82,7 @@ def test_a_pretrained_head_of_other_classes_is_drawn_anew(tiny: MakeConfig, save
 
 
 def test_lora_trains_few_parameters_and_warns_of_random_weights(tiny: MakeConfig, saved: Path):
-    with pytest.warns(UserWarning, match="trains adapters beside frozen weights, which are random here"):
+    with pytest.warns(UserWarning, match="trains adapters beside frozen weights, which are random"):
         new = build_reviews(tiny(lora="r=2"))
     with pytest.warns(UserWarning, match="have no effect"):
         old = build_reviews(tiny(lora="r=2", pretrained=str(saved)))

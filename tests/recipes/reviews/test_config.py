@@ -38,11 +38,11 @@ def test_what_is_done_about_memory_is_one_object():
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         ({"encoding": "utf8mb4"}, "encoding='utf8mb4' is unknown to Python; try utf-8, gb18030"),
-        ({"separator": "||"}, "separator='||' was given, expected one character, or the word tab"),
+        ({"separator": "||"}, "separator='||' was given, expected one character, or tab"),
         ({"tokens": "letters"}, "tokens='letters' is unknown"),
         ({"vocabulary": 5}, "vocabulary=5"),
         ({"lora": "rank=8"}, "lora has no setting 'rank'"),
-        ({"load_in": "8bit", "lora": "r=8"}, "load_in='8bit' is how pretrained weights are loaded"),
+        ({"load_in": "8bit", "lora": "r=8"}, "load_in='8bit' needs pretrained weights"),
         ({"seed": -1}, "seed=-1"),
     ],
 )

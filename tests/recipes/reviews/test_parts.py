@@ -79,9 +79,7 @@ def test_three_reviews_of_each_class_are_enough_and_two_are_not():
     parts = split_reviews(table(*many(0, 3), *many(4, 3)), HOW)
 
     assert [len(part) for part in parts.by_name.values()] == [2, 2, 2]
-    with pytest.raises(
-        DataError, match=r"'hotel\.csv' has 2 reviews with the label 4 to split_reviews, expected at least 3"
-    ):
+    with pytest.raises(DataError, match=r"'hotel\.csv' has 2 different reviews with the label 4, expected at least 3"):
         split_reviews(table(*many(0, 3), *many(4, 2)), HOW)
 
 

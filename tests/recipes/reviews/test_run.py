@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"is no checkpoint of a Trainer: it has no trainer_state\.json"):
+    with pytest.raises(ConfigError, match=r"is not a checkpoint of a Trainer: it has no trainer_state\.json"):
         RunPaths(resume=tmp_path)
 
 

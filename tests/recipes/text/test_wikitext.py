@@ -30,9 +30,7 @@ def complaint(folder: Path) -> str:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path):
-    assert complaint(tmp_path / "none").startswith(
-        f"text folder '{tmp_path / 'none'}' does not exist or is no folder; "
-    )
+    assert complaint(tmp_path / "none").startswith(f"the text folder '{tmp_path / 'none'}' does not exist")
 
 
 def test_a_file_instead_of_a_folder_is_named(text_folder: Path):
