@@ -78,7 +78,9 @@ class MeasuredLayout:
         shard = work.rows // degrees["data"]
         microbatches = min(shard, 2 * degrees["pipeline"]) if degrees["pipeline"] > 1 else 1
         chunks = 2 if self.asked.get("schedule") in _IN_PARTS else 1
-        return Layout(**degrees, rows=shard // microbatches, microbatches=microbatches, chunks=chunks)
+        return Layout(
+            **degrees, microbatch_size=shard // microbatches, microbatches=microbatches, stages_per_worker=chunks
+        )
 
 
 _LAYOUTS = (

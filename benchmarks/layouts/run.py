@@ -70,7 +70,7 @@ def measure_layouts(
 
 
 def _row(layout: MeasuredLayout, work: LayoutWork, steps: int) -> Row:
-    software = Software(precision=precision_named("fp32"), turned_gradients=onednn_is_faster())
+    software = Software(precision=precision_named("fp32"), transposed_head_gradient=onednn_is_faster())
     expected = estimate_memory(shape_of(work.config()), layout.planned(work), software)
     return Row(layout=layout, workers=measured(layout, work, steps), expected=expected)
 

@@ -54,7 +54,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "logs",
         "curves",
     ]
-    assert "train 35, valid 4, test 4 pictures; 1 broken picture skipped; 0.0 MB decoded in memory" in done.stdout
+    assert "train 35, valid 4, test 4 images; 1 broken image skipped; 0.0 MB decoded in memory" in done.stdout
     assert "3 replicas against one device in plain PyTorch" in done.stdout
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (tmp_path / "out" / "model").iterdir()} == {
@@ -74,7 +74,7 @@ def test_the_published_head_the_disk_and_a_model_to_begin_with(run_lockstep, tmp
 
     assert (first.returncode, first.stderr, again.returncode, again.stderr) == (0, "", 0, "")
     assert "epoch 1/1" not in first.stdout
-    assert "decoded in cache/pictures-" in again.stdout
+    assert "decoded in cache/images-" in again.stdout
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

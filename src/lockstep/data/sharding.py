@@ -93,8 +93,8 @@ def local_rows(rows: int, workers: Communicator) -> LocalRows:
     """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
 
     Example:
-        >>> from lockstep.collectives.communicator import OneWorker
-        >>> local_rows(4, OneWorker(3))
+        >>> from lockstep.collectives.communicator import SingleWorkerCommunicator
+        >>> local_rows(4, SingleWorkerCommunicator(3))
         LocalRows(start=0, sizes=(2, 1, 1))
     """
     sizes, first = shard_sizes(rows, workers.num_replicas), workers.first_replica
@@ -258,13 +258,13 @@ def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Calla
         view: its arguments.
         replicas: how many there are, of all workers.
     """
-    return partial(_run, body, view, replicas)
+    return body if replicas == 1 else partial(_run, body, view, replicas)
 
 
 def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
     try:
         return body()
     except Exception as error:
-        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
+        if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
             error.add_note(_NOTE.format(replicas=replicas))
         raise
