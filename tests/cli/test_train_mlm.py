@@ -53,7 +53,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "curves",
     ]
     assert "3 replicas against one device" in done.stdout
-    asked = printed[printed.index(["would", "fill", "in", "hidden", "sentence"]) + 2 :][:5]
+    asked = printed[printed.index(["prediction", "masked", "sentence"]) + 2 :][:5]
     assert all("[MASK]" in row for row in asked)
     assert all(float(row[1].rstrip(",")) > 0 for row in asked)
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
