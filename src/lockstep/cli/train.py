@@ -216,8 +216,8 @@ class TrainingCommand:
         """Trains, prints the result, and leaves logs, weights and curves in the output folder."""
         output = self._check_output()
         if speaks():  # importing them takes two seconds, and other workers do not need them
-            for package in ("matplotlib", "tensorboard"):
-                require(package, "train")
+            require("matplotlib", "plots")
+            require("tensorboard", "train")
         folders = RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
         with closing(self._strategy()) as strategy:
             trained = self.job.train(strategy, folders, 0 if self.flags.quiet else 1)
