@@ -2,8 +2,8 @@
 
     summed gradients on all workers -> each updates its own pieces -> all workers get the weights of all pieces
 
-A piece is a parameter over some elements of a weight. The state of the user's optimizer is that of this worker's pieces.
-The whole state, as an undivided optimizer has it, exists only while it is saved or loaded.
+A piece is a parameter over some elements of a weight. The user's optimizer has the state of this worker's pieces. The
+whole state, as an undivided optimizer has it, exists only while it is saved or loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds the largest global batch whose step fits all replicas, by trial steps.
 
-    size -> make_batch -> shards -> step, twice, in every replica -> did it fit? peak? -> restore everything -> next size
+    size -> make_batch -> shards -> step, twice, in every replica -> fits? peak? -> restore everything -> next size
 
 ``Bracket`` chooses the next size by pure functions on numbers. ``TrialState`` restores, bit for bit, what a trial step
 has changed.

@@ -4,7 +4,7 @@
     replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
 
 Each replica of a storage group sums a slice of the parameters, so the work is divided among their threads. The sum is
-the leader's ``.grad``; the other members' gradients become None. A parameter without a gradient in any replica has none.
+the leader's ``.grad``; the other members' gradients become None. A parameter without any gradient has none.
 """
 
 from __future__ import annotations
