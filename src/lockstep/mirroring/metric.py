@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
@@ -466,7 +466,7 @@ def _rows(value: Any) -> int | None:
 
 
 def _shapes(value: Any) -> list[Any]:
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = tree_leaves(value)
     return [leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep._torch_compat import foreach_copy_
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.process_group import ProcessGroup
 
@@ -176,7 +177,7 @@ def _views(room: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     if into:
-        torch._foreach_copy_(into, values)
+        foreach_copy_(into, values)
 
 
 State = MutableMapping[Any, dict[str, Any]]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.mirroring.module.buffers import tensor_digest
 
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
@@ -92,7 +93,7 @@ class Passes:
     def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The step calls a function of torch, on data as may be."""
         if func in _OF_DATA and args and isinstance(args[0], torch.Tensor):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 sizes, is_data = tuple(args[0].shape), not args[0].requires_grad
             given = (*args[1:], *(kwargs[name] for name in ("dim", "dims") if name in kwargs))
             dims = [each for each in given if type(each) is not bool]

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from lockstep._torch_compat import tree_map
 from lockstep.config import LogicalDevice
 from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout

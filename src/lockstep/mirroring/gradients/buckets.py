@@ -27,6 +27,7 @@ from weakref import WeakMethod, finalize
 import torch
 from torch import nn
 
+from lockstep._torch_compat import DisableTorchFunction, foreach_add_, foreach_copy_
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.process_group import ProcessGroup
 from lockstep.config import LogicalDevice
@@ -253,7 +254,7 @@ class BucketExchange(GradientExchange):
 
     def _note(self, copy: torch.Tensor) -> None:
         """Nothing goes in this cycle before the update: whether it could have, a look at the gradient then will say."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._noted.append(_taken(copy))
 
     def _warn(self) -> None:
@@ -282,7 +283,7 @@ class BucketExchange(GradientExchange):
         members = self._plan.buckets[position]
         # A hook runs in its replica's thread, whose function mode would be asked at every call: 1.3 ms of MobileNetV2's
         # 5.9 for all buckets.
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             self._marks.precede()
             bucket = _Bucket(members, [self._parameters[index] for index in members], self._travel_as)
             bucket.work = self._stream.start_all_reduce(bucket.flat)
@@ -361,9 +362,9 @@ class _Bucket:
                 values.append(gradient.to(views[position].device))
                 started[position] = True
             if copied[0]:
-                torch._foreach_copy_(*copied)
+                foreach_copy_(*copied)
             if added[0]:
-                torch._foreach_add_(*added)
+                foreach_add_(*added)
         for view, any_gradient in zip(views, started, strict=True):
             if not any_gradient:
                 view.zero_()

@@ -18,6 +18,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local import Copies
@@ -69,7 +70,7 @@ class HeldHook:
                 "strategy.mirror(optimizer) over it, or remove the hook"
             )
         parameter = self._parameter()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             fresh = parameter is not None and given is not parameter and parameter.grad is None
         self.calls = 1 if fresh else self.calls + 1
         return None
@@ -216,7 +217,7 @@ class GivenSums:
             all_but_first: leave the first local replica's, which the update is to take.
         """
         if replica or not all_but_first:
-            with torch._C.DisableTorchFunction():  # the replica's guard would take it for the step's own doing
+            with DisableTorchFunction():  # the replica's guard would take it for the step's own doing
                 for at in self._sums[replica]:
                     self._parameters[at][replica].grad = None
         self.forget(replica)
@@ -246,7 +247,7 @@ class GivenSums:
         self._given[replica] = False
         if at in self._sums[replica]:
             self._sums[replica].discard(at)
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._parameters[at][replica].grad = None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 
@@ -154,7 +155,7 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
         return moved
     data = parameter.data if alias else parameter.data.to(device, copy=True)
     # bitsandbytes asks for a weight's class, and quantises once more what is not of its own.
-    make = partial(torch.Tensor._make_subclass, kind) if of_its_own_kind else nn.Parameter
+    make = partial(make_subclass, kind) if of_its_own_kind else nn.Parameter
     duplicate: nn.Parameter = make(data, parameter.requires_grad)
     duplicate.__dict__.update(parameter.__dict__)
     return duplicate
