@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lockstep._torch_compat import tree_leaves
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, ConfigError
