@@ -13,21 +13,17 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from benchmarks.cpu_choices.run import measure_cpu_choices, write_choices_report
-from benchmarks.efficiency import efficiencies_of
-from benchmarks.figures import figures_of
 from benchmarks.frameworks import Places
-from benchmarks.gpu.command import add_gpu_options, measure_gpu
+from benchmarks.gpu.suite import add_gpu_options, measure_gpu
 from benchmarks.harness import Absence, Rounds, Sample, run_rounds
 from benchmarks.hosts import Link
-from benchmarks.layouts.markdown import LayoutsConditions, Row
-from benchmarks.layouts.run import measure_layouts, write_layouts_report
-from benchmarks.lineup import Lineup, line_up, trials_of
-from benchmarks.markdown import Conditions, WorkloadResult, render
-from benchmarks.memory_choices.measure import Measured
-from benchmarks.memory_choices.run import measure_choices, write_memory_report
-from benchmarks.report import write_report
-from benchmarks.workers.run import WorkersSettings, measure_workers, write_workers_report
+from benchmarks.report import Conditions, WorkloadResult, render, write_report
+from benchmarks.results import efficiencies_of, figures_of
+from benchmarks.suites.choices import measure_cpu_choices, write_choices_report
+from benchmarks.suites.cpu import Lineup, line_up, trials_of
+from benchmarks.suites.layouts import LayoutsConditions, Row, measure_layouts, write_layouts_report
+from benchmarks.suites.memory import Measured, measure_choices, write_memory_report
+from benchmarks.suites.workers import WorkersSettings, measure_workers, write_workers_report
 from benchmarks.workloads import WORKLOADS
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.scaling.machine import this_machine
@@ -116,7 +112,7 @@ def _measure_choices(asked: argparse.Namespace, words: Sequence[str]) -> Path:
 
 
 def _measure_trainer(asked: argparse.Namespace, words: Sequence[str]) -> Path:
-    from benchmarks.trainer.run import measure_trainer, write_trainer_report  # transformers' Trainer: seconds
+    from benchmarks.suites.trainer import measure_trainer, write_trainer_report  # transformers' Trainer: seconds
 
     _check_alone(asked, "--trainer")
     result = measure_trainer(_conditions(asked, words), _say, only=asked.only)

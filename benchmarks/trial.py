@@ -5,16 +5,16 @@ Everything here travels to a contender's fresh process, so functions are named b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from benchmarks.step_timer import LapRecord
 from lockstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from benchmarks.team import Launcher
 
 Layout = Literal["auto", "channels_last", "contiguous", "framework"]
 """Memory format of a module's weights and pictures; "auto" leaves it to the strategy, "framework" to the peer."""
@@ -118,3 +118,53 @@ class Trial:
     def threads_per_process(self) -> int:
         """Intra-op threads of each process: an equal part of the cores, at least one."""
         return max(1, self.cores // self.contender.processes)
+
+
+TRIAL_LIMIT_S = 300.0
+"""A trial that takes longer is given up, if it has no limit of its own."""
+END_LIMIT_S = 30.0
+"""Processes that have not ended so long after they were let go are killed."""
+
+
+class Team(ABC):
+    """The running processes of one trial. Whoever launched it calls ``end``, on errors too."""
+
+    @property
+    @abstractmethod
+    def pids(self) -> list[int]:
+        """The processes that train."""
+
+    @abstractmethod
+    def records(self) -> list[LapRecord]:
+        """One record of each process that trains; they stay in their last step until ``end``.
+
+        Raises:
+            ReplicaError: a process ended before its last step, or they took longer than ``limit_of`` says.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Lets the processes go on to their end, and ends those that do not."""
+
+
+class Launcher(ABC):
+    """A way to start the processes of a trial."""
+
+    @abstractmethod
+    def launch(self, trial: Trial, folder: Path) -> Team:
+        """Starts them.
+
+        Args:
+            trial: what they do.
+            folder: empty, for whatever they need; it outlives them.
+        """
+
+
+def limit_of(trial: Trial) -> float:
+    """Seconds after which a trial is given up: its own limit, or else ``TRIAL_LIMIT_S``."""
+    return TRIAL_LIMIT_S if trial.limit_s is None else trial.limit_s
+
+
+def too_slow(trial: Trial) -> str:
+    """The message for a trial that took longer than its limit."""
+    return f"{trial.name} was not done after {limit_of(trial):.0f} s; give it fewer --steps or a faster machine"

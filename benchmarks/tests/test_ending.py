@@ -34,7 +34,7 @@ import os, signal, sys
 from pathlib import Path
 from benchmarks.harness import run_trial
 from benchmarks.programs import Program
-from benchmarks.spawned import SpawnedBody
+from benchmarks.processes import SpawnedBody
 from benchmarks.trial import Contender, Trial
 from benchmarks.workloads import WORKLOADS
 

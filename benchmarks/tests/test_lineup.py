@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.frameworks import PEERS, Places, versions_of
-from benchmarks.lineup import line_up
-from benchmarks.roster import roster
+from benchmarks.suites.cpu import line_up, roster
 from lockstep.errors import ConfigError
 
 PROGRAMS = Path(__file__).parents[1] / "peers"
@@ -36,7 +35,7 @@ def test_without_peers_the_roster_takes_part(places: Places):
 
 
 def test_peers_come_before_the_checks(places: Places, monkeypatch):
-    monkeypatch.setattr("benchmarks.lineup.versions_of", lambda peer, places: f"{peer.name} 1")
+    monkeypatch.setattr("benchmarks.suites.cpu.versions_of", lambda peer, places: f"{peer.name} 1")
     lineup = line_up(["mlm"], peers="also", places=places)
 
     assert names(lineup.contenders["mlm"])[-9:] == [
@@ -56,7 +55,7 @@ def test_peers_come_before_the_checks(places: Places, monkeypatch):
 
 
 def test_the_torch_peers_try_both_memory_formats(places: Places, monkeypatch):
-    monkeypatch.setattr("benchmarks.lineup.versions_of", lambda peer, places: "")
+    monkeypatch.setattr("benchmarks.suites.cpu.versions_of", lambda peer, places: "")
     lineup = line_up(["mobilenetv2"], peers="only", places=places)
 
     assert names(lineup.contenders["mobilenetv2"])[:4] == [
@@ -86,7 +85,7 @@ def test_a_missing_program_is_told(places: Places, tmp_path: Path):
 
 
 def test_only_names_peers_too(places: Places, monkeypatch):
-    monkeypatch.setattr("benchmarks.lineup.versions_of", lambda peer, places: "")
+    monkeypatch.setattr("benchmarks.suites.cpu.versions_of", lambda peer, places: "")
     lineup = line_up(["mlm"], peers="also", places=places, only=["jax-2", "lockstep-2"])
 
     assert names(lineup.contenders["mlm"]) == ["lockstep-2", "jax-2"]

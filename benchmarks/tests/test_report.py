@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
-from benchmarks.markdown import WorkloadResult, render
-from benchmarks.report import write_report
+from benchmarks.report import WorkloadResult, render, write_report
 from benchmarks.workloads import WORKLOADS
 
 

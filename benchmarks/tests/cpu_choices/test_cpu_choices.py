@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.cpu_choices.bodies import run_in_bf16, run_pinned, run_with_all_cores
-from benchmarks.cpu_choices.roster import choices
-from benchmarks.laps import LapRecord, Laps
-from benchmarks.spawned import Body
+from benchmarks.processes import Body
+from benchmarks.step_timer import LapRecord, Laps
+from benchmarks.suites.choices import choices, run_in_bf16, run_pinned, run_with_all_cores
 from benchmarks.trial import Trial
 from benchmarks.workloads import find_workload
 

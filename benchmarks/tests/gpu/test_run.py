@@ -14,10 +14,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.gpu.apart import apart
-from benchmarks.gpu.floors import DeviceFacts
-from benchmarks.gpu.presence import NOTHING_TO_RUN, reason_not_to_run
-from benchmarks.gpu.run import _facts
-from benchmarks.gpu.suite import (
+from benchmarks.gpu.gpu_tests import (
     MARK,
     SuiteOutcome,
     command,
@@ -26,6 +23,8 @@ from benchmarks.gpu.suite import (
     outcome_of,
     run_suite,
 )
+from benchmarks.gpu.roofline import DeviceFacts
+from benchmarks.gpu.suite import NOTHING_TO_RUN, _facts, reason_not_to_run
 from lockstep.errors import ReplicaError
 
 TESTS = Path(__file__).parents[3] / "tests"
@@ -171,7 +170,7 @@ def test_an_outcome_is_read_from_the_report():
 
 
 def test_a_python_without_pytest_runs_no_tests(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.gpu.suite.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.gpu.gpu_tests.find_spec", lambda name: None)
     outcome = run_suite(TESTS, limit_s=1)
 
     assert (outcome.text, outcome.ok) == ("not run: this Python has no pytest", False)

@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.layouts.markdown import LayoutsConditions, Row, render_layouts
-from benchmarks.layouts.measure import WorkerMemory, measure
-from benchmarks.layouts.roster import LayoutWork, MeasuredLayout, chosen
-from benchmarks.layouts.run import LayoutsResult, write_layouts_report
+from benchmarks.suites.layouts import (
+    LayoutsConditions,
+    LayoutsResult,
+    LayoutWork,
+    MeasuredLayout,
+    Row,
+    WorkerMemory,
+    chosen,
+    measure,
+    render_layouts,
+    write_layouts_report,
+)
 from lockstep.errors import ConfigError
 from lockstep.plan.layout import Layout
 from lockstep.plan.memory import Memory

@@ -8,11 +8,21 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.markdown import Conditions
-from benchmarks.memory_choices.markdown import Row, render_choices, rows_of
-from benchmarks.memory_choices.measure import Measured, MemoryTrial, measure, measured
-from benchmarks.memory_choices.roster import FULL, ReviewsWork, chosen
-from benchmarks.memory_choices.run import measure_choices, write_memory_report
+from benchmarks.report import Conditions
+from benchmarks.suites.memory import (
+    FULL,
+    Measured,
+    MemoryTrial,
+    ReviewsWork,
+    Row,
+    chosen,
+    measure,
+    measure_choices,
+    measured,
+    render_choices,
+    rows_of,
+    write_memory_report,
+)
 from lockstep.errors import ConfigError
 from lockstep.scaling.machine import this_machine
 from lockstep.strategies.mirrored import MirroredStrategy

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.trainer.markdown import render_trainer
-from benchmarks.trainer.roster import contenders
-from benchmarks.trainer.run import targets_of
+from benchmarks.suites.trainer import contenders, render_trainer, targets_of
 
 
 def test_the_original_runs_alone_and_under_torchrun_as_it_starts_and_told():

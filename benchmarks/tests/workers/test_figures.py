@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.workers.figures import Comparison, comparisons_of, rows_of
+from benchmarks.suites.workers import Comparison, comparisons_of, rows_of
 
 
 def test_the_part_of_the_link_is_what_the_slowed_link_adds_round_by_round(make):

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from benchmarks.harness import Absence
-from benchmarks.workers.figures import Comparison, Row
-from benchmarks.workers.markdown import Place, Section, render_workers
+from benchmarks.suites.workers import Comparison, Place, Row, Section, render_workers
 from benchmarks.workloads import WORKLOADS
 
 

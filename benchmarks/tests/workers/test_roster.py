@@ -3,8 +3,8 @@ from __future__ import annotations
 import pickle
 
 from benchmarks.hosts import Link
-from benchmarks.spawned import SpawnedBody
-from benchmarks.workers.roster import free_name, is_halved, on_free_hosts, on_one_host, on_two_hosts
+from benchmarks.processes import SpawnedBody
+from benchmarks.suites.workers import free_name, is_halved, on_free_hosts, on_one_host, on_two_hosts
 
 SLOW = Link(mbit=1000.0)
 

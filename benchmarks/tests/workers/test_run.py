@@ -19,7 +19,7 @@ def test_one_command_measures_and_writes_the_table(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("benchmarks.workers.run.why_no_hosts", lambda: "no root here")
+    monkeypatch.setattr("benchmarks.suites.workers.why_no_hosts", lambda: "no root here")
 
     assert main([*QUICK, "--only", "workers-2", "ddp-2", "hosts-2x2", "--output", str(tmp_path)]) == 0
 
