@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Absence, Sample
+from benchmarks.harness import Absence
 from benchmarks.results import Efficiency, Figures, Target, targets_of
 from benchmarks.trial import Workload
 from lockstep.atomic_files import atomic_write
@@ -178,41 +178,32 @@ def _verdict(target: Target) -> tuple[str, str, str]:
     return f"{target.bound} {target.limit:.2f}", f"{target.value:.3f}", "yes" if target.reached else "NO"
 
 
-def write_report(
-    folder: Path, conditions: Conditions, results: Sequence[WorkloadResult], samples: Sequence[Sample]
-) -> Path:
-    """Writes ``DATE-cpu-CORES.md`` and ``.json``, each whole or not at all; a run of the same day is replaced.
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a suite returns.
 
     Args:
-        folder: where; made where it is missing.
-        conditions: how the run was made.
-        results: what is shown.
-        samples: all of them, for the JSON.
+        name: of the files, after the date: ``DATE-NAME.md`` and ``DATE-NAME.json``.
+        date: YYYY-MM-DD.
+        text: the Markdown.
+        record: everything that was measured, for the JSON.
+        ok: whether the command succeeds.
+    """
+
+    name: str
+    date: str
+    text: str
+    record: Mapping[str, Any]
+    ok: bool = True
+
+
+def write_report(folder: Path, report: Report) -> Path:
+    """Writes the Markdown and the JSON, each atomically; a report of the same day and name is replaced.
 
     Returns:
         The path of the Markdown file.
     """
-    record = json.dumps(_record(conditions, results, samples), indent=1) + "\n"
-    table = render(conditions, results)
-    base = folder / f"{conditions.date}-cpu-{conditions.machine.cores}"
-    atomic_write(base.with_suffix(".json"), record)
-    return atomic_write(base.with_suffix(".md"), table)
-
-
-def _record(conditions: Conditions, results: Sequence[WorkloadResult], samples: Sequence[Sample]) -> dict[str, object]:
-    targets = [
-        {"workload": result.workload.name, **asdict(target), "reached": target.reached}
-        for result in results
-        for target in result.targets
-    ]
-    return {
-        "conditions": asdict(conditions),
-        "targets": targets,
-        "efficiencies": [
-            {"workload": result.workload.name, **asdict(efficiency)}
-            for result in results
-            for efficiency in result.efficiencies
-        ],
-        "absences": [asdict(absence) for result in results for absence in result.absences],
-        "samples": [asdict(sample) for sample in samples],
-    }
+    base = folder / f"{report.date}-{report.name}"
+    record = json.dumps(report.record, indent=1) + "\n"
+    atomic_write(base.with_name(f"{base.name}.json"), record)
+    return atomic_write(base.with_name(f"{base.name}.md"), report.text)

@@ -126,6 +126,22 @@ END_LIMIT_S = 30.0
 """Processes that have not ended so long after they were let go are killed."""
 
 
+T = TypeVar("T")
+
+
+def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T], str] = attrgetter("name")) -> list[T]:
+    """The items whose names ``--only`` gives, in their own order; all of them for None.
+
+    Raises:
+        ConfigError: a name is unknown; the message lists the known ones.
+    """
+    known = list(dict.fromkeys(map(name, items)))
+    unknown = [each for each in only or () if each not in known]
+    if unknown:
+        raise ConfigError(f"--only {' '.join(unknown)} is unknown; choose from {', '.join(map(repr, known)) or 'none'}")
+    return [item for item in items if not only or name(item) in only]
+
+
 class Team(ABC):
     """The running processes of one trial. Whoever launched it calls ``end``, on errors too."""
 

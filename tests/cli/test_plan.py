@@ -9,7 +9,20 @@ import pytest
 
 from lockstep.cli import main
 
-MODEL = ["plan", "gpt-3", "--devices", "64", "--batch", "64", "--sequence", "2048", "--tensor", "8", "--rows", "1"]
+MODEL = [
+    "plan",
+    "gpt-3",
+    "--devices",
+    "64",
+    "--batch",
+    "64",
+    "--sequence",
+    "2048",
+    "--tensor",
+    "8",
+    "--microbatch-size",
+    "1",
+]
 A100 = ["--kind", "a100-80gb"]
 
 
@@ -20,11 +33,11 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 
 def test_the_table_ends_in_the_call_of_the_best(capsys: pytest.CaptureFixture[str]):
-    code, out, err = said(capsys, *MODEL, *A100, "--recompute", "full", "--schedule", "interleaved")
+    code, out, err = said(capsys, *MODEL, *A100, "--activation-checkpointing", "full", "--schedule", "interleaved")
     lines = out.splitlines()
 
     assert (code, err) == (0, "")
-    assert lines[0] == "gpt-3: 174.6 billion parameters, 96 layers of 12,288, 96 heads, lines of 2,048 tokens"
+    assert lines[0] == "gpt-3: 174.6 billion parameters, 96 layers of 12,288, 96 heads, sequences of 2,048 tokens"
     assert lines[1] == (
         "64 x a100-80gb (80 GiB, 312 TFLOP/s in bf16), 8 in a host on nvlink3, hdr between hosts; global batch 64"
     )
@@ -55,12 +68,12 @@ def test_json_says_the_same_in_numbers(capsys: pytest.CaptureFixture[str]):
     assert best["data"] * best["pipeline"] * best["tensor"] == 64
 
 
-def test_refusals_are_listed_where_that_is_asked(capsys: pytest.CaptureFixture[str]):
-    words = ("plan", "gpt2-xl", "--devices", "8", "--kind", "rtx-4090", "--rows", "1")
+def test_infeasible_degrees_are_listed_on_request(capsys: pytest.CaptureFixture[str]):
+    words = ("plan", "gpt2-xl", "--devices", "8", "--kind", "rtx-4090", "--microbatch-size", "1")
     _, short, _ = said(capsys, *words)
-    _, long, _ = said(capsys, *words, "--refused")
+    _, long, _ = said(capsys, *words, "--infeasible")
 
-    assert "6 that do not divide refused: --refused lists them." in short
+    assert "6 do not divide: --infeasible lists them." in short
     assert "tensor=2 does not divide heads=25; choose 1, 5 or 25" in long
 
 
@@ -73,18 +86,13 @@ def test_links_and_hosts_can_be_given(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_recipe_is_planned_with_what_this_machine_reaches(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(capsys, "plan", "mlm", "--devices", "2", "--measure", "--per-host", "1", "--rows", "8")
+    code, out, _ = said(
+        capsys, "plan", "mlm", "--devices", "2", "--measure", "--per-host", "1", "--microbatch-size", "8"
+    )
 
     assert code == 0
-    assert out.startswith("mlm: 4.4 million parameters, 2 layers of 128, 2 heads, lines of 512 tokens\n2 x ")
+    assert out.startswith("mlm: 4.4 million parameters, 2 layers of 128, 2 heads, sequences of 512 tokens\n2 x ")
     assert "best: ls.ParallelStrategy(" in out
-
-
-def test_published_results_are_shown_without_a_model(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(capsys, "plan", "--published")
-
-    assert code == 0
-    assert "| megatron-1t | 3,072 | 6 x 64 x 8 | 1f1b | full | 163 |" in out
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_difference_is_named_with_its_cause_and_ends_in_1(capsys: pytest.Captu
     ("words", "said"),
     [
         (["--steps", "0", str(PROGRAMS / "raises.py")], "steps=0 was given"),
-        (["no-such.py"], "the script 'no-such.py' does not exist, expected a Python file, or the name of a recipe"),
+        (["no-such.py"], "the script 'no-such.py' does not exist, expected a Python file or the name of a recipe"),
         ([], "Missing argument 'SCRIPT_OR_RECIPE'; see lockstep verify --help"),
         (["--json", "/", str(PROGRAMS / "raises.py")], "--json '/' is a folder, expected a file"),
         (["--quiet", str(PROGRAMS / "raises.py")], "fails by itself: ValueError: the data folder is empty"),

@@ -17,8 +17,8 @@ from lockstep.parallel.pipeline_config import (
     split_layers,
 )
 from lockstep.parallel.pipeline_trace import Action, simulate
-from lockstep.plan.cost import Passes, waiting
-from lockstep.plan.layout import Layout, parts_held, split_evenly, stages_of
+from lockstep.plan.cost import Passes, bubble_seconds
+from lockstep.plan.layout import Layout, live_microbatches, split_evenly, stages_of
 
 # Forward, inputs, weights: alike as in the papers, and as layers have them, whose attention and norms have no weights.
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (1.1, 1.9, 1.0), (1.0, 2.6, 0.6))
@@ -38,21 +38,22 @@ def pipelines(schedule: ScheduleName) -> Iterator[PipelineConfig]:
 def test_the_waiting_is_that_of_torch_s_schedule(schedule: ScheduleName):
     for pipelining in pipelines(schedule):
         workers, microbatches, parts = pipelining.workers, pipelining.microbatches, pipelining.stages_per_worker
-        layout = Layout(pipeline=workers, microbatches=microbatches, schedule=schedule, chunks=parts)
+        layout = Layout(pipeline=workers, microbatches=microbatches, schedule=schedule, stages_per_worker=parts)
         orders = orders_of(pipelining)
         for forward, inputs, weights in COSTS:
             takes = {"forward": forward, "backward": inputs + weights, "inputs": inputs, "weights": weights}
             length = simulate(orders, lambda action, takes=takes, n=parts: takes[action.kind] / n).length  # type: ignore[misc]
             others = Passes(forward=forward, inputs=inputs, weights=weights)
 
-            assert microbatches * others.all + waiting(layout, others) == pytest.approx(length, rel=1e-12), layout
+            busy = microbatches * (forward + inputs + weights)
+            assert busy + bubble_seconds(layout, others) == pytest.approx(length, rel=1e-12), layout
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_held_is_what_torch_s_schedule_holds(schedule: ScheduleName):
     for pipelining in pipelines(schedule):
         for worker, order in enumerate(orders_of(pipelining)):
-            held = parts_held(
+            held = live_microbatches(
                 worker, pipelining.workers, pipelining.microbatches, schedule, pipelining.stages_per_worker
             )
             counted = sum(held) if isinstance(held, tuple) else held
@@ -74,7 +75,7 @@ def test_the_parts_of_a_v_are_held_as_counted():
             for action in order:
                 at[action.stage] += {"forward": 1, "weights": -1}.get(action.kind, 0)
                 seen.append(tuple(at[stage] for stage in pipelining.stages_of(worker)))
-            held = parts_held(worker, pipelining.workers, pipelining.microbatches, "zero_bubble_v", 2)
+            held = live_microbatches(worker, pipelining.workers, pipelining.microbatches, "zero_bubble_v", 2)
 
             assert held in [each for each in seen if sum(each) == max(map(sum, seen))]
 

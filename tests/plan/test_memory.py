@@ -19,8 +19,8 @@ MEGATRON = Software(
     precision=precision_named("mixed"),
     fused_attention=False,
     balanced_stages=False,
-    keeps_gathered=False,
-    lasting_buffers=False,
+    saves_gathered_inputs=False,
+    static_buffers=False,
 )
 SBH = 2048 * 12288
 SCORES = 5 * 96 * 2048 / 12288  # 5 a s / h
@@ -57,10 +57,10 @@ def test_fused_attention_keeps_no_scores():
     ],
 )
 def test_microbatches_under_way_follow_the_schedule(schedule, chunks: int, microbatches: int, held: float):
-    layout = Layout(pipeline=8, microbatches=microbatches, schedule=schedule, chunks=chunks)
+    layout = Layout(pipeline=8, microbatches=microbatches, schedule=schedule, stages_per_worker=chunks)
     first, *_ = pipeline_workers(GPT3, layout, balanced=False)
 
-    assert first.held / first.layers == pytest.approx(held)
+    assert first.live_layers / first.layers == pytest.approx(held)
 
 
 def test_state_is_that_of_the_zero_paper():
@@ -84,8 +84,8 @@ def test_a_pipeline_borrows_a_layer_at_a_time_but_with_zero_bubble_a_stage():
     unshared = worker_memory(shape, replace(layout, shard_parameters=False), MEGATRON, first)
 
     assert by_layer.weights == by_stage.weights == pytest.approx(unshared.weights / 2)
-    assert by_layer.beside == pytest.approx(2 * 2 * shape.layer_parameters + by_layer.gradients)
-    assert by_stage.beside == pytest.approx(unshared.weights + unshared.gradients)
+    assert by_layer.beside_activations == pytest.approx(2 * 2 * shape.layer_parameters + by_layer.gradients)
+    assert by_stage.beside_activations == pytest.approx(unshared.weights + unshared.gradients)
 
 
 def test_tensor_ranks_make_the_gradient_of_all_words():
@@ -97,13 +97,13 @@ def test_tensor_ranks_make_the_gradient_of_all_words():
     words = 4 * shape.vocabulary * shape.hidden
 
     kept = layer_activations(shape, layout, software).all * first.layers
-    assert first.held == 2 * first.layers
-    assert memory.ending == pytest.approx(kept + memory.gradients + words + words / 2)
+    assert first.live_layers == 2 * first.layers
+    assert memory.backward_end == pytest.approx(kept + memory.gradients + words + words / 2)
 
 
 def test_a_divided_sequence_is_gathered_for_products_and_kept_so():
     layout = Layout(tensor=2, sequence_parallel=True)
-    kept = layer_activations(GPT3, layout, replace(MEGATRON, keeps_gathered=True)).replicated
+    kept = layer_activations(GPT3, layout, replace(MEGATRON, saves_gathered_inputs=True)).replicated
     again = layer_activations(GPT3, layout, MEGATRON).replicated
 
     assert kept - again == pytest.approx(2 * 2 * SBH / 2)  # half of two inputs of 16 bits
@@ -112,7 +112,7 @@ def test_a_divided_sequence_is_gathered_for_products_and_kept_so():
 def test_a_stage_has_buffers_for_every_microbatch():
     layout = Layout(pipeline=8, microbatches=64)
     first, last = (
-        worker_memory(GPT3, layout, replace(MEGATRON, lasting_buffers=True), worker).buffers
+        worker_memory(GPT3, layout, replace(MEGATRON, static_buffers=True), worker).buffers
         for worker in pipeline_workers(GPT3, layout, balanced=True)
     )
 
@@ -121,8 +121,8 @@ def test_a_stage_has_buffers_for_every_microbatch():
 
 def test_recomputation_keeps_inputs_and_one_layer_at_work():
     layout = Layout(pipeline=8, tensor=8, microbatches=64)
-    full = estimate_memory(GPT3, replace(layout, recompute="full"), MEGATRON).activations
-    selective = estimate_memory(GPT3, replace(layout, recompute="selective"), MEGATRON).activations
+    full = estimate_memory(GPT3, replace(layout, activation_checkpointing="full"), MEGATRON).activations
+    selective = estimate_memory(GPT3, replace(layout, activation_checkpointing="selective"), MEGATRON).activations
     layer = layer_activations(GPT3, layout, MEGATRON)
 
     assert full == pytest.approx(8 * 12 * layer.input + layer.all)
@@ -131,7 +131,7 @@ def test_recomputation_keeps_inputs_and_one_layer_at_work():
 
 def test_the_last_stage_is_the_fullest_where_the_vocabulary_is_large():
     shape = replace(GPT3, layers=2, vocabulary=2_000_000)
-    memory = estimate_memory(shape, Layout(pipeline=2, microbatches=1, rows=8), MEGATRON)
+    memory = estimate_memory(shape, Layout(pipeline=2, microbatches=1, microbatch_size=8), MEGATRON)
 
     assert memory.activations > 8 * 2048 * 2_000_000 * 6
     assert memory.weights > 2 * 2_000_000 * 12288
@@ -152,7 +152,7 @@ def test_autocast_holds_a_cast_copy_of_the_weights():
 def test_a_layer_of_transformers_keeps_what_is_counted(family: str, precision: str):
     """The tensors that autograd really saves for two layers more, dropout off; weights and their casts left out."""
     config, make = _family(family)
-    shape = replace(shape_of(config), kept=replace(shape_of(config).kept, masks=0))
+    shape = replace(shape_of(config), saved=replace(shape_of(config).saved, masks=0))
     ids = torch.zeros(3, shape.sequence, dtype=torch.long)
 
     def saved(layers: int) -> int:
@@ -161,7 +161,7 @@ def test_a_layer_of_transformers_keeps_what_is_counted(family: str, precision: s
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             return _saved_bytes(module, lambda: module(ids, **({} if family == "bert" else {"use_cache": False})))
 
-    counted = layer_activations(shape, Layout(rows=3), Software(precision=precision_named(precision))).all
+    counted = layer_activations(shape, Layout(microbatch_size=3), Software(precision=precision_named(precision))).all
 
     assert (saved(3) - saved(1)) / 2 == pytest.approx(counted, rel=0.03)
 

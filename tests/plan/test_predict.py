@@ -23,7 +23,7 @@ def predicted(shape: ModelShape, layout: Layout, software: Software = SOFTWARE) 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_operations_are_those_of_the_papers(recompute):
-    shape, layout = KNOWN_SHAPES["gpt-3"], Layout(data=4, microbatches=16, recompute=recompute)
+    shape, layout = KNOWN_SHAPES["gpt-3"], Layout(data=4, microbatches=16, activation_checkpointing=recompute)
     rows, layers, s, h, words = layout.batch, shape.layers, shape.sequence, shape.hidden, shape.vocabulary
     found = predicted(shape, layout)
     # Korthikanti et al., equation 7, and their two more products of scores; Narayanan et al., equation 3.
@@ -49,7 +49,7 @@ def test_the_bubble_is_that_of_equal_stages(stages: int, batches: int):
 
 @pytest.mark.parametrize("chunks", [2, 3, 6])
 def test_interleaving_divides_the_bubble(chunks: int):
-    layout = Layout(pipeline=8, microbatches=16, schedule="interleaved", chunks=chunks)
+    layout = Layout(pipeline=8, microbatches=16, schedule="interleaved", stages_per_worker=chunks)
     waits = 7 / chunks
 
     assert predicted(EVEN, layout).bubble == pytest.approx(waits / (16 + waits), rel=0.03)
@@ -75,8 +75,10 @@ def test_seconds_add_up_to_the_step():
 
 
 def test_full_recomputation_costs_a_forward_pass():
-    layout = Layout(tensor=8, rows=4)
-    none, full = (predicted(KNOWN_SHAPES["megatron-22b"], replace(layout, recompute=r)) for r in ("none", "full"))
+    layout = Layout(tensor=8, microbatch_size=4)
+    none, full = (
+        predicted(KNOWN_SHAPES["megatron-22b"], replace(layout, activation_checkpointing=r)) for r in ("none", "full")
+    )
 
     assert 1.25 < full.compute_s / none.compute_s < 1.4
     assert full.tensor_s == pytest.approx(1.5 * none.tensor_s, rel=0.02)
@@ -87,7 +89,7 @@ def test_a_layer_takes_what_korthikanti_et_al_measured():
 
     The measurement has two all-reduces of 101 MB in it.
     """
-    shape, layout = KNOWN_SHAPES["megatron-22b"], Layout(tensor=8, rows=4)
+    shape, layout = KNOWN_SHAPES["megatron-22b"], Layout(tensor=8, microbatch_size=4)
     exchange = predicted(shape, layout).tensor_s / (4 * shape.layers + 2) * 2
     plain = layer_work(shape, layout, A100, SOFTWARE).forward + exchange
     along = layer_work(shape, replace(layout, sequence_parallel=True), A100, SOFTWARE).forward + exchange
@@ -97,8 +99,8 @@ def test_a_layer_takes_what_korthikanti_et_al_measured():
 
 
 def test_products_lose_efficiency_where_they_are_narrow():
-    whole = layer_work(EVEN, Layout(rows=4), A100, SOFTWARE)
-    eighth = layer_work(EVEN, Layout(rows=4, tensor=8), A100, SOFTWARE)
+    whole = layer_work(EVEN, Layout(microbatch_size=4), A100, SOFTWARE)
+    eighth = layer_work(EVEN, Layout(microbatch_size=4, tensor=8), A100, SOFTWARE)
 
     assert whole.forward / 8 < eighth.forward < whole.forward / 2
 
@@ -114,7 +116,10 @@ def test_fused_attention_computes_its_scores_once_more():
 
 
 def test_autocast_and_unfused_programs_move_more_bytes():
-    fused, eager = KNOWN_SHAPES["megatron-1.7b"], replace(KNOWN_SHAPES["megatron-1.7b"], kept=KNOWN_SHAPES["gpt2"].kept)
+    fused, eager = (
+        KNOWN_SHAPES["megatron-1.7b"],
+        replace(KNOWN_SHAPES["megatron-1.7b"], saved=KNOWN_SHAPES["gpt2"].saved),
+    )
     autocast = Software(precision=precision_named("bf16"), fused_attention=False)
 
     assert layer_work(eager, Layout(), A100, SOFTWARE).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward
@@ -137,15 +142,15 @@ def test_tiny_work_costs_its_launches():
 
 
 def test_overlap_hides_the_gradients_exchange_but_for_its_tail():
-    layout = Layout(data=32, microbatches=4, rows=4)
+    layout = Layout(data=32, microbatches=4, microbatch_size=4)
     open_, hidden = (predicted(EVEN, layout, replace(SOFTWARE, overlap_data=over)) for over in (False, True))
 
     assert hidden.data_s == pytest.approx(0.1 * open_.data_s)
 
 
 def test_tensor_ranks_across_hosts_pay_the_network():
-    within = predicted(EVEN, Layout(tensor=8, rows=4))
-    across = predicted(EVEN, Layout(tensor=16, rows=4))
+    within = predicted(EVEN, Layout(tensor=8, microbatch_size=4))
+    across = predicted(EVEN, Layout(tensor=16, microbatch_size=4))
 
     assert across.tensor_s > 1.3 * within.tensor_s
 

@@ -79,7 +79,7 @@ def test_folders_that_hold_no_config_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read as the config of a model"):
         shape_of(tmp_path)
     file.write_text("[]")
-    with pytest.raises(ConfigError, match="holds no settings by name"):
+    with pytest.raises(ConfigError, match="is not a JSON object"):
         shape_of(tmp_path)
 
 

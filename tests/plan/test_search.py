@@ -20,7 +20,7 @@ from lockstep.plan import (
     device_kind,
     plan,
 )
-from lockstep.plan.layout import why_not
+from lockstep.plan.layout import why_indivisible
 from lockstep.strategies.parallel import ParallelStrategy
 
 GPT2 = KNOWN_SHAPES["gpt2"]
@@ -52,8 +52,8 @@ def test_every_way_of_dividing_is_either_ranked_or_refused():
     found = plan("gpt2-xl", devices=16, kind="a100-40gb", batch=64)
 
     # 16 = data x pipeline x tensor in 15 ways.
-    assert len(found.best_of_each) + len(found.refused) == 15
-    reasons = {(r.data, r.pipeline, r.tensor): r.reason for r in found.refused}
+    assert len(found.best_of_each) + len(found.infeasible) == 15
+    reasons = {(r.data, r.pipeline, r.tensor): r.reason for r in found.infeasible}
     assert reasons[8, 1, 2] == "tensor=2 does not divide heads=25; choose 1, 5 or 25"
 
 
@@ -75,23 +75,23 @@ def test_thousands_of_layouts_take_less_than_a_second():
     ],
 )
 def test_degrees_that_do_not_divide_name_those_that_would(degrees: dict[str, int], reason: str | None):
-    assert why_not(GPT2, **{"data": 1, "pipeline": 1, "tensor": 1, **degrees}, batch=12) == reason
+    assert why_indivisible(GPT2, **{"data": 1, "pipeline": 1, "tensor": 1, **degrees}, batch=12) == reason
 
 
 def test_grouped_keys_limit_the_tensor_size():
-    assert why_not(KNOWN_SHAPES["llama-3-70b"], data=1, pipeline=1, tensor=16, batch=8) == (
+    assert why_indivisible(KNOWN_SHAPES["llama-3-70b"], data=1, pipeline=1, tensor=16, batch=8) == (
         "tensor=16 does not divide kv_heads=8; choose 1, 2, 4 or 8"
     )
 
 
 def test_what_is_given_is_kept():
-    choices = Choices(pipeline=4, tensor=2, rows=2, schedules=("1f1b",), recomputes=("full",))
+    choices = Choices(pipeline=4, tensor=2, microbatch_size=2, schedules=("1f1b",), activation_checkpointing=("full",))
     found = plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=choices)
 
     assert {(p.layout.data, p.layout.pipeline, p.layout.tensor) for p in found.ranked} == {(1, 4, 2)}
-    assert {p.layout.rows for p in found.ranked} == {2}
+    assert {p.layout.microbatch_size for p in found.ranked} == {2}
     assert {p.layout.schedule for p in found.ranked} == {"1f1b"}
-    assert {p.layout.recompute for p in found.ranked} == {"full"}
+    assert {p.layout.activation_checkpointing for p in found.ranked} == {"full"}
     with pytest.raises(ConfigError, match=r"tensor=3 does not divide devices=8; choose 1, 2, 4 or 8"):
         plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=Choices(tensor=3))
     with pytest.raises(ConfigError, match=r"pipeline=4, tensor=4 do not multiply to devices=8; leave one of them out"):
@@ -106,7 +106,7 @@ def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
     with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
         plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
     with pytest.raises(
-        ConfigError, match=r"fits: the smallest .*; data=1, pipeline=8, tensor=4, recompute='full' does"
+        ConfigError, match=r"fits: the smallest .*; data=1, pipeline=8, tensor=4, activation_checkpointing='full' does"
     ):
         plan("llama-2-70b", devices=32, kind="a100-80gb", batch=64, choices=copies)
     assert plan("megatron-1t", devices=512, kind="a100-80gb", batch=512).ranked
@@ -137,15 +137,21 @@ def test_a_batch_that_no_division_of_the_devices_divides_is_one_line():
 
 
 def test_interleaving_needs_groups_of_as_many_microbatches_as_stages():
-    choices = Choices(data=1, tensor=1, rows=1, schedules=("interleaved",))
+    choices = Choices(data=1, tensor=1, microbatch_size=1, schedules=("interleaved",))
 
-    assert plan("gpt2", devices=4, kind="a100-40gb", batch=8, choices=choices).best.layout.chunks > 1
+    assert plan("gpt2", devices=4, kind="a100-40gb", batch=8, choices=choices).best.layout.stages_per_worker > 1
     with pytest.raises(ConfigError, match="the batch does not give each copy as many microbatches as stages"):
         plan("gpt2", devices=4, kind="a100-40gb", batch=6, choices=choices)
 
 
 def test_a_slow_network_keeps_tensor_ranks_inside_a_host():
-    choices = Choices(pipeline=1, rows=2, recomputes=("full",), shard_optimizer=(True,), sequence_parallel=(True,))
+    choices = Choices(
+        pipeline=1,
+        microbatch_size=2,
+        activation_checkpointing=("full",),
+        shard_optimizer=(True,),
+        sequence_parallel=(True,),
+    )
     shape = KNOWN_SHAPES["llama-2-7b"].with_sequence(2048)
     fast = plan(shape, devices=16, kind="a100-80gb", batch=64, choices=choices)
     network = replace(fast.setting.network, between=LINKS["ethernet-10"])
@@ -158,7 +164,9 @@ def test_a_slow_network_keeps_tensor_ranks_inside_a_host():
 
 
 def test_a_call_says_what_is_not_the_default():
-    layout = Layout(data=2, pipeline=4, tensor=2, rows=2, microbatches=8, schedule="interleaved", chunks=3)
+    layout = Layout(
+        data=2, pipeline=4, tensor=2, microbatch_size=2, microbatches=8, schedule="interleaved", stages_per_worker=3
+    )
 
     assert layout.call() == (
         'ls.ParallelStrategy(data=2, pipeline=4, tensor=2, microbatches=8, schedule="interleaved", stages_per_worker=3)'
@@ -166,8 +174,8 @@ def test_a_call_says_what_is_not_the_default():
     assert Layout(data=8, shard_optimizer=True).call() == (
         "ls.ParallelStrategy(data=8, pipeline=1, tensor=1, shard_optimizer=True)"
     )
-    with pytest.raises(ConfigError, match=r"chunks=2 was given with schedule='1f1b'"):
-        Layout(pipeline=2, chunks=2)
+    with pytest.raises(ConfigError, match=r"stages_per_worker=2 was given with schedule='1f1b'"):
+        Layout(pipeline=2, stages_per_worker=2)
 
 
 @pytest.mark.parametrize("name", DEVICE_KINDS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import DataError
-from lockstep.train.batch import call_module, unpack_inputs, unpack_labelled
+from lockstep.train.batch import module_arguments, unpack_inputs, unpack_labelled
 
 X, Y, W = torch.zeros(2, 3), torch.ones(2), torch.full((2,), 2.0)
 
@@ -67,4 +67,5 @@ def test_predict_refuses_longer_tuples():
     ],
 )
 def test_inputs_become_arguments(x: Any, expected: Any):
-    assert call_module(lambda *args, **kwargs: (args, kwargs), x) == expected
+    args, kwargs = module_arguments(x)
+    assert (tuple(args), dict(kwargs)) == expected

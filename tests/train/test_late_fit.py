@@ -255,8 +255,8 @@ def test_fp16_overflows_lower_the_scale_without_a_read_and_the_schedule_goes_on(
         model.fit(batches(6), epochs=3, verbose=0)
 
         assert not torch.equal(next(iter(model.module.parameters())), before)
-        assert model._job is not None
-        assert model._job.precision.scaler is not None
-        assert model._job.precision.scaler.get_scale() < 8192.0 / 2**6  # the first is 65536 over 6 rows, rounded down
+        assert model._setup is not None
+        assert model._setup.precision.scaler is not None
+        assert model._setup.precision.scaler.get_scale() < 8192.0 / 2**6  # the first is 65536 over 6 rows, rounded down
         assert model.scheduler is not None
         assert model.scheduler.last_epoch == 24

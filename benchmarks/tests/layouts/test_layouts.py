@@ -54,11 +54,11 @@ def test_layouts_are_planned_as_they_run():
     work = LayoutWork(rows=8)
     planned = {layout.name: layout.planned(work) for layout in chosen(None)}
 
-    assert planned["one worker"] == Layout(rows=8)
-    assert planned["data=4, shard_parameters=True"] == Layout(data=4, rows=2, shard_parameters=True)
-    assert planned["data=2, pipeline=2"] == Layout(data=2, pipeline=2, rows=1, microbatches=4)
-    assert planned["tensor=2, sequence_parallel=True"] == Layout(tensor=2, rows=8, sequence_parallel=True)
-    in_a_v = Layout(pipeline=2, rows=2, microbatches=4, schedule="zero_bubble_v", chunks=2)
+    assert planned["one worker"] == Layout(microbatch_size=8)
+    assert planned["data=4, shard_parameters=True"] == Layout(data=4, microbatch_size=2, shard_parameters=True)
+    assert planned["data=2, pipeline=2"] == Layout(data=2, pipeline=2, microbatch_size=1, microbatches=4)
+    assert planned["tensor=2, sequence_parallel=True"] == Layout(tensor=2, microbatch_size=8, sequence_parallel=True)
+    in_a_v = Layout(pipeline=2, microbatch_size=2, microbatches=4, schedule="zero_bubble_v", stages_per_worker=2)
     assert planned["pipeline=2, schedule=zero_bubble_v"] == in_a_v
     with pytest.raises(ConfigError, match="--only data=3 names no layout; choose from 'one worker', 'data=4', "):
         chosen(["data=3"])

@@ -1,12 +1,12 @@
-"""``lockstep plan``: which layout trains a model fastest on given devices, without touching any."""
+"""``lockstep plan``: which layout trains a model fastest on given devices. No device is needed."""
 
 from __future__ import annotations
 
-import json as text_of
+import json as json_format
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,198 +14,39 @@ from lockstep.cli.flags import config_command
 from lockstep.errors import ConfigError
 from lockstep.plan.cost import Prediction
 from lockstep.plan.hardware import DEVICE_KINDS, GIB, device_kind, parse_link
-from lockstep.plan.layout import Layout
+from lockstep.plan.layout import CheckpointingName, Layout, ScheduleName
 from lockstep.plan.search import LOCKSTEP, Choices, Plan, Setting, usual_network, usual_software
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
-from lockstep.plan.software import Software, precision_named
-from lockstep.plan.validation import validation_markdown
+from lockstep.plan.software import PrecisionName, precision_named
 from lockstep.report import text_table
 
 if TYPE_CHECKING:
     from lockstep.plan.measure import Measured
 
-
-_HEADINGS = (
-    "",
-    "data",
-    "pipeline",
-    "tensor",
-    "microbatches",
-    "schedule",
-    "recomputed",
-    "options",
-    "GiB",
-    "step s",
-    "bubble",
-    "exchange",
-    "TFLOP/s",
-)
-
-_OPTIONS = (
-    ("shard_optimizer", "sharded"),
-    ("shard_parameters", "fully sharded"),
-    ("sequence_parallel", "sequence"),
-)
-
-
-def plan_text(plan: Plan, *, top: int, refused: bool) -> str:
-    """The head, the table of the best layouts, what was refused, and the call that asks for the best."""
-    parts = [setting_text(plan.setting), plan_table(plan.best_of_each[:top]), _refused_text(plan, refused)]
-    best = plan.best
-    use = [f"best: {best.layout.call()}", *(f"      {line}" for line in _besides(best.layout))]
-    return "\n\n".join([*parts, "\n".join(use)])
-
-
-def setting_text(setting: Setting) -> str:
-    """Two lines: the model, and what it is to be trained on."""
-    shape, device, network = setting.shape, setting.device, setting.network
-    precision = setting.software.precision
-    model = (
-        f"{shape.name}: {_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden:,},"
-        f" {shape.heads} heads, lines of {shape.sequence:,} tokens"
-    )
-    peak = device.peak_tflops[precision.format]
-    between = f", {network.between.name} between hosts" if setting.devices > network.per_host else ""
-    machines = (
-        f"{setting.devices:,} x {device.name} ({device.memory_gib:.0f} GiB, {peak:,.{0 if peak >= 10 else 2}f} TFLOP/s"
-        f" in {precision.format}), {network.per_host} in a host on {network.inside.name}{between};"
-        f" global batch {setting.batch:,}"
-    )
-    return f"{model}\n{machines}"
-
-
-def plan_table(predictions: Sequence[Prediction]) -> str:
-    """A row for each prediction."""
-    return text_table(_HEADINGS, [[str(place + 1), *_cells(p)] for place, p in enumerate(predictions)])
-
-
-def plan_dictionary(plan: Plan, *, top: int) -> dict[str, Any]:
-    """The same for machines; seconds, bytes and TFLOP/s as numbers."""
-    setting = plan.setting
-    return {
-        "model": {"name": setting.shape.name, "parameters": setting.shape.parameters},
-        "devices": setting.devices,
-        "kind": setting.device.name,
-        "batch": setting.batch,
-        "usable_bytes": setting.usable_memory,
-        "tried": plan.tried,
-        "fit": len(plan.ranked),
-        "layouts": [_dictionary(prediction) for prediction in plan.best_of_each[:top]],
-        "refused": [
-            {"data": r.data, "pipeline": r.pipeline, "tensor": r.tensor, "reason": r.reason} for r in plan.refused
-        ],
-    }
-
-
-def _cells(prediction: Prediction) -> list[str]:
-    layout = prediction.layout
-    exchange = (prediction.tensor_s + prediction.pipeline_s + prediction.data_s) / prediction.step_s
-    return [
-        str(layout.data),
-        str(layout.pipeline),
-        str(layout.tensor),
-        f"{layout.microbatches} x {layout.rows}",
-        _schedule(layout),
-        "" if layout.recompute == "none" else layout.recompute,
-        " ".join(word for name, word in _OPTIONS if getattr(layout, name)),
-        f"{prediction.memory.total / GIB:.1f}",
-        _seconds(prediction.step_s),
-        f"{prediction.bubble:.1%}" if layout.pipeline > 1 else "",
-        f"{exchange:.1%}",
-        f"{prediction.model_tflops:.{0 if prediction.model_tflops >= 10 else 3}f}",
-    ]
-
-
-def _schedule(layout: Layout) -> str:
-    if layout.pipeline == 1:
-        return ""
-    several = layout.chunks > 1 and layout.schedule != "zero_bubble_v"  # which always has two
-    return f"{layout.schedule} x {layout.chunks}" if several else layout.schedule
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}"
-
-
-def _count(number: int) -> str:
-    for size, word in ((10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:,.1f} {word}"
-    return f"{number:,}"
-
-
-def _refused_text(plan: Plan, every: bool) -> str:
-    """How much was tried and refused; with ``every``, each refusal on a line of its own."""
-    line = f"{plan.tried:,} layouts tried, {len(plan.ranked):,} fit"
-    if not plan.refused:
-        return f"{line}."
-    if every:
-        rows = [[str(r.data), str(r.pipeline), str(r.tensor), r.reason] for r in plan.refused]
-        return f"{line}. Refused:\n\n{text_table(['data', 'pipeline', 'tensor', 'because'], rows)}"
-    kinds = Counter("fit" if r.reason.startswith("needs") else "divide" for r in plan.refused)
-    words = " and ".join(f"{number} that {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
-    return f"{line}. Of (data, pipeline, tensor), {words} refused: --refused lists them."
-
-
-def _besides(layout: Layout) -> list[str]:
-    """What the call does not say."""
-    lines = []
-    if layout.chunks > 1:
-        lines.append(f"each worker of a pipeline holds {layout.chunks} parts of the model")
-    if layout.pipeline == 1 and layout.microbatches > 1:
-        rows = layout.data * layout.rows
-        lines.append(f"accumulate={layout.microbatches} in compile, with global batches of {rows:,} lines")
-    if layout.recompute == "full":
-        lines.append("activations of every layer are computed again: gradient checkpointing")
-    if layout.recompute == "selective":
-        lines.append("attention's scores are computed again")
-    return lines
-
-
-def _dictionary(prediction: Prediction) -> dict[str, Any]:
-    layout, memory = prediction.layout, prediction.memory
-    return {
-        "call": layout.call(),
-        **{name: getattr(layout, name) for name in layout.__dataclass_fields__},
-        "step_s": prediction.step_s,
-        "seconds": {
-            name: getattr(prediction, f"{name}_s")
-            for name in ("compute", "bubble", "tensor", "pipeline", "data", "update")
-        },
-        "bubble": prediction.bubble,
-        "bytes": {
-            name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations", "total")
-        },
-        "model_tflops": prediction.model_tflops,
-        "hardware_tflops": prediction.hardware_tflops,
-    }
-
-
 EXAMPLE = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
-# Lines in the global batch for each device, where no batch is asked for.
-_LINES_A_DEVICE = 8
+_SEQUENCES_PER_DEVICE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is planned for, and what is given.
+    """The flags of ``lockstep plan``.
 
     Args:
-        devices: how many there are.
-        kind: of what kind; the figures are published ones.
+        devices: number of devices.
+        kind: kind of the devices, whose published figures are used.
         per_host: devices in a host; by default as usual for the kind.
-        link: link inside a host, and after a comma the one between hosts for each device: nvlink3,hdr. A link of
-            your own is GB/s each way and microseconds: 25@14.
-        batch: lines in the global batch; by default 8 for each device.
-        sequence: tokens in a line; by default the model's longest.
-        precision: number formats; by default half precision where the device has it.
-        data: copies of the model, where that is given.
-        pipeline: stages, where that is given.
-        tensor: devices that share a layer, where that is given.
-        rows: lines in a microbatch, where that is given.
-        schedule: the pipeline's schedule, where that is given.
-        recompute: activations to compute again, where that is given.
+        link: link inside a host and, after a comma, each device's link to other hosts: nvlink3,hdr. Any other link is
+            its one-way GB/s and its microseconds: 25@14.
+        batch: sequences in the global batch; by default 8 per device.
+        sequence: tokens per sequence; by default the longest that the model takes.
+        precision: number formats; by default half precision if the device has it.
+        data: fix the number of copies of the model.
+        pipeline: fix the number of pipeline stages.
+        tensor: fix the number of devices that divide a layer.
+        microbatch_size: fix the number of sequences in a microbatch.
+        schedule: fix the pipeline schedule.
+        activation_checkpointing: fix what the backward pass recomputes.
     """
 
     devices: int
@@ -214,13 +55,13 @@ class PlanRequest:
     link: str | None = None
     batch: int | None = None
     sequence: int | None = None
-    precision: Literal["fp32", "bf16", "fp16", "mixed"] | None = None
+    precision: PrecisionName | None = None
     data: int | None = None
     pipeline: int | None = None
     tensor: int | None = None
-    rows: int | None = None
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"] | None = None
-    recompute: Literal["none", "selective", "full"] | None = None
+    microbatch_size: int | None = None
+    schedule: ScheduleName | None = None
+    activation_checkpointing: CheckpointingName | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "per_host", "batch", "sequence"):
@@ -229,15 +70,16 @@ class PlanRequest:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} was given, expected at least 1")
 
     def choices(self) -> Choices:
-        """What is free: all that Lockstep does."""
+        """What is fixed, and what else Lockstep can do."""
+        checkpointing = self.activation_checkpointing
         return replace(
             LOCKSTEP,
             data=self.data,
             pipeline=self.pipeline,
             tensor=self.tensor,
-            rows=self.rows,
+            microbatch_size=self.microbatch_size,
             schedules=LOCKSTEP.schedules if self.schedule is None else (self.schedule,),
-            recomputes=LOCKSTEP.recomputes if self.recompute is None else (self.recompute,),
+            activation_checkpointing=LOCKSTEP.activation_checkpointing if checkpointing is None else (checkpointing,),
         )
 
 
@@ -251,19 +93,10 @@ ModelArgument = Annotated[
 ]
 TopFlag = Annotated[int, typer.Option(help="How many layouts to show, the best of each (data, pipeline, tensor).")]
 MeasureFlag = Annotated[
-    bool, typer.Option("--measure", help="Use this machine's figures, measured in a second or two, for every device.")
+    bool, typer.Option("--measure", help="Use figures of this machine, measured in a second or two, for every device.")
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print it for machines.")]
-PublishedFlag = Annotated[
-    bool,
-    typer.Option(
-        "--published",
-        help="Show predictions beside published results, with every error, and end.",
-        callback=lambda wanted: print_published(wanted),
-        is_eager=True,
-    ),
-]
-RefusedFlag = Annotated[bool, typer.Option("--refused", help="List what was refused, and why.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+InfeasibleFlag = Annotated[bool, typer.Option("--infeasible", help="List the degrees without a layout, and why.")]
 
 
 @config_command(PlanRequest)
@@ -274,45 +107,25 @@ def plan(
     top: TopFlag = 5,
     measured: MeasureFlag = False,
     json: JsonFlag = False,
-    refused: RefusedFlag = False,
-    published: PublishedFlag = False,
+    infeasible: InfeasibleFlag = False,
 ) -> Callable[[], int]:
     """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory."""
 
     def job() -> int:
         if top < 1:
             raise ConfigError(f"--top {top} was given, expected at least 1")
-        found = planned(model_shape(model, config.sequence), config, config.choices(), measured=measured)
-        if json:
-            print(text_of.dumps(plan_dictionary(found, top=top), indent=2))
-        else:
-            print(plan_text(found, top=top, refused=refused))
+        found = find_plan(_shape(model, config.sequence), config, measured=measured)
+        print(json_format.dumps(as_dict(found, top=top), indent=2) if json else as_text(found, top, infeasible))
         return 0
 
     return job
 
 
-def print_published(wanted: bool) -> None:
-    """Prints the tables of docs/plan.md, which say how far predictions can be trusted."""
-    if wanted:
-        print(validation_markdown(), end="")
-        raise typer.Exit
-
-
-def model_shape(model: str, sequence: int | None) -> ModelShape:
-    """The sizes of what was named: a recipe first, then whatever ``shape_of`` knows."""
-    if model != "mlm":
-        return shape_of(model, sequence=sequence)
-    from lockstep.recipes.mlm.config import mlm  # which needs torch
-
-    return shape_of(mlm(), sequence=sequence)
-
-
-def planned(shape: ModelShape, request: PlanRequest, choices: Choices, *, measured: bool) -> Plan:
-    """The plan that was asked for.
+def find_plan(shape: ModelShape, request: PlanRequest, *, measured: bool) -> Plan:
+    """Makes the plan for the flags.
 
     Raises:
-        ConfigError: no kind of device was named, or something that is not known; or nothing fits.
+        ConfigError: no kind of device was given, a name is unknown, or nothing fits.
     """
     here = _measure(request) if measured else None
     if here is None and request.kind is None:
@@ -325,9 +138,12 @@ def planned(shape: ModelShape, request: PlanRequest, choices: Choices, *, measur
         network = replace(network, per_host=request.per_host)
     if request.link is not None:
         inside, _, between = request.link.partition(",")
-        network = replace(network, inside=parse_link(inside) if inside else network.inside)
-        network = replace(network, between=parse_link(between) if between else network.between)
-    software: Software = usual_software(device)
+        network = replace(
+            network,
+            inside=parse_link(inside) if inside else network.inside,
+            between=parse_link(between) if between else network.between,
+        )
+    software = usual_software(device)
     if request.precision is not None:
         software = replace(software, precision=precision_named(request.precision))
     if here is not None:
@@ -336,16 +152,144 @@ def planned(shape: ModelShape, request: PlanRequest, choices: Choices, *, measur
         shape,
         devices=request.devices,
         kind=device,
-        batch=_LINES_A_DEVICE * request.devices if request.batch is None else request.batch,
+        batch=_SEQUENCES_PER_DEVICE * request.devices if request.batch is None else request.batch,
         network=network,
         software=software,
-        choices=choices,
+        choices=request.choices(),
     )
+
+
+def _shape(model: str, sequence: int | None) -> ModelShape:
+    if model != "mlm":
+        return shape_of(model, sequence=sequence)
+    from lockstep.recipes.mlm.config import mlm  # imports torch
+
+    return shape_of(mlm(), sequence=sequence)
 
 
 def _measure(request: PlanRequest) -> Measured:
     if request.kind is not None:
         raise ConfigError(f"--kind {request.kind} and --measure were both given, expected one of them; leave one out")
-    from lockstep.plan.measure import measure  # which needs torch
+    from lockstep.plan.measure import measure  # imports torch
 
     return measure(per_host=request.per_host or 1)
+
+
+# The table.
+
+_HEADINGS = [
+    *("", "data", "pipeline", "tensor", "microbatches", "schedule", "checkpointing", "options"),
+    *("GiB", "step s", "bubble", "exchange", "TFLOP/s"),
+]
+_OPTIONS = {
+    "shard_optimizer": "sharded optimizer",
+    "shard_parameters": "fully sharded",
+    "sequence_parallel": "sequence parallel",
+}
+
+
+def as_text(plan: Plan, top: int, infeasible: bool) -> str:
+    """The setting, a table of the best layouts, what is infeasible, and the call for the best layout."""
+    rows = [[str(place), *_cells(prediction)] for place, prediction in enumerate(plan.best_of_each[:top], 1)]
+    best = plan.best.layout
+    call = "\n".join([f"best: {best.call()}", *(f"      {line}" for line in _beside_the_call(best))])
+    return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan, infeasible), call])
+
+
+def as_dict(plan: Plan, *, top: int) -> dict[str, Any]:
+    """The plan for JSON."""
+    setting = plan.setting
+    return {
+        "model": {"name": setting.shape.name, "parameters": setting.shape.parameters},
+        "devices": setting.devices,
+        "kind": setting.device.name,
+        "batch": setting.batch,
+        "usable_bytes": setting.usable_memory,
+        "tried": plan.tried,
+        "fit": len(plan.ranked),
+        "layouts": [_prediction_dict(prediction) for prediction in plan.best_of_each[:top]],
+        "infeasible": [asdict(each) for each in plan.infeasible],
+    }
+
+
+def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
+    seconds = ("compute", "bubble", "tensor", "pipeline", "data", "update")
+    bytes = ("weights", "gradients", "optimizer", "activations", "total")
+    return {
+        "call": prediction.layout.call(),
+        **asdict(prediction.layout),
+        "step_s": prediction.step_s,
+        "seconds": {name: getattr(prediction, f"{name}_s") for name in seconds},
+        "bubble": prediction.bubble,
+        "bytes": {name: getattr(prediction.memory, name) for name in bytes},
+        "model_tflops": prediction.model_tflops,
+        "hardware_tflops": prediction.hardware_tflops,
+    }
+
+
+def _setting(setting: Setting) -> str:
+    shape, device, network = setting.shape, setting.device, setting.network
+    format = setting.software.precision.format
+    peak = device.peak_tflops[format]
+    between = f", {network.between.name} between hosts" if setting.devices > network.per_host else ""
+    return (
+        f"{shape.name}: {_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden:,},"
+        f" {shape.heads} heads, sequences of {shape.sequence:,} tokens\n"
+        f"{setting.devices:,} x {device.name} ({device.memory_gib:.0f} GiB, {peak:,.{0 if peak >= 10 else 2}f} TFLOP/s"
+        f" in {format}), {network.per_host} in a host on {network.inside.name}{between};"
+        f" global batch {setting.batch:,}"
+    )
+
+
+def _cells(prediction: Prediction) -> list[str]:
+    layout, seconds = prediction.layout, prediction.step_s
+    exchange = (prediction.tensor_s + prediction.pipeline_s + prediction.data_s) / seconds
+    schedule: str = layout.schedule if layout.pipeline > 1 else ""
+    if layout.stages_per_worker > 1 and layout.schedule != "zero_bubble_v":  # which always has two
+        schedule += f" x {layout.stages_per_worker}"
+    return [
+        *map(str, layout.degrees),
+        f"{layout.microbatches} x {layout.microbatch_size}",
+        schedule,
+        "" if layout.activation_checkpointing == "none" else layout.activation_checkpointing,
+        ", ".join(label for name, label in _OPTIONS.items() if getattr(layout, name)),
+        f"{prediction.memory.total / GIB:.1f}",
+        f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}",
+        f"{prediction.bubble:.1%}" if layout.pipeline > 1 else "",
+        f"{exchange:.1%}",
+        f"{prediction.model_tflops:.{0 if prediction.model_tflops >= 10 else 3}f}",
+    ]
+
+
+def _count(number: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:,.1f} {word}"
+    return f"{number:,}"
+
+
+def _infeasible(plan: Plan, every: bool) -> str:
+    line = f"{plan.tried:,} layouts tried, {len(plan.ranked):,} fit"
+    if not plan.infeasible:
+        return f"{line}."
+    if every:
+        rows = [[str(each.data), str(each.pipeline), str(each.tensor), each.reason] for each in plan.infeasible]
+        return f"{line}. Infeasible:\n\n{text_table(['data', 'pipeline', 'tensor', 'because'], rows)}"
+    kinds = Counter("fit" if each.reason.startswith("needs") else "divide" for each in plan.infeasible)
+    counts = " and ".join(f"{number} {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
+    return f"{line}. Of (data, pipeline, tensor), {counts}: --infeasible lists them."
+
+
+def _beside_the_call(layout: Layout) -> list[str]:
+    """What the call does not say."""
+    lines = []
+    if layout.stages_per_worker > 1:
+        lines.append(f"each pipeline worker holds {layout.stages_per_worker} stages")
+    if layout.pipeline == 1 and layout.microbatches > 1:
+        batch = layout.data * layout.microbatch_size
+        lines.append(f"accumulate={layout.microbatches} in compile, with global batches of {batch:,} sequences")
+    if layout.activation_checkpointing == "full":
+        lines.append("gradient checkpointing for every layer: module.gradient_checkpointing_enable()")
+    if layout.activation_checkpointing == "selective":
+        lines.append("attention scores are recomputed")
+    return lines

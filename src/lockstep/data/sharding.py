@@ -258,13 +258,13 @@ def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Calla
         view: its arguments.
         replicas: how many there are, of all workers.
     """
-    return partial(_run, body, view, replicas)
+    return body if replicas == 1 else partial(_run, body, view, replicas)
 
 
 def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
     try:
         return body()
     except Exception as error:
-        if replicas > 1 and any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
+        if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
             error.add_note(_NOTE.format(replicas=replicas))
         raise

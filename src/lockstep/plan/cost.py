@@ -1,7 +1,9 @@
-"""The time of a step of a layout, and where it goes. Pure: numbers in, numbers out.
+"""Predicts the time of a step of a layout, and where it goes.
 
-stage time t = layers x (forward + again + backward) + exchanges between tensor ranks + sends + accumulation
-step = M x t of the slowest stage + what it waits at both ends of the pipeline + data exchange + update
+    stage time t = layers x (forward + recomputation + backward) + tensor-parallel exchanges + sends + accumulation
+    step         = microbatches x t of the slowest worker + pipeline bubble + gradient exchange + update
+
+A product of m x k and k x n takes 2mnk operations at a fraction of the peak rate, plus the time to move its operands.
 """
 
 from __future__ import annotations
@@ -15,220 +17,30 @@ from lockstep.plan.memory import Memory, estimate_memory, worker_parameters
 from lockstep.plan.shapes import ModelShape
 from lockstep.plan.software import Software
 
-# Operations that one layer issues in its forward pass; the backward issues twice as many.
+# Operations that the forward pass of a layer launches; the backward pass launches twice as many.
 _LAYER_OPERATIONS = 16
-# Bytes that cross-entropy over logits moves for each of them, forward and backward: to float32, maximum, exponent, sum,
-# division, gradient.
+# Bytes that cross-entropy moves per logit, forward and backward: cast to float32, maximum, exponent, sum, division,
+# gradient.
 _LOSS_BYTES = 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Seconds of one device for one microbatch.
-
-    Args:
-        forward: of the forward pass.
-        backward: of the backward pass, without what it computes again.
-        weights: of ``backward``, what only weight gradients take.
-        scores: of ``forward``, what attention's scores take, which a selective recomputation repeats.
-    """
-
-    forward: float
-    backward: float
-    weights: float
-    scores: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Machine:
-    """The rates that are reached: FLOP/s, bytes a second of copies and of a layer's passes; bytes of a value."""
-
-    rate: float
-    bandwidth: float
-    through: float
-    value: int
-
-    def product(self, m: float, n: float, k: float, count: float = 1) -> float:
-        moved = self.value * (m * k + k * n + m * n)
-        return count * (2 * m * n * k / self.rate + moved / self.bandwidth)
-
-    def passes(self, values: float) -> float:
-        return values / self.through
-
-
-def _machine(device: DeviceKind, software: Software) -> _Machine:
-    constants, precision = software.constants, software.precision
-    return _Machine(
-        rate=device.peak(precision.format) * constants.matmul,
-        bandwidth=device.bandwidth * constants.memory,
-        through=device.bandwidth * constants.memory * constants.passes,
-        value=precision.activation,
-    )
-
-
-def layer_work(shape: ModelShape, layout: Layout, device: DeviceKind, software: Software) -> Work:
-    """Of one transformer layer."""
-    return _layer_work(shape, layout.rows, layout.tensor, layout.sequence_parallel, device, software)
-
-
-@lru_cache(maxsize=4096)
-def _layer_work(
-    shape: ModelShape, rows: int, tensor: int, along_sequence: bool, device: DeviceKind, software: Software
-) -> Work:
-    machine, constants = _machine(device, software), software.constants
-    h, tokens = shape.hidden, shape.sequence * rows
-    inner = shape.feed_forward / tensor
-    linear = (
-        machine.product(tokens, (h + 2 * shape.kv_width) / tensor, h)
-        + machine.product(tokens, h, h / tensor)
-        + machine.product(tokens, inner * (2 if shape.gated else 1), h)
-        + machine.product(tokens, h, inner)
-    )
-    passes = machine.passes(_layer_bytes(shape, tokens, tensor, along_sequence, software))
-    scores, scores_backward = _attention(shape, rows, tensor, machine, software)
-    idle = _LAYER_OPERATIONS * constants.launch_us * 1e-6
-    return Work(
-        forward=max(linear + scores + passes, idle),
-        backward=max(2 * linear + scores_backward + constants.backward_passes * passes, 2 * idle),
-        weights=linear,
-        scores=scores,
-    )
-
-
-def _layer_bytes(shape: ModelShape, tokens: float, tensor: int, along_sequence: bool, software: Software) -> float:
-    """Bytes of a forward pass outside of products and attention: norms, dropout with residuals, the activation.
-
-    What is kept was written by an operation that read as much.
-    """
-    precision, kept = software.precision, shape.kept
-    value = precision.activation
-    norms = 2 * kept.norms * precision.residual
-    dropouts = 2 * (3 * precision.residual + 1)
-    casts = kept.projections * (precision.residual + value) if precision.cast else 0
-    replicated = tokens * shape.hidden * (norms + dropouts + casts) / (tensor if along_sequence else 1)
-    transposed = 2 * value * shape.hidden
-    inner = 2 * (kept.inner - 1) * value * shape.feed_forward
-    return replicated + tokens * (transposed + inner) / tensor
-
-
-def _attention(shape: ModelShape, rows: int, tensor: int, machine: _Machine, software: Software) -> tuple[float, float]:
-    """Seconds of the two products of attention and what lies between them: forward, backward."""
-    s, width, count = shape.sequence, shape.head_width, rows * shape.heads / tensor
-    if software.fused_attention:
-        # Scores stay on the chip; the backward computes them once more (FlashAttention, arXiv 2205.14135).
-        forward = count * 4 * s * s * width / machine.rate + machine.passes(count * 4 * s * width * machine.value)
-        return forward, 2.5 * forward
-    products = machine.product(s, s, width, count) + machine.product(s, width, s, count)
-    between = machine.passes(count * s * s * (4 * machine.value + 1))
-    return products + between, 2 * products + software.constants.backward_passes * between
-
-
-@lru_cache(maxsize=4096)
-def head_work(shape: ModelShape, rows: int, tensor: int, device: DeviceKind, software: Software) -> Work:
-    """Of the product with the vocabulary and the loss."""
-    machine = _machine(device, software)
-    tokens = shape.sequence * rows * shape.predicted
-    product = machine.product(tokens, shape.vocabulary / tensor, shape.hidden)
-    loss = machine.passes(tokens * shape.vocabulary / tensor * _LOSS_BYTES) / 2
-    return Work(forward=product + loss, backward=2 * product + loss, weights=product)
-
-
-@lru_cache(maxsize=4096)
-def embedding_work(shape: ModelShape, rows: int, device: DeviceKind, software: Software) -> Work:
-    """Of looking words up, and of adding their gradients."""
-    machine = _machine(device, software)
-    passes = machine.passes(shape.sequence * rows * shape.hidden * 4 * machine.value)
-    return Work(forward=passes, backward=2 * passes, weights=passes)
-
-
-def update_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
-    """Of an update: gradients read for their norm and scaled, state and weights read and written."""
-    precision = software.precision
-    owned = layout.data if layout.shard_optimizer or layout.shard_parameters else 1
-    moved = 3 * precision.gradient + (precision.gradient + 2 * (precision.weight + precision.optimizer)) / owned
-    return parameters * moved / (device.bandwidth * software.constants.memory)
-
-
-def accumulate_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
-    """Of adding a microbatch's gradients to those before: two read, one written; nothing for a single microbatch."""
-    if layout.microbatches == 1:
-        return 0.0
-    return parameters * 3 * software.precision.gradient / (device.bandwidth * software.constants.memory)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Seconds of a worker for one microbatch.
-
-    Args:
-        forward: of the forward passes of all its parts.
-        inputs: of what the backward passes take for the gradients of its inputs.
-        weights: of what they take for those of its weights.
-    """
-
-    forward: float
-    inputs: float
-    weights: float
-
-    @property
-    def all(self) -> float:
-        return self.forward + self.inputs + self.weights
-
-
-def waiting(layout: Layout, others: Passes) -> float:
-    """Seconds that the slowest worker waits in a step.
-
-    Args:
-        layout: of more than one stage.
-        others: a worker's passes, on average over all but the slowest.
-    """
-    far = layout.pipeline - 1
-    if layout.schedule == "zero_bubble_v":
-        return _waiting_in_a_v(layout.pipeline, layout.microbatches, others)
-    if layout.schedule == "zero_bubble":
-        # ZB-H1 (Qi et al. 2023, arXiv 2401.10241): weights' gradients, which wait for nobody, fill it.
-        return far * max(0.0, others.forward + others.inputs - others.weights) / layout.chunks
-    # The way of a microbatch through all other workers, shorter by the parts that each has (Narayanan et al. 2021).
-    return far * others.all / layout.chunks
-
-
-def _waiting_in_a_v(workers: int, microbatches: int, others: Passes) -> float:
-    """ZB-V (Qi et al. 2023, section 6; Qi et al. 2024, arXiv 2405.15362) where the update waits for all workers.
-
-    Were all passes equally long, half a forward pass would be left of each other worker: the last one begins so much
-    later. The order is fixed, so backward passes that take longer than forward ones are waited for.
-    """
-    forward, inputs, weights = others.forward, others.inputs, others.weights
-    far, missing = workers - 1, max(0, 2 * workers - 1 - microbatches)
-    return max(
-        # the first gradient's way back, beside what gradients of weights there are to fill it with
-        far * inputs - min(microbatches - workers, far) * weights,
-        # the same through one part of each
-        (far * inputs + missing * (inputs - weights)) / 2,
-        # the way down, where forward passes are the longer ones
-        (far * forward + (workers - 2) * max(0.0, max(forward, weights) - inputs)) / 2,
-    )
-
-
-# Part of a stage's computing that is its backward pass: two of three, or three of four with recomputation.
+# The backward pass's part of a stage's computation: two of three, or three of four with recomputation.
 _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a layout is expected to take. Seconds add up to ``step_s``.
+    """The predicted step of a layout. The seconds add up to ``step_s``.
 
     Args:
         layout: the layout.
-        memory: on its fullest device.
-        compute_s: products and passes over memory, of the slowest stage.
-        bubble_s: waiting at both ends of the pipeline.
+        memory: memory of its fullest device.
+        compute_s: computation of the slowest worker.
+        bubble_s: time that it waits in the pipeline.
         tensor_s: exchanges between tensor ranks.
         pipeline_s: sends between stages.
-        data_s: exchange of gradients, as far as no backward pass hides it.
+        data_s: the part of the gradient exchange that does not overlap with a backward pass.
         update_s: the optimizer.
-        model_flops: operations of the step that the model itself asks for, over all devices.
-        hardware_flops: with those of recomputation, as Narayanan et al. count.
+        model_flops: operations of the step that the model itself needs, over all devices.
+        hardware_flops: the same with recomputation, as Narayanan et al. count.
     """
 
     layout: Layout
@@ -244,174 +56,332 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step."""
         return self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s + self.data_s + self.update_s
 
     @property
     def bubble(self) -> float:
-        """Share of the pipeline's time that a stage waits: (S-1)/(M+S-1) for equal stages in 1F1B."""
+        """Fraction of the pipeline's time that a worker waits: (S-1)/(M+S-1) for equal stages in 1F1B."""
         return self.bubble_s / (self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s)
 
     @property
     def hardware_tflops(self) -> float:
-        """TFLOP/s of a device, recomputation counted."""
+        """TFLOP/s per device, recomputation included."""
         return self.hardware_flops / self.step_s / self.layout.devices / 1e12
 
     @property
     def model_tflops(self) -> float:
-        """TFLOP/s of a device that the model itself asks for."""
+        """TFLOP/s per device that the model itself needs."""
         return self.model_flops / self.step_s / self.layout.devices / 1e12
 
 
+# The work of one microbatch on one device.
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """Seconds of a worker for one microbatch: its passes, and what of them is computing and what exchanging."""
+class Work:
+    """Seconds of one device for one microbatch.
+
+    Args:
+        forward: the forward pass.
+        backward: the backward pass without recomputation.
+        weights: the part of ``backward`` that computes weight gradients.
+        scores: the part of ``forward`` that selective checkpointing recomputes.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+    scores: float = 0.0
+
+
+class _Rates:
+    """What a device reaches: FLOP/s, and bytes per second of copies and of a layer's elementwise operations."""
+
+    def __init__(self, device: DeviceKind, software: Software) -> None:
+        constants, precision = software.constants, software.precision
+        self.flops = device.peak(precision.format) * constants.matmul
+        self.bandwidth = device.bandwidth * constants.memory
+        self.elementwise = self.bandwidth * constants.passes
+        self.value = precision.activation
+
+    def product(self, m: float, n: float, k: float, count: float = 1) -> float:
+        """Seconds of ``count`` products of m x k and k x n."""
+        moved = self.value * (m * k + k * n + m * n)
+        return count * (2 * m * n * k / self.flops + moved / self.bandwidth)
+
+
+def layer_work(shape: ModelShape, layout: Layout, device: DeviceKind, software: Software) -> Work:
+    """The work of one transformer layer."""
+    return _layer_work(shape, layout.microbatch_size, layout.tensor, layout.sequence_parallel, device, software)
+
+
+@lru_cache(maxsize=4096)
+def _layer_work(
+    shape: ModelShape, sequences: int, tensor: int, sequence_parallel: bool, device: DeviceKind, software: Software
+) -> Work:
+    rates, constants = _Rates(device, software), software.constants
+    h, tokens = shape.hidden, shape.sequence * sequences
+    inner = shape.feed_forward / tensor
+    linear = (
+        rates.product(tokens, (h + 2 * shape.kv_width) / tensor, h)
+        + rates.product(tokens, h, h / tensor)
+        + rates.product(tokens, inner * (2 if shape.gated else 1), h)
+        + rates.product(tokens, h, inner)
+    )
+    elementwise = _elementwise_bytes(shape, tokens, tensor, sequence_parallel, software) / rates.elementwise
+    scores, scores_backward = _attention(shape, sequences, tensor, rates, software)
+    launch = _LAYER_OPERATIONS * constants.launch_us * 1e-6
+    return Work(
+        forward=max(linear + scores + elementwise, launch),
+        backward=max(2 * linear + scores_backward + constants.backward_passes * elementwise, 2 * launch),
+        weights=linear,
+        scores=scores,
+    )
+
+
+def _elementwise_bytes(
+    shape: ModelShape, tokens: float, tensor: int, sequence_parallel: bool, software: Software
+) -> float:
+    """Bytes that norms, dropout with residuals, and the activation move in a forward pass.
+
+    Whatever is saved was written by an operation that read as much.
+    """
+    precision, saved = software.precision, shape.saved
+    value = precision.activation
+    norms = 2 * saved.norms * precision.residual
+    dropouts = 2 * (3 * precision.residual + 1)
+    casts = saved.projections * (precision.residual + value) if precision.cast else 0
+    replicated = tokens * shape.hidden * (norms + dropouts + casts) / (tensor if sequence_parallel else 1)
+    transposed = 2 * value * shape.hidden
+    inner = 2 * (saved.inner - 1) * value * shape.feed_forward
+    return replicated + tokens * (transposed + inner) / tensor
+
+
+def _attention(
+    shape: ModelShape, sequences: int, tensor: int, rates: _Rates, software: Software
+) -> tuple[float, float]:
+    """Seconds of attention's two products and what lies between them: forward, backward."""
+    s, width, count = shape.sequence, shape.head_width, sequences * shape.heads / tensor
+    if software.fused_attention:
+        # Scores stay on the chip; the backward pass recomputes them (FlashAttention, arXiv 2205.14135).
+        forward = count * 4 * s * s * width / rates.flops + count * 4 * s * width * rates.value / rates.elementwise
+        return forward, 2.5 * forward
+    products = rates.product(s, s, width, count) + rates.product(s, width, s, count)
+    between = count * s * s * (4 * rates.value + 1) / rates.elementwise
+    return products + between, 2 * products + software.constants.backward_passes * between
+
+
+@lru_cache(maxsize=4096)
+def _head_work(shape: ModelShape, sequences: int, tensor: int, device: DeviceKind, software: Software) -> Work:
+    """The product with the vocabulary and the loss."""
+    rates = _Rates(device, software)
+    tokens = shape.sequence * sequences * shape.predicted
+    product = rates.product(tokens, shape.vocabulary / tensor, shape.hidden)
+    loss = tokens * shape.vocabulary / tensor * _LOSS_BYTES / rates.elementwise / 2
+    return Work(forward=product + loss, backward=2 * product + loss, weights=product)
+
+
+@lru_cache(maxsize=4096)
+def _embedding_work(shape: ModelShape, sequences: int, device: DeviceKind, software: Software) -> Work:
+    """The look-up, and adding its gradients."""
+    rates = _Rates(device, software)
+    lookup = shape.sequence * sequences * shape.hidden * 4 * rates.value / rates.elementwise
+    return Work(forward=lookup, backward=2 * lookup, weights=lookup)
+
+
+def accumulate_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
+    """Adding a microbatch's gradients to the earlier ones: two reads and one write; 0 for a single microbatch."""
+    if layout.microbatches == 1:
+        return 0.0
+    return parameters * 3 * software.precision.gradient / (device.bandwidth * software.constants.memory)
+
+
+def _update_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
+    """An update: gradients are read for their norm and scaled; state and weights are read and written."""
+    precision = software.precision
+    shards = layout.data if layout.shard_optimizer or layout.shard_parameters else 1
+    moved = 3 * precision.gradient + (precision.gradient + 2 * (precision.weight + precision.optimizer)) / shards
+    return parameters * moved / (device.bandwidth * software.constants.memory)
+
+
+# The pipeline.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Seconds of a worker for one microbatch, over all its stages.
+
+    Args:
+        forward: forward passes.
+        inputs: the part of the backward passes that computes input gradients.
+        weights: the part that computes weight gradients.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+
+
+def bubble_seconds(layout: Layout, others: Passes) -> float:
+    """Seconds that the slowest worker waits in a step. A test replays the schedules of torch.distributed.pipelining.
+
+    Args:
+        layout: a layout with a pipeline.
+        others: the passes of a worker, averaged over all but the slowest.
+    """
+    forward, inputs, weights = others.forward, others.inputs, others.weights
+    workers, rest = layout.pipeline, layout.pipeline - 1
+    if layout.schedule == "zero_bubble":
+        # ZB-H1 (Qi et al. 2023, arXiv 2401.10241): weight gradients, which nobody waits for, fill the bubble.
+        return rest * max(0.0, forward + inputs - weights) / layout.stages_per_worker
+    if layout.schedule != "zero_bubble_v":
+        # A microbatch's way through all other workers, divided by their stages (Narayanan et al. 2021).
+        return rest * (forward + inputs + weights) / layout.stages_per_worker
+    # ZB-V (Qi et al. 2023, section 6; Qi et al. 2024, arXiv 2405.15362) where the update waits for all workers. If all
+    # passes took the same time, half a forward pass would remain for each other worker, by which the last one begins
+    # later. The order is fixed, so backward passes that take longer than forward passes are waited for.
+    missing = max(0, 2 * workers - 1 - layout.microbatches)
+    return max(
+        # the first gradient's way back, less the weight gradients that can fill it
+        rest * inputs - min(layout.microbatches - workers, rest) * weights,
+        # the same through one stage of each worker
+        (rest * inputs + missing * (inputs - weights)) / 2,
+        # the way forward, if forward passes take longer
+        (rest * forward + (workers - 2) * max(0.0, max(forward, weights) - inputs)) / 2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WorkerTime:
+    """Seconds of a worker for one microbatch: its passes, and how much of them is computation and exchange."""
 
     passes: Passes
     compute: float
     tensor: float
 
-    @property
-    def busy(self) -> float:
-        return self.compute + self.tensor
-
 
 def predict(
     shape: ModelShape, layout: Layout, *, device: DeviceKind, network: Network, software: Software
 ) -> Prediction:
-    """The predicted step of ``layout``, whether or not it fits in memory. Instant and pure."""
-    workers = pipeline_workers(shape, layout, balanced=software.balanced_stages)
-    stages = [_stage(shape, layout, worker, device, network, software) for worker in workers]
-    slowest = max(stages, key=lambda stage: stage.busy)
-    sends = _send_seconds(shape, layout, network, software)
-    parameters = max(worker_parameters(shape, layout, worker) for worker in workers)
-    batches = layout.microbatches
-    flops = _flops(shape, layout)
-    bubble = 0.0
-    if layout.pipeline > 1:
-        every = _stage(shape, layout, replace(workers[0], layers=shape.layers, head=True), device, network, software)
-        bubble = _bubble_seconds(layout, every, slowest, sends)
-    return Prediction(
-        layout=layout,
-        memory=estimate_memory(shape, layout, software),
-        compute_s=batches * slowest.compute,
-        tensor_s=batches * slowest.tensor,
-        pipeline_s=batches * sends,
-        bubble_s=bubble,
-        data_s=_data_seconds(parameters, layout, network, software, slowest),
-        update_s=update_seconds(parameters, layout, device, software),
-        model_flops=flops[0],
-        hardware_flops=flops[1],
-    )
+    """Predicts the step of ``layout``, whether or not it fits in memory."""
+    return _StepCost(shape, layout, device, network, software).predict()
 
 
-def _stage(
-    shape: ModelShape,
-    layout: Layout,
-    worker: PipelineWorker,
-    device: DeviceKind,
-    network: Network,
-    software: Software,
-) -> _Stage:
-    """A worker's layers and ends, and what it adds to gradients of earlier microbatches."""
-    layer = layer_work(shape, layout, device, software)
-    exchange = _exchange_seconds(shape, layout, network, software)
-    full = layout.recompute == "full"
-    again = {"none": 0.0, "selective": layer.scores, "full": layer.forward}[layout.recompute]
-    hidden = layer.weights if software.overlap_tensor else 0.0
-    forward, forward_sent = layer.forward, 2 * exchange
-    inputs, inputs_sent = layer.backward - layer.weights + again, 2 * exchange * full + max(0.0, 2 * exchange - hidden)
-    ends = _ends(shape, layout, worker, device, software)
-    adding = accumulate_seconds(worker_parameters(shape, layout, worker), layout, device, software)
-    sent = exchange if worker.words else 0.0, exchange if worker.head else 0.0
-    return _Stage(
-        passes=Passes(
-            forward=worker.layers * (forward + forward_sent) + ends.forward + sent[0],
-            inputs=worker.layers * (inputs + inputs_sent) + ends.backward - ends.weights + sent[1],
-            weights=worker.layers * layer.weights + ends.weights + adding,
-        ),
-        compute=worker.layers * (forward + inputs + layer.weights) + ends.forward + ends.backward + adding,
-        tensor=worker.layers * (forward_sent + inputs_sent) + sum(sent),
-    )
+class _StepCost:
+    """The terms of a step, in seconds."""
 
+    def __init__(
+        self, shape: ModelShape, layout: Layout, device: DeviceKind, network: Network, software: Software
+    ) -> None:
+        self.shape, self.layout, self.device, self.network, self.software = shape, layout, device, network, software
+        self.link, self.start = software.constants.link, software.constants.start_us * 1e-6
+        self.hidden_bytes = shape.sequence * layout.microbatch_size * shape.hidden * software.precision.activation
 
-def _ends(shape: ModelShape, layout: Layout, worker: PipelineWorker, device: DeviceKind, software: Software) -> Work:
-    """Of the embeddings and the head, as far as a worker has them."""
-    made = [embedding_work(shape, layout.rows, device, software)] if worker.words else []
-    made += [head_work(shape, layout.rows, layout.tensor, device, software)] if worker.head else []
-    return Work(
-        forward=sum(work.forward for work in made),
-        backward=sum(work.backward for work in made),
-        weights=sum(work.weights for work in made),
-    )
+    def predict(self) -> Prediction:
+        layout, microbatches = self.layout, self.layout.microbatches
+        workers = pipeline_workers(self.shape, layout, balanced=self.software.balanced_stages)
+        slowest = max((self.worker(worker) for worker in workers), key=lambda time: time.compute + time.tensor)
+        sends = self.sends()
+        parameters = max(worker_parameters(self.shape, layout, worker) for worker in workers)
+        model_flops, hardware_flops = self.flops()
+        return Prediction(
+            layout=layout,
+            memory=estimate_memory(self.shape, layout, self.software),
+            compute_s=microbatches * slowest.compute,
+            tensor_s=microbatches * slowest.tensor,
+            pipeline_s=microbatches * sends,
+            bubble_s=self.bubble(workers[0], slowest.passes, sends) if layout.pipeline > 1 else 0.0,
+            data_s=self.gradient_exchange(parameters, slowest.compute),
+            update_s=_update_seconds(parameters, layout, self.device, self.software),
+            model_flops=model_flops,
+            hardware_flops=hardware_flops,
+        )
 
+    def worker(self, worker: PipelineWorker) -> _WorkerTime:
+        """A worker's layers, its embedding and head, and adding its gradients to those of earlier microbatches."""
+        shape, layout, device, software = self.shape, self.layout, self.device, self.software
+        layer = layer_work(shape, layout, device, software)
+        full = layout.activation_checkpointing == "full"
+        recomputed = {"none": 0.0, "selective": layer.scores, "full": layer.forward}[layout.activation_checkpointing]
+        # One all-reduce of a microbatch's activations between tensor ranks, or a gather and a scatter.
+        ranks = group(layout.tensor, 1, self.network.per_host)
+        exchange = 2 * ring_seconds(self.hidden_bytes, ranks, self.network, self.link, self.start)
+        overlapped = layer.weights if software.overlap_tensor else 0.0
+        forward_exchange = 2 * exchange
+        backward_exchange = 2 * exchange * full + max(0.0, 2 * exchange - overlapped)
+        inputs = layer.backward - layer.weights + recomputed
+        embedding, head = Work(), Work()
+        if worker.embedding:
+            embedding = _embedding_work(shape, layout.microbatch_size, device, software)
+        if worker.head:
+            head = _head_work(shape, layout.microbatch_size, layout.tensor, device, software)
+        accumulate = accumulate_seconds(worker_parameters(shape, layout, worker), layout, device, software)
+        n, weights = worker.layers, embedding.weights + head.weights
+        ends_forward, ends_backward = embedding.forward + head.forward, embedding.backward + head.backward
+        return _WorkerTime(
+            passes=Passes(
+                forward=n * (layer.forward + forward_exchange) + ends_forward + exchange * worker.embedding,
+                inputs=n * (inputs + backward_exchange) + ends_backward - weights + exchange * worker.head,
+                weights=n * layer.weights + weights + accumulate,
+            ),
+            compute=n * (layer.forward + inputs + layer.weights) + ends_forward + ends_backward + accumulate,
+            tensor=n * (forward_exchange + backward_exchange) + exchange * (worker.embedding + worker.head),
+        )
 
-def _exchange_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software) -> float:
-    """One all-reduce of a microbatch's activations between tensor ranks; as long where it is a gather and a scatter."""
-    bytes = shape.sequence * layout.rows * shape.hidden * software.precision.activation
-    ranks = group(layout.tensor, 1, network.per_host)
-    constants = software.constants
-    return 2 * ring_seconds(bytes, ranks, network, constants.link, constants.start_us * 1e-6)
+    def sends(self) -> float:
+        """Sends to and from the next stages per microbatch: activations forward, gradients back."""
+        layout, network = self.layout, self.network
+        if layout.pipeline == 1:
+            return 0.0
+        split = self.software.split_sends or layout.sequence_parallel
+        bytes = self.hidden_bytes / (layout.tensor if split else 1)
+        once = send_seconds(bytes, layout.devices <= network.per_host, network, self.link)
+        if split and not layout.sequence_parallel:
+            ranks = group(layout.tensor, 1, network.per_host)
+            once += ring_seconds(self.hidden_bytes, ranks, network, self.link, 0.0)
+        return 2 * layout.stages_per_worker * once
 
+    def bubble(self, first: PipelineWorker, slowest: Passes, sends: float) -> float:
+        """What the slowest worker waits, and the sends on the way of one microbatch."""
+        others = self.layout.pipeline - 1
+        everything = self.worker(replace(first, layers=self.shape.layers, head=True)).passes
+        mean = Passes(
+            forward=(everything.forward - slowest.forward) / others,
+            inputs=(everything.inputs - slowest.inputs) / others,
+            weights=(everything.weights - slowest.weights) / others,
+        )
+        return bubble_seconds(self.layout, mean) + others * sends / self.layout.stages_per_worker
 
-def _send_seconds(shape: ModelShape, layout: Layout, network: Network, software: Software) -> float:
-    """What a stage waits for its neighbours, for each microbatch: activations one way, gradients the other."""
-    if layout.pipeline == 1:
-        return 0.0
-    share, tensor = software.constants.link, layout.tensor
-    same_host = layout.devices <= network.per_host
-    bytes = shape.sequence * layout.rows * shape.hidden * software.precision.activation
-    split = software.split_sends or layout.sequence_parallel
-    once = send_seconds(bytes / (tensor if split else 1), same_host, network, share)
-    if split and not layout.sequence_parallel:
-        once += ring_seconds(bytes, group(tensor, 1, network.per_host), network, share, 0.0)
-    return 2 * layout.chunks * once
+    def gradient_exchange(self, parameters: float, compute: float) -> float:
+        """The exchange between copies, less what overlaps with the last microbatch's backward pass.
 
+        With a sharded optimizer, weights are gathered after the update, with nothing to overlap. Sharded weights are
+        gathered twice per microbatch, but with zero-bubble schedules once per step.
+        """
+        layout, precision = self.layout, self.software.precision
+        copies = group(layout.data, layout.tensor, self.network.per_host)
+        scatter = ring_seconds(parameters * precision.gradient, copies, self.network, self.link, self.start)
+        gather = ring_seconds(parameters * precision.weight, copies, self.network, self.link, self.start)
+        during, after, overlapped = 2 * scatter, 0.0, _BACKWARD * compute
+        if layout.shard_optimizer:
+            during, after = (2 if self.software.zero1_allreduce else 1) * scatter, gather
+        if layout.shard_parameters and layout.splits_backward:
+            during = scatter + gather
+        elif layout.shard_parameters:
+            during = layout.microbatches * (scatter + 2 * gather)
+            overlapped = layout.microbatches * compute
+        if not self.software.overlap_data:
+            return during + after
+        return max(during - overlapped, self.software.constants.unhidden * during) + after
 
-def _bubble_seconds(layout: Layout, every: _Stage, slowest: _Stage, sends: float) -> float:
-    """What the slowest worker waits, and the sends on the way of one microbatch."""
-    others = layout.pipeline - 1
-    mean = Passes(
-        forward=(every.passes.forward - slowest.passes.forward) / others,
-        inputs=(every.passes.inputs - slowest.passes.inputs) / others,
-        weights=(every.passes.weights - slowest.passes.weights) / others,
-    )
-    return waiting(layout, mean) + others * sends / layout.chunks
-
-
-def _data_seconds(parameters: float, layout: Layout, network: Network, software: Software, stage: _Stage) -> float:
-    """The exchange of gradients between copies, less what the last microbatch's backward pass hides.
-
-    With a sharded optimizer the weights are gathered after the update, when nothing is left to hide behind; and where
-    gradients are then scattered only, that is as much as an all-reduce. Sharded weights every microbatch gathers twice,
-    but with zero-bubble a step gathers them once.
-    """
-    precision, constants = software.precision, software.constants
-    copies = group(layout.data, layout.tensor, network.per_host)
-    start = constants.start_us * 1e-6
-    scatter = ring_seconds(parameters * precision.gradient, copies, network, constants.link, start)
-    gather = ring_seconds(parameters * precision.weight, copies, network, constants.link, start)
-    early, late = 2 * scatter, 0.0
-    if layout.shard_optimizer:
-        early, late = (2 if software.whole_sums else 1) * scatter, gather
-    hidden = _BACKWARD * stage.compute
-    if layout.shard_parameters and layout.divides_backward:
-        early = scatter + gather
-    elif layout.shard_parameters:
-        early = layout.microbatches * (scatter + 2 * gather)
-        hidden = layout.microbatches * stage.compute
-    if not software.overlap_data:
-        return early + late
-    return max(early - hidden, constants.unhidden * early) + late
-
-
-def _flops(shape: ModelShape, layout: Layout) -> tuple[float, float]:
-    """Operations of the model, and those with recomputation; 72 and 96 B s l h^2 (1 + ...) for a GPT."""
-    tokens = layout.batch * shape.sequence
-    matrices = shape.hidden * (2 * shape.hidden + 2 * shape.kv_width)
-    matrices += (3 if shape.gated else 2) * shape.hidden * shape.feed_forward
-    scores = 4 * shape.sequence * shape.hidden
-    layers = tokens * shape.layers * (2 * matrices + scores)
-    head = tokens * shape.predicted * 2 * shape.hidden * shape.vocabulary
-    again = {"none": 0.0, "selective": tokens * shape.layers * scores, "full": layers}[layout.recompute]
-    model = 3 * (layers + head)
-    return model, model + again
+    def flops(self) -> tuple[float, float]:
+        """Operations of the model, and those with recomputation; 72 and 96 B s l h^2 (1 + ...) for a GPT."""
+        shape, layout = self.shape, self.layout
+        tokens = layout.batch * shape.sequence
+        scores = 4 * shape.sequence * shape.hidden
+        layers = tokens * shape.layers * (2 * shape.layer_matrices + scores)
+        head = tokens * shape.predicted * 2 * shape.hidden * shape.vocabulary
+        model = 3 * (layers + head)
+        recomputed = {"none": 0.0, "selective": tokens * shape.layers * scores, "full": layers}
+        return model, model + recomputed[layout.activation_checkpointing]

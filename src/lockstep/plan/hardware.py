@@ -1,8 +1,8 @@
-"""How devices are joined: bandwidth and latency inside a host and between hosts, and what a collective takes on them.
+"""Published figures of devices and links, and the time of a collective on them.
 
-The cost of a collective is the usual one of a ring: each of n devices sends (n-1)/n of the bytes, once for a
-reduce-scatter or an all-gather and twice for an all-reduce. A ring over several hosts moves at the pace of its slowest
-link, which is the network: as many rails as the ring has devices in a host.
+Peak rates are dense (no sparsity), with accumulation in float32 where the source distinguishes it, as in PyTorch.
+A ring of n devices moves (n-1)/n of the bytes, once for a reduce-scatter or an all-gather and twice for an all-reduce.
+A ring over several hosts runs at the speed of the network, over as many rails as the ring has devices in a host.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """What one device can do, at most.
+    """The figures of one device.
 
     Args:
-        name: as it is written on the command line.
-        memory_gib: memory, in GiB.
-        bandwidth_gb_s: memory bandwidth, in GB/s.
-        peak_tflops: number format -> peak rate of matrix products, in TFLOP/s.
-        inside: name of the link between such devices of one host.
-        between: name of the link between hosts, for each device.
-        per_host: devices in the usual host.
+        name: name on the command line.
+        memory_gib: memory in GiB.
+        bandwidth_gb_s: memory bandwidth in GB/s.
+        peak_tflops: peak rate of matrix products in TFLOP/s, by number format.
+        inside: name of the link between such devices in one host.
+        between: name of each device's link to other hosts.
+        per_host: devices in a usual host.
         source: where the figures are published, or "measured".
     """
 
@@ -39,7 +39,7 @@ class DeviceKind:
     peak_tflops: Mapping[Format, float] = field(hash=False)
     inside: str
     between: str
-    per_host: int
+    per_host: int = 8
     source: str
 
     def __post_init__(self) -> None:
@@ -49,19 +49,19 @@ class DeviceKind:
 
     @property
     def memory(self) -> float:
-        """In bytes."""
+        """Memory in bytes."""
         return self.memory_gib * GIB
 
     @property
     def bandwidth(self) -> float:
-        """In bytes a second."""
+        """Memory bandwidth in bytes per second."""
         return self.bandwidth_gb_s * 1e9
 
     def peak(self, format: Format) -> float:
-        """The peak rate in FLOP/s.
+        """Peak rate in FLOP/s.
 
         Raises:
-            ConfigError: the device has no units for that format.
+            ConfigError: the device has no rate for that format.
         """
         if format not in self.peak_tflops:
             known = ", ".join(sorted(self.peak_tflops))
@@ -69,79 +69,54 @@ class DeviceKind:
         return self.peak_tflops[format] * 1e12
 
 
-_A100 = "NVIDIA A100 Tensor Core GPU datasheet (2021)"
+def _peaks(fp32: float, half: float, tf32: float) -> Mapping[Format, float]:
+    return {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half}
+
+
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet (2023), dense rates"
-_V100 = "NVIDIA V100 Tensor Core GPU datasheet (2020), SXM2"
-_AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
-_HOPPER = {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4}
-
-
-def _kind(
-    name: str, memory: float, bandwidth: float, peaks: Mapping[str, float], links: tuple[str, str], source: str
-) -> DeviceKind:
-    return DeviceKind(
+_VOLTA: Mapping[Format, float] = {"fp32": 15.7, "fp16": 125.0}
+_AMPERE, _HOPPER = _peaks(19.5, 312.0, tf32=156.0), _peaks(67.0, 989.4, tf32=494.7)
+_DEVICES: tuple[tuple[str, float, float, Mapping[Format, float], str, str, str], ...] = (
+    ("a100-40gb", 40, 1555, _AMPERE, "nvlink3", "hdr", "NVIDIA A100 Tensor Core GPU datasheet (2021)"),
+    ("a100-80gb", 80, 2039, _AMPERE, "nvlink3", "hdr", "NVIDIA A100 Tensor Core GPU datasheet (2021)"),
+    ("h100-sxm", 80, 3350, _HOPPER, "nvlink4", "ndr", _H100),
+    ("h100-pcie", 80, 2000, _peaks(51.0, 756.0, tf32=378.0), "pcie5", "hdr", _H100),
+    ("h200", 141, 4800, _HOPPER, "nvlink4", "ndr", "NVIDIA H200 Tensor Core GPU datasheet (2023), SXM"),
+    ("v100-16gb", 16, 900, _VOLTA, "nvlink2", "edr-half", "NVIDIA V100 Tensor Core GPU datasheet (2020), SXM2"),
+    ("v100-32gb", 32, 900, _VOLTA, "nvlink2", "edr-half", "NVIDIA V100 Tensor Core GPU datasheet (2020), SXM2"),
+    ("rtx-3090", 24, 936, _peaks(35.6, 71.0, tf32=35.6), "pcie4", "ethernet-10", "NVIDIA GA102 whitepaper (2021)"),
+    ("rtx-4090", 24, 1008, _peaks(82.6, 165.2, tf32=82.6), "pcie4", "ethernet-10", "NVIDIA Ada whitepaper (2022)"),
+)
+_CPU = DeviceKind(
+    name="cpu",
+    memory_gib=256,
+    bandwidth_gb_s=204.8,
+    # 40 cores x 2 units of 16 floats x 2 operations x 2.3 GHz; 8 channels of DDR4-3200.
+    peak_tflops={"fp32": 5.9, "bf16": 5.9},
+    inside="memory",
+    between="ethernet-10",
+    per_host=1,
+    source="Intel ARK, Xeon Platinum 8380, one socket; use --measure for another",
+)
+DEVICE_KINDS: Mapping[str, DeviceKind] = {
+    name: DeviceKind(
         name=name,
         memory_gib=memory,
         bandwidth_gb_s=bandwidth,
-        peak_tflops=peaks,  # type: ignore[arg-type]
-        inside=links[0],
-        between=links[1],
-        per_host=1 if name == "cpu" else 8,
+        peak_tflops=peaks,
+        inside=inside,
+        between=between,
         source=source,
     )
-
-
-DEVICE_KINDS: Mapping[str, DeviceKind] = {
-    kind.name: kind
-    for kind in (
-        _kind("a100-40gb", 40, 1555, _AMPERE, ("nvlink3", "hdr"), _A100),
-        _kind("a100-80gb", 80, 2039, _AMPERE, ("nvlink3", "hdr"), _A100),
-        _kind("h100-sxm", 80, 3350, _HOPPER, ("nvlink4", "ndr"), _H100),
-        _kind(
-            "h100-pcie",
-            80,
-            2000,
-            {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0},
-            ("pcie5", "hdr"),
-            _H100,
-        ),
-        _kind("h200", 141, 4800, _HOPPER, ("nvlink4", "ndr"), "NVIDIA H200 Tensor Core GPU datasheet (2023), SXM"),
-        _kind("v100-16gb", 16, 900, {"fp32": 15.7, "fp16": 125.0}, ("nvlink2", "edr-half"), _V100),
-        _kind("v100-32gb", 32, 900, {"fp32": 15.7, "fp16": 125.0}, ("nvlink2", "edr-half"), _V100),
-        _kind(
-            "rtx-3090",
-            24,
-            936,
-            {"fp32": 35.6, "tf32": 35.6, "fp16": 71.0, "bf16": 71.0},
-            ("pcie4", "ethernet-10"),
-            "NVIDIA GA102 GPU architecture whitepaper (2021)",
-        ),
-        _kind(
-            "rtx-4090",
-            24,
-            1008,
-            {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2},
-            ("pcie4", "ethernet-10"),
-            "NVIDIA Ada GPU architecture whitepaper (2022)",
-        ),
-        # 40 cores x 2 units of 16 floats x 2 operations x 2.3 GHz; 8 channels of DDR4-3200.
-        _kind(
-            "cpu",
-            256,
-            204.8,
-            {"fp32": 5.9, "bf16": 5.9},
-            ("memory", "ethernet-10"),
-            "Intel ARK, Xeon Platinum 8380, one socket; use --measure for another",
-        ),
-    )
-}
+    for name, memory, bandwidth, peaks, inside, between, source in _DEVICES
+} | {"cpu": _CPU}
 
 
 def device_kind(name: str) -> DeviceKind:
     """The device called ``name``, in any case.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: the name is unknown.
     """
     kind = DEVICE_KINDS.get(name.lower().replace("_", "-"))
     if kind is None:
@@ -149,17 +124,14 @@ def device_kind(name: str) -> DeviceKind:
     return kind
 
 
-_OWN = re.compile(r"^(\d+(?:\.\d+)?)(?:@(\d+(?:\.\d+)?))?$")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of a link, for one device.
+    """One direction of one device's link.
 
     Args:
-        name: as it is written on the command line.
-        bandwidth_gb_s: in GB/s, one way.
-        latency_us: of one hop, in microseconds.
+        name: name on the command line.
+        bandwidth_gb_s: one-way bandwidth in GB/s.
+        latency_us: latency of a hop in microseconds.
     """
 
     name: str
@@ -174,8 +146,8 @@ class Link:
             )
 
 
-# Latencies of a hop are those by which NCCL itself chooses algorithms (src/graph/tuning.cc, ring, simple protocol);
-# bandwidths are half of the published two-way figures, or the signalling rate of the port over 8.
+# Latencies are those by which NCCL chooses its algorithms (src/graph/tuning.cc, ring, simple protocol). Bandwidths are
+# half of the published two-way figures, or the signalling rate of the port over 8.
 _NVLINK_US, _PCIE_US, _NET_US, _ETHERNET_US = 3.4, 5.7, 14.0, 50.0
 LINKS: Mapping[str, Link] = {
     name: Link(name=name, bandwidth_gb_s=bandwidth, latency_us=latency)
@@ -200,14 +172,14 @@ LINKS: Mapping[str, Link] = {
 
 
 def parse_link(text: str) -> Link:
-    """``nvlink3``, or a link of one's own: ``25`` GB/s each way, ``25@14`` with 14 microseconds a hop.
+    """Parses a link: a known name such as ``nvlink3``, or one-way GB/s and microseconds per hop, ``25`` or ``25@14``.
 
     Raises:
-        ConfigError: neither a known name nor such numbers.
+        ConfigError: the text is neither.
     """
-    own = _OWN.match(text)
-    if own:
-        return Link(name=text, bandwidth_gb_s=float(own[1]), latency_us=float(own[2] or _NET_US))
+    numbers = re.fullmatch(r"(\d+(?:\.\d+)?)(?:@(\d+(?:\.\d+)?))?", text)
+    if numbers:
+        return Link(name=text, bandwidth_gb_s=float(numbers[1]), latency_us=float(numbers[2] or _NET_US))
     if text.lower() not in LINKS:
         raise ConfigError(
             f"the link {text!r} is not known; choose one of {', '.join(LINKS)}, or write GB/s@microseconds as 25@14"
@@ -220,8 +192,8 @@ class Network:
     """The links of a cluster of equal hosts.
 
     Args:
-        inside: between the devices of a host.
-        between: between hosts, for each device (a host's whole bandwidth over its devices).
+        inside: the link between the devices of a host.
+        between: each device's link to other hosts: the host's bandwidth divided by its devices.
         per_host: devices in a host.
     """
 
@@ -236,11 +208,11 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Devices that meet in a collective: how many, and how many of them sit in one host.
+    """The devices of a collective.
 
     Args:
-        size: devices in the group.
-        local: of them in one host; equal in all hosts.
+        size: number of devices.
+        local: how many of them are in each host.
     """
 
     size: int
@@ -248,19 +220,19 @@ class Group:
 
 
 def group(size: int, stride: int, per_host: int) -> Group:
-    """The group of ``size`` devices whose numbers are ``stride`` apart, numbers running through one host first."""
+    """The group of ``size`` devices whose ranks are ``stride`` apart; ranks fill one host after another."""
     return Group(size=size, local=max(1, min(size, per_host // stride)))
 
 
-def ring_seconds(bytes: float, group: Group, network: Network, share: float, start_s: float) -> float:
-    """What one reduce-scatter or all-gather takes; an all-reduce is two.
+def ring_seconds(bytes: float, group: Group, network: Network, efficiency: float, start_s: float) -> float:
+    """The time of one reduce-scatter or all-gather; an all-reduce takes twice as long.
 
     Args:
-        bytes: of the whole tensor.
-        group: who meets.
+        bytes: size of the whole tensor.
+        group: the participating devices.
         network: the links.
-        share: part of a link's bandwidth that is reached.
-        start_s: what the start of a collective takes, in seconds.
+        efficiency: the fraction of a link's bandwidth that is reached.
+        start_s: start-up time of a collective in seconds.
     """
     if group.size == 1:
         return 0.0
@@ -269,12 +241,12 @@ def ring_seconds(bytes: float, group: Group, network: Network, share: float, sta
     hops = (group.local - 1) * inside.latency_us
     if group.size > group.local:
         rate = min(rate, between.bandwidth_gb_s * group.local) if group.local > 1 else between.bandwidth_gb_s
-        # NCCL takes trees where rings get long: the hosts cost their logarithm.
+        # NCCL uses trees where rings get long, so latency grows with the logarithm of the number of hosts.
         hops += (group.size // group.local).bit_length() * between.latency_us
-    return bytes * (group.size - 1) / group.size / (rate * 1e9 * share) + hops * 1e-6 + start_s
+    return bytes * (group.size - 1) / group.size / (rate * 1e9 * efficiency) + hops * 1e-6 + start_s
 
 
-def send_seconds(bytes: float, same_host: bool, network: Network, share: float) -> float:
-    """What it takes to send a tensor from one device to another."""
+def send_seconds(bytes: float, same_host: bool, network: Network, efficiency: float) -> float:
+    """The time to send a tensor from one device to another."""
     link = network.inside if same_host else network.between
-    return bytes / (link.bandwidth_gb_s * 1e9 * share) + link.latency_us * 1e-6
+    return bytes / (link.bandwidth_gb_s * 1e9 * efficiency) + link.latency_us * 1e-6

@@ -1,4 +1,4 @@
-"""A layout: how a model's work is divided among devices. It knows whether it divides evenly, and says what would."""
+"""A layout: how training is divided among devices, whether that is possible, and what each pipeline worker gets."""
 
 from __future__ import annotations
 
@@ -10,123 +10,129 @@ from lockstep.errors import ConfigError
 from lockstep.plan.shapes import ModelShape, divisors, one_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"]
-RecomputeName = Literal["none", "selective", "full"]
+CheckpointingName = Literal["none", "selective", "full"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-RECOMPUTES: tuple[RecomputeName, ...] = get_args(RecomputeName)
-_SEVERAL, _USUAL_CHUNKS = ("interleaved", "zero_bubble", "zero_bubble_v"), 2
-"""Schedules of which a stage has several parts, and how many ``ls.ParallelStrategy`` gives it."""
+CHECKPOINTING: tuple[CheckpointingName, ...] = get_args(CheckpointingName)
+_MULTI_STAGE = ("interleaved", "zero_bubble", "zero_bubble_v")
+_DEFAULT_STAGES = 2  # stages per worker that ``ls.ParallelStrategy`` makes for the schedules in _MULTI_STAGE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way of training on ``data * pipeline * tensor`` devices.
+    """One way to train on ``data * pipeline * tensor`` devices.
 
-    Devices are numbered through tensor ranks first, then data, then pipeline, so that those who exchange most share a
+    Ranks run through the tensor axis first, then data, then pipeline, so that the devices that exchange most share a
     host (Narayanan et al. 2021, section 5.2).
 
     Args:
-        data: copies of the model.
-        pipeline: stages.
-        tensor: devices that share each layer.
-        rows: lines in a microbatch.
-        microbatches: for each copy, in a step.
-        schedule: order of microbatches in the pipeline; "1f1b" where there is one stage.
-        chunks: parts of the model that each worker of a pipeline holds; above 1 only where the schedule knows several,
-            and 2 with "zero_bubble_v".
-        recompute: activations that the backward pass computes again: those of whole layers, of attention's scores,
-            or none.
-        shard_optimizer: optimizer state is divided among the copies (ZeRO stage 1).
-        shard_parameters: weights and gradients are divided among the copies too, and weights borrowed layer by layer
-            (ZeRO stage 3, PyTorch's FSDP).
-        sequence_parallel: norms and dropout are divided among tensor ranks along the sequence.
+        data: number of copies of the model.
+        pipeline: number of workers that divide the layers.
+        tensor: number of devices that divide each layer.
+        microbatch_size: sequences in a microbatch.
+        microbatches: microbatches of each copy in a step.
+        schedule: the pipeline schedule; "1f1b" without a pipeline.
+        stages_per_worker: stages that each worker holds; above 1 only with "interleaved" and "zero_bubble", and 2 with
+            "zero_bubble_v".
+        activation_checkpointing: what the backward pass recomputes: "full", whole layers; "selective", attention
+            scores; "none".
+        shard_optimizer: the copies divide the optimizer state (ZeRO stage 1).
+        shard_parameters: the copies divide weights and gradients too, and gather weights layer by layer (ZeRO stage 3,
+            PyTorch's FSDP).
+        sequence_parallel: tensor ranks divide norms and dropout along the sequence.
     """
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
-    rows: int = 1
+    microbatch_size: int = 1
     microbatches: int = 1
     schedule: ScheduleName = "1f1b"
-    chunks: int = 1
-    recompute: RecomputeName = "none"
+    stages_per_worker: int = 1
+    activation_checkpointing: CheckpointingName = "none"
     shard_optimizer: bool = False
     shard_parameters: bool = False
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipeline", "tensor", "rows", "microbatches", "chunks"):
+        for name in ("data", "pipeline", "tensor", "microbatch_size", "microbatches", "stages_per_worker"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule={self.schedule!r} was given; choose one of {', '.join(SCHEDULES)}")
-        if self.recompute not in RECOMPUTES:
-            raise ConfigError(f"recompute={self.recompute!r} was given; choose one of {', '.join(RECOMPUTES)}")
-        if self.chunks > 1 and self.schedule not in _SEVERAL:
-            raise ConfigError(
-                f"chunks={self.chunks} was given with schedule={self.schedule!r}, which has one part a stage;"
-                " choose schedule='interleaved'"
-            )
-        if self.schedule == "zero_bubble_v" and self.chunks != _USUAL_CHUNKS:
-            raise ConfigError(f"chunks={self.chunks} was given with schedule='zero_bubble_v', expected 2")
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        given = f"stages_per_worker={self.stages_per_worker} was given with schedule={self.schedule!r}"
+        if self.stages_per_worker > 1 and self.schedule not in _MULTI_STAGE:
+            raise ConfigError(f"{given}, which has one stage per worker; choose schedule='interleaved'")
+        if self.schedule == "zero_bubble_v" and self.stages_per_worker != 2:
+            raise ConfigError(f"{given}, expected 2")
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """(data, pipeline, tensor)."""
+        return self.data, self.pipeline, self.tensor
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return self.data * self.pipeline * self.tensor
 
     @property
     def batch(self) -> int:
-        """Lines in the global batch."""
-        return self.data * self.microbatches * self.rows
+        """Sequences in the global batch."""
+        return self.data * self.microbatches * self.microbatch_size
 
     @property
-    def divides_backward(self) -> bool:
-        """Whether weights have their gradients later than inputs have theirs."""
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed later than input gradients."""
         return self.pipeline > 1 and self.schedule in ("zero_bubble", "zero_bubble_v")
 
     @property
     def options(self) -> int:
-        """How many things it asks for beyond degrees and microbatches."""
-        asked = (self.schedule != "1f1b", self.chunks > 1, self.recompute != "none")
+        """Number of options beyond degrees and microbatches."""
+        asked = (self.schedule != "1f1b", self.stages_per_worker > 1, self.activation_checkpointing != "none")
         return sum((*asked, self.shard_optimizer, self.shard_parameters, self.sequence_parallel))
 
     def call(self) -> str:
-        """The ``ls.ParallelStrategy(...)`` that asks for it; what has its default is left out."""
-        words = [f"data={self.data}", f"pipeline={self.pipeline}", f"tensor={self.tensor}"]
+        """The ``ls.ParallelStrategy(...)`` call for this layout, without defaults."""
+        arguments = [f"data={self.data}", f"pipeline={self.pipeline}", f"tensor={self.tensor}"]
         if self.pipeline > 1:
-            words.append(f"microbatches={self.microbatches}")
-        if self.pipeline > 1 and self.schedule != "1f1b":
-            words.append(f'schedule="{self.schedule}"')
-        if self.pipeline > 1 and self.schedule in _SEVERAL and self.chunks != _USUAL_CHUNKS:
-            words.append(f"stages_per_worker={self.chunks}")
+            arguments.append(f"microbatches={self.microbatches}")
+            if self.schedule != "1f1b":
+                arguments.append(f'schedule="{self.schedule}"')
+            if self.schedule in _MULTI_STAGE and self.stages_per_worker != _DEFAULT_STAGES:
+                arguments.append(f"stages_per_worker={self.stages_per_worker}")
         options = ("shard_optimizer", "shard_parameters", "sequence_parallel")
-        words += [f"{name}=True" for name in options if getattr(self, name)]
-        return f"ls.ParallelStrategy({', '.join(words)})"
+        arguments += [f"{name}=True" for name in options if getattr(self, name)]
+        return f"ls.ParallelStrategy({', '.join(arguments)})"
 
 
-def why_not(
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises ConfigError if ``value`` is not in ``known``."""
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} was given; choose one of {', '.join(known)}")
+
+
+def why_indivisible(
     shape: ModelShape, *, data: int, pipeline: int, tensor: int, batch: int, even_stages: bool = True
 ) -> str | None:
-    """Why degrees do not divide a model and a global batch, with those that would; None where they do.
+    """Why degrees do not divide a model and a global batch, with those that would; None if they do.
 
     Args:
         shape: the model.
-        data: copies.
-        pipeline: stages.
-        tensor: devices that share a layer.
-        batch: lines in the global batch.
-        even_stages: every stage has as many layers as any other.
+        data: number of copies.
+        pipeline: number of stages.
+        tensor: number of devices that divide a layer.
+        batch: sequences in the global batch.
+        even_stages: require the same number of layers in each stage.
     """
     if not even_stages and pipeline > shape.layers:
         return f"pipeline={pipeline} is more stages than layers={shape.layers}; choose at most {shape.layers}"
-    for degree, value, parts in (
-        ("tensor", tensor, (("heads", shape.heads), ("hidden", shape.hidden), ("feed_forward", shape.feed_forward))),
-        ("tensor", tensor, (("kv_heads", shape.kv_heads),)),
-        ("pipeline", pipeline if even_stages else 1, (("layers", shape.layers),)),
-        ("data", data, (("the global batch", batch),)),
+    for degree, value, name, size in (
+        *(("tensor", tensor, name, getattr(shape, name)) for name in ("heads", "hidden", "feed_forward", "kv_heads")),
+        ("pipeline", pipeline if even_stages else 1, "layers", shape.layers),
+        ("data", data, "the global batch", batch),
     ):
-        for name, size in parts:
-            if size % value:
-                return f"{degree}={value} does not divide {name}={size}; choose {one_of(divisors(size))}"
+        if size % value:
+            return f"{degree}={value} does not divide {name}={size}; choose {one_of(divisors(size))}"
     return None
 
 
@@ -135,33 +141,33 @@ class PipelineWorker:
     """One worker of a pipeline, or the only one.
 
     Args:
-        layers: of all its parts.
-        held: of each layer as many times as there are microbatches whose activations it holds at once, at most.
-        first: of these, those of the microbatch whose backward pass ends first.
-        parts: how many it has.
-        words: it has the embeddings.
+        layers: number of layers in all its stages.
+        live_layers: the largest number of layer activations that it holds at once, over layers and microbatches.
+        finished_layers: how many of these belong to the microbatch whose backward pass ends first.
+        stages: number of its stages.
+        embedding: it has the embedding.
         head: it has the head and the loss.
-        losses: microbatches of which it keeps what the loss computed, beside the one at work.
-        pending: passes of one part whose weights' gradients are still to come, beside the one at work.
+        live_losses: number of microbatches whose loss activations it holds, beside the current one.
+        pending: number of backward passes of one stage whose weight gradients are outstanding, beside the current one.
     """
 
     layers: float
-    held: float
-    first: float
-    parts: int = 1
-    words: bool = True
+    live_layers: float
+    finished_layers: float
+    stages: int = 1
+    embedding: bool = True
     head: bool = True
-    losses: int = 0
+    live_losses: int = 0
     pending: int = 0
 
 
 def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """How many layers each stage gets where all cost the same, as ``parallel.pipeline_config`` finds it.
+    """The number of layers of each stage if all cost the same: what ``lockstep.parallel.split`` finds, at once.
 
     Args:
-        layers: how many.
-        stages: how many; at most as many.
-        head: what the last stage has besides, in layers.
+        layers: number of layers.
+        stages: number of stages, at most ``layers``.
+        head: cost of the head in the last stage, in layers.
 
     Example:
         >>> split_evenly(8, 4, 1.5)
@@ -171,7 +177,7 @@ def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
         return (layers,)
 
     def cost(last: int) -> tuple[float, float, int]:
-        """Of so many layers in the last stage: the slowest stage, and how uneven they are; of equals that with more."""
+        """The slowest stage, then how uneven the stages are, then the most layers in the last stage."""
         each, more = divmod(layers - last, stages - 1)
         rest = more * (each + 1) ** 2 + (stages - 1 - more) * each**2
         return max(each + (more > 0), last + head), rest + (last + head) ** 2, -last
@@ -182,69 +188,74 @@ def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def pipeline_workers(shape: ModelShape, layout: Layout, *, balanced: bool) -> tuple[PipelineWorker, ...]:
-    """The first worker, the first of those with most layers, and the last, each once.
+    """The workers that can be the slowest or the fullest: the first, the first with most layers, and the last.
 
     Args:
         shape: the model.
-        layout: how it is divided.
-        balanced: stages are as equal as whole layers and the head allow; else all have equally many layers.
+        layout: the layout.
+        balanced: stages are as equal in cost as whole layers allow; else all have equally many layers.
     """
     head = shape.vocabulary * shape.hidden / shape.layer_parameters if balanced else 0.0
-    return _workers(shape.layers, layout.pipeline, layout.microbatches, layout.schedule, layout.chunks, head)
+    return _workers(shape.layers, layout.pipeline, layout.microbatches, layout.schedule, layout.stages_per_worker, head)
 
 
 @lru_cache(maxsize=4096)
 def _workers(
-    layers: int, workers: int, microbatches: int, schedule: ScheduleName, chunks: int, head: float
+    layers: int, workers: int, microbatches: int, schedule: ScheduleName, stages_per_worker: int, head: float
 ) -> tuple[PipelineWorker, ...]:
     if workers == 1:
-        return (PipelineWorker(layers=layers, held=layers, first=layers),)
-    stages = workers * chunks
+        return (PipelineWorker(layers=layers, live_layers=layers, finished_layers=layers),)
+    stages = workers * stages_per_worker
     sizes = split_evenly(layers, stages, head) if head else (layers / stages,) * stages
-    own = [[sizes[stage] for stage in stages_of(worker, workers, schedule, chunks)] for worker in range(workers)]
-    totals = [sum(parts) for parts in own]
+    own = [
+        [sizes[stage] for stage in stages_of(worker, workers, schedule, stages_per_worker)] for worker in range(workers)
+    ]
+    totals = [sum(stage_sizes) for stage_sizes in own]
+
+    def live_layers(worker: int) -> float:
+        live = live_microbatches(worker, workers, microbatches, schedule, stages_per_worker)
+        if isinstance(live, tuple):
+            return sum(size * times for size, times in zip(own[worker], live, strict=True))
+        return live * totals[worker] / stages_per_worker
+
     return tuple(
         PipelineWorker(
             layers=totals[worker],
-            held=_held_layers(own[worker], parts_held(worker, workers, microbatches, schedule, chunks)),
-            first=own[worker][0],
-            parts=chunks,
-            words=worker == 0,
+            live_layers=live_layers(worker),
+            finished_layers=own[worker][0],
+            stages=stages_per_worker,
+            embedding=worker == 0,
+            # In a V the first worker also has the last stage.
             head=worker == (0 if schedule == "zero_bubble_v" else workers - 1),
-            losses=microbatches - 1 if schedule == "gpipe" else 0,
+            live_losses=microbatches - 1 if schedule == "gpipe" else 0,
             pending=min(worker, microbatches - 1) if schedule == "zero_bubble" else 0,
         )
         for worker in dict.fromkeys((0, totals.index(max(totals)), workers - 1))
     )
 
 
-def stages_of(worker: int, workers: int, schedule: ScheduleName, chunks: int) -> tuple[int, ...]:
-    """The numbers of a worker's stages, ascending."""
+def stages_of(worker: int, workers: int, schedule: ScheduleName, stages_per_worker: int) -> tuple[int, ...]:
+    """The indices of a worker's stages, ascending."""
     if schedule == "zero_bubble_v":
         return worker, 2 * workers - 1 - worker
-    return tuple(range(worker, workers * chunks, workers))
+    return tuple(range(worker, workers * stages_per_worker, workers))
 
 
-def parts_held(
-    worker: int, workers: int, microbatches: int, schedule: ScheduleName, chunks: int
+def live_microbatches(
+    worker: int, workers: int, microbatches: int, schedule: ScheduleName, stages_per_worker: int
 ) -> int | tuple[int, int]:
-    """Of how many microbatches and parts a worker holds activations at once, at most; of a V those of each part.
+    """The largest number of microbatches whose activations a worker holds at once, summed over its stages.
 
-    Those whose gradients of weights are still to come count: torch keeps all that is needed until then.
+    A V gives one number per stage. Microbatches whose weight gradients are outstanding count: torch keeps all that is
+    needed for them. A test replays the schedules of ``torch.distributed.pipelining``.
     """
-    together = microbatches // max(1, microbatches // workers)  # microbatches that a part takes before the next
+    round_size = microbatches // max(1, microbatches // workers)  # microbatches that a stage takes before the next
     if schedule == "gpipe":
         return microbatches
     if schedule == "1f1b":
         return min(microbatches, workers - worker)
     if schedule == "zero_bubble_v":
         return min(microbatches, 2 * workers - 1 - worker), min(microbatches, worker + 1)
-    # Korthikanti et al. 2022, section 4.2.3: of L/p layers a worker 1 + (p - 1)/(p m) times p are held by the first.
+    # Korthikanti et al. 2022, section 4.2.3: the first worker holds L/p (1 + (p - 1)/(p m)) p layers.
     ahead = 2 * (workers - 1 - worker) + 1 if schedule == "interleaved" else workers
-    return min(chunks * microbatches, (chunks - 1) * together + ahead)
-
-
-def _held_layers(parts: list[float], held: int | tuple[int, int]) -> float:
-    if isinstance(held, tuple):
-        return sum(size * times for size, times in zip(parts, held, strict=True))
-    return held * sum(parts) / len(parts)
+    return min(stages_per_worker * microbatches, (stages_per_worker - 1) * round_size + ahead)

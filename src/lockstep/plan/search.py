@@ -1,89 +1,94 @@
-"""All layouts of a model on a number of devices: which divide, which fit, and in which order of predicted step time."""
+"""Finds the layouts that divide a model and fit in memory, and ranks them by predicted step time.
+
+``plan`` is the function for users; ``search`` takes everything explicitly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 from lockstep.errors import ConfigError
 from lockstep.plan.cost import Prediction, predict
 from lockstep.plan.hardware import GIB, LINKS, DeviceKind, Network, device_kind
 from lockstep.plan.layout import (
-    RECOMPUTES,
+    CHECKPOINTING,
     SCHEDULES,
+    CheckpointingName,
     Layout,
-    RecomputeName,
     ScheduleName,
-    why_not,
+    check_choice,
+    why_indivisible,
 )
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import Model, ModelShape, divisors, one_of, shape_of
 from lockstep.plan.software import Software, precision_named
 
-_MOST_ROWS = 32
-_HARDLY = 0.01
-# How many times more devices are tried where nothing fits, to be able to say what would.
+_MAX_MICROBATCH = 32
+_NEGLIGIBLE = 0.01
+# Multiples of the devices to try if nothing fits, to be able to say what would.
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a search is free to choose; a degree that is given is kept.
+    """What a search may choose. A degree that is given is fixed.
 
     Args:
-        data: copies of the model.
-        pipeline: stages.
-        tensor: devices that share each layer.
-        rows: lines in a microbatch.
-        schedules: orders of microbatches to try.
-        recomputes: recomputations of activations to try.
-        shard_optimizer: whether to try a sharded optimizer, a whole one, or both.
-        shard_parameters: the same for sharded weights, gradients and state.
-        sequence_parallel: the same for sequence parallelism.
+        data: number of copies of the model.
+        pipeline: number of workers that divide the layers.
+        tensor: number of devices that divide each layer.
+        microbatch_size: sequences in a microbatch.
+        schedules: pipeline schedules to try.
+        activation_checkpointing: kinds of activation checkpointing to try.
+        shard_optimizer: whether to try a sharded optimizer, an unsharded one, or both.
+        shard_parameters: likewise for sharded weights, gradients and state.
+        sequence_parallel: likewise for sequence parallelism.
     """
 
     data: int | None = None
     pipeline: int | None = None
     tensor: int | None = None
-    rows: int | None = None
+    microbatch_size: int | None = None
     schedules: tuple[ScheduleName, ...] = SCHEDULES
-    recomputes: tuple[RecomputeName, ...] = RECOMPUTES
+    activation_checkpointing: tuple[CheckpointingName, ...] = CHECKPOINTING
     shard_optimizer: tuple[bool, ...] = (False, True)
     shard_parameters: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
-        for name, known in (("schedules", SCHEDULES), ("recomputes", RECOMPUTES)):
-            for value in getattr(self, name):
-                if value not in known:
-                    raise ConfigError(f"{name[:-1]}={value!r} was given; choose one of {', '.join(known)}")
-        for name in ("data", "pipeline", "tensor", "rows"):
+        for schedule in self.schedules:
+            check_choice("schedule", schedule, SCHEDULES)
+        for checkpointing in self.activation_checkpointing:
+            check_choice("activation_checkpointing", checkpointing, CHECKPOINTING)
+        for name in ("data", "pipeline", "tensor", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} was given, expected at least 1")
 
     @property
-    def any_degrees(self) -> Choices:
-        """The same with all degrees free."""
-        return replace(self, data=None, pipeline=None, tensor=None)
+    def degrees(self) -> dict[str, int]:
+        """The degrees that are fixed, by name."""
+        return {name: value for name in ("data", "pipeline", "tensor") if (value := getattr(self, name)) is not None}
 
 
 LOCKSTEP = Choices()
-"""What ``ls.ParallelStrategy`` does so far; a test holds it to that."""
+"""What ``ls.ParallelStrategy`` can do; a test compares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a search is about.
+    """The input of a search.
 
     Args:
         shape: the model.
-        devices: how many there are.
-        device: of what kind.
-        network: how they are joined.
-        batch: lines in the global batch.
-        software: what is assumed of the program.
+        devices: number of devices.
+        device: their kind.
+        network: how they are connected.
+        batch: sequences in the global batch.
+        software: assumptions about the training program.
     """
 
     shape: ModelShape
@@ -100,13 +105,28 @@ class Setting:
 
     @property
     def usable_memory(self) -> float:
-        """Bytes of a device that tensors can have."""
+        """Bytes of a device that tensors can use."""
         return self.device.memory * self.software.constants.usable_memory
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Predicts a layout's step."""
+        return predict(self.shape, layout, device=self.device, network=self.network, software=self.software)
+
+    def memory(self, layout: Layout) -> float:
+        """Peak memory of a layout, in bytes."""
+        return estimate_memory(self.shape, layout, self.software).total
+
+    def why_indivisible(self, data: int, pipeline: int, tensor: int) -> str | None:
+        """Why three degrees do not divide the model and the batch; None if they do."""
+        even = not self.software.balanced_stages
+        return why_indivisible(
+            self.shape, data=data, pipeline=pipeline, tensor=tensor, batch=self.batch, even_stages=even
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Degrees that were refused, and why: what they do not divide and what would, or the memory that they need."""
+class Infeasible:
+    """Degrees without a feasible layout, and why: what they do not divide and what would, or the memory they need."""
 
     data: int
     pipeline: int
@@ -116,223 +136,38 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a search found.
+    """The result of a search.
 
     Args:
-        setting: what it was about.
-        ranked: every layout that fits, the fastest first.
-        refused: degrees of which none fits.
-        tried: layouts that were looked at.
+        setting: the input.
+        ranked: every layout that fits, fastest first.
+        infeasible: degrees without a layout that fits.
+        tried: number of layouts that were tried.
     """
 
     setting: Setting
     ranked: tuple[Prediction, ...]
-    refused: tuple[Refusal, ...]
+    infeasible: tuple[Infeasible, ...]
     tried: int
 
     @property
     def best(self) -> Prediction:
-        """The fastest; a plainer one that is hardly slower is preferred, as in ``best_of_each``."""
+        """The first of ``best_of_each``."""
         return self.best_of_each[0]
 
     @cached_property
     def best_of_each(self) -> tuple[Prediction, ...]:
-        """The fastest of each (data, pipeline, tensor), the fastest first.
+        """The best layout of each (data, pipeline, tensor), fastest first.
 
-        Of those within 1% of it, which is less than a prediction can tell apart, the one with the fewest options.
+        It is the one with the fewest options of those within 1% of the fastest, which predictions cannot tell apart.
         """
         groups: dict[tuple[int, int, int], list[Prediction]] = {}
         for prediction in self.ranked:
-            layout = prediction.layout
-            group = groups.setdefault((layout.data, layout.pipeline, layout.tensor), [])
-            if not group or prediction.step_s <= group[0].step_s * (1 + _HARDLY):
+            group = groups.setdefault(prediction.layout.degrees, [])
+            if not group or prediction.step_s <= group[0].step_s * (1 + _NEGLIGIBLE):
                 group.append(prediction)
         plainest = (min(group, key=lambda p: (p.layout.options, p.step_s)) for group in groups.values())
         return tuple(sorted(plainest, key=lambda prediction: prediction.step_s))
-
-
-def search(setting: Setting, choices: Choices = Choices()) -> Plan:
-    """Ranks all layouts by predicted step time. Pure, and instant: thousands in less than a second.
-
-    Raises:
-        ConfigError: no layout divides the model and the batch, or none fits in memory; the message names what would.
-    """
-    ranked: list[Prediction] = []
-    refused: list[Refusal] = []
-    tried, smallest = 0, float("inf")
-    for data, pipeline, tensor in _degrees(setting.devices, choices):
-        reason = _why_not(setting, data, pipeline, tensor)
-        fits: list[Prediction] = []
-        least = float("inf")
-        if reason is None:
-            for layout in _variants(setting, choices, data, pipeline, tensor):
-                tried += 1
-                needed = _needed(setting, layout)
-                least = min(least, needed)
-                if needed <= setting.usable_memory:
-                    fits.append(_predict(setting, layout))
-            smallest = min(smallest, least)
-            reason = _too_large(setting, least)
-        ranked += fits
-        if not fits:
-            refused.append(Refusal(data=data, pipeline=pipeline, tensor=tensor, reason=reason))
-    if not ranked:
-        raise ConfigError(_nothing(setting, choices, refused, smallest))
-    ranked.sort(key=lambda prediction: (prediction.step_s, prediction.memory.total))
-    return Plan(setting=setting, ranked=tuple(ranked), refused=tuple(refused), tried=tried)
-
-
-def _predict(setting: Setting, layout: Layout) -> Prediction:
-    return predict(setting.shape, layout, device=setting.device, network=setting.network, software=setting.software)
-
-
-def _why_not(setting: Setting, data: int, pipeline: int, tensor: int) -> str | None:
-    even = not setting.software.balanced_stages
-    return why_not(setting.shape, data=data, pipeline=pipeline, tensor=tensor, batch=setting.batch, even_stages=even)
-
-
-def _degrees(devices: int, choices: Choices) -> Iterator[tuple[int, int, int]]:
-    """All (data, pipeline, tensor) that multiply to ``devices`` and agree with what was given.
-
-    Raises:
-        ConfigError: none do.
-    """
-    given = {name: value for name in ("data", "pipeline", "tensor") if (value := getattr(choices, name))}
-    for name, value in given.items():
-        if devices % value:
-            raise ConfigError(f"{name}={value} does not divide devices={devices}; choose {one_of(divisors(devices))}")
-    found = [
-        (devices // pipeline // tensor, pipeline, tensor)
-        for tensor in divisors(devices)
-        for pipeline in divisors(devices // tensor)
-    ]
-    kept = [
-        degrees
-        for degrees in found
-        if all(
-            given.get(name, value) == value for name, value in zip(("data", "pipeline", "tensor"), degrees, strict=True)
-        )
-    ]
-    if not kept:
-        words = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise ConfigError(f"{words} do not multiply to devices={devices}; leave one of them out")
-    yield from kept
-
-
-def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tensor: int) -> Iterator[Layout]:
-    """Every layout of three degrees that divide."""
-    software = setting.software
-    # Where scores of attention never reach memory there are none to compute again.
-    recomputes = [r for r in choices.recomputes if not (r == "selective" and software.fused_attention)]
-    shards = _shards(data, choices)
-    sequences = [s for s in choices.sequence_parallel if tensor > 1 or not s] or [False]
-    for rows, microbatches in _microbatches(setting.batch // data, pipeline, choices):
-        for schedule, chunks in _schedules(setting, pipeline, microbatches, choices):
-            for recompute in recomputes:
-                # Each gradient that weights have later would have its layer computed again.
-                if recompute == "full" and schedule in ("zero_bubble", "zero_bubble_v"):
-                    continue
-                for shard_optimizer, shard_parameters in shards:
-                    for sequence in sequences:
-                        yield Layout(
-                            data=data,
-                            pipeline=pipeline,
-                            tensor=tensor,
-                            rows=rows,
-                            microbatches=microbatches,
-                            schedule=schedule,
-                            chunks=chunks,
-                            recompute=recompute,
-                            shard_optimizer=shard_optimizer,
-                            shard_parameters=shard_parameters,
-                            sequence_parallel=sequence,
-                        )
-
-
-def _shards(data: int, choices: Choices) -> list[tuple[bool, bool]]:
-    """(the optimizer's state alone, weights and all): what copies divide among them, of which one is enough."""
-    return [
-        (optimizer, parameters)
-        for optimizer in choices.shard_optimizer
-        for parameters in choices.shard_parameters
-        if not (optimizer and parameters) and (data > 1 or not (optimizer or parameters))
-    ] or [(False, False)]
-
-
-def _microbatches(rows: int, pipeline: int, choices: Choices) -> list[tuple[int, int]]:
-    """(lines in a microbatch, microbatches) of a copy's ``rows`` lines; fewer than stages would keep some waiting."""
-    wanted = [n for n in divisors(rows) if n <= _MOST_ROWS] if choices.rows is None else [choices.rows]
-    return [(n, rows // n) for n in wanted if rows % n == 0 and rows // n >= pipeline]
-
-
-def _schedules(
-    setting: Setting, pipeline: int, microbatches: int, choices: Choices
-) -> Iterator[tuple[ScheduleName, int]]:
-    """(schedule, parts of a worker); a single stage has no schedule."""
-    if pipeline == 1:
-        yield "1f1b", 1
-        return
-    layers = setting.shape.layers
-    parts = [n for n in divisors(layers // pipeline) if n > 1]
-    two = [2] if layers >= 2 * pipeline and (setting.software.balanced_stages or 2 in parts) else []
-    rounds = {
-        # Interleaving takes microbatches in groups of as many as there are stages; torch's zero-bubble in equal ones.
-        "interleaved": parts if microbatches % pipeline == 0 else [],
-        "zero_bubble": [1, *two] if microbatches % (microbatches // pipeline) == 0 else [],
-        "zero_bubble_v": two,
-    }
-    for schedule in choices.schedules:
-        yield from ((schedule, part) for part in rounds.get(schedule, [1]))
-
-
-def _too_large(setting: Setting, least: float) -> str:
-    if least == float("inf"):
-        return "the batch does not give each copy as many microbatches as stages; give more lines or take fewer stages"
-    return f"needs {least / GIB:,.1f} GiB a device, expected at most {setting.usable_memory / GIB:,.1f}"
-
-
-def _nothing(setting: Setting, choices: Choices, refused: list[Refusal], smallest: float) -> str:
-    """One line for a search that found nothing."""
-    if smallest == float("inf"):
-        # What fails for want of microbatches is nearer to working than what does not divide.
-        nearest = next((refusal for refusal in refused if refusal.reason.startswith("the batch")), refused[-1])
-        several = f"none of {len(refused)} layouts divides the model and the batch, such as: "
-        return (several if len(refused) > 1 else "") + nearest.reason
-    advice = _what_would_fit(setting, choices)
-    return (
-        f"no layout of {setting.shape.name} on {setting.devices} x {setting.device.name} fits: the smallest needs"
-        f" {smallest / GIB:,.1f} GiB a device, expected at most {setting.usable_memory / GIB:,.1f}; {advice}"
-    )
-
-
-def _what_would_fit(setting: Setting, choices: Choices) -> str:
-    """Other degrees where some were given, or else more devices."""
-    free = choices.any_degrees
-    if choices != free:
-        try:
-            other = search(setting, free).best.layout
-        except ConfigError:
-            return "nor does any other; take more devices, or devices with more memory"
-        recompute = "" if other.recompute == "none" else f", recompute={other.recompute!r}"
-        return f"data={other.data}, pipeline={other.pipeline}, tensor={other.tensor}{recompute} does"
-    more = _devices_that_fit(setting, choices)
-    return f"take {more} devices" if more else "take devices with more memory"
-
-
-def _devices_that_fit(setting: Setting, choices: Choices) -> int | None:
-    """The first multiple of the devices on which some layout fits, of those that take the least memory."""
-    for times in _MORE_DEVICES:
-        larger = replace(setting, devices=setting.devices * times)
-        for data, pipeline, tensor in _degrees(larger.devices, choices):
-            if _why_not(setting, data, pipeline, tensor) is None:
-                variants = _variants(larger, replace(choices, rows=1), data, pipeline, tensor)
-                if any(_needed(larger, layout) <= larger.usable_memory for layout in variants):
-                    return larger.devices
-    return None
-
-
-def _needed(setting: Setting, layout: Layout) -> float:
-    return estimate_memory(setting.shape, layout, setting.software).total
 
 
 def plan(
@@ -343,22 +178,21 @@ def plan(
     batch: int,
     network: Network | None = None,
     software: Software | None = None,
-    choices: Choices | None = None,
+    choices: Choices = LOCKSTEP,
 ) -> Plan:
-    """Ranks the ways of training ``model`` on ``devices`` devices by predicted step time. Pure; no device is touched.
+    """Ranks the layouts for training ``model`` on ``devices`` devices by predicted step time. No device is needed.
 
     Args:
-        model: see ``shape_of``; another sequence length is ``shape_of(model, sequence=...)``.
-        devices: how many there are.
-        kind: a name of the table of devices, such as "a100-80gb", or figures of one's own.
-        batch: lines in the global batch.
-        network: how devices are joined; by default as such devices usually are.
-        software: what is assumed of the program; by default Lockstep's own, in the half precision that the device has.
-        choices: what is given and what is free; by default all that ``ls.ParallelStrategy`` does so far, and with
-            ``Choices()`` all that can be predicted.
+        model: see ``shape_of``; for another sequence length pass ``shape_of(model, sequence=...)``.
+        devices: number of devices.
+        kind: name of a known device, such as "a100-80gb", or its figures.
+        batch: sequences in the global batch.
+        network: how devices are connected; by default as usual for such devices.
+        software: assumptions about the training program; by default Lockstep, in the device's half precision.
+        choices: what is fixed and what is free; by default all that ``ls.ParallelStrategy`` can do.
 
     Returns:
-        Every layout that fits in memory, the fastest first, and why the others do not.
+        Every layout that fits in memory, fastest first, and why the others do not.
 
     Raises:
         ConfigError: no layout divides the model or fits; the message names what would.
@@ -376,21 +210,168 @@ def plan(
         batch=batch,
         software=software or usual_software(device),
     )
-    return search(setting, choices or LOCKSTEP)
+    return search(setting, choices)
 
 
 def usual_network(device: DeviceKind, devices: int) -> Network:
-    """The links that hosts of such devices usually have."""
-    return Network(
-        inside=LINKS[device.inside],
-        between=LINKS[device.between],
-        per_host=min(device.per_host, devices),
-    )
+    """The links of a usual host with such devices."""
+    per_host = min(device.per_host, devices)
+    return Network(inside=LINKS[device.inside], between=LINKS[device.between], per_host=per_host)
 
 
 def usual_software(device: DeviceKind) -> Software:
-    """Lockstep itself, in bf16 where the device has it, else in fp16; a CPU computes in float32."""
-    if device.name == "cpu":
-        return Software(precision=precision_named("fp32"))
+    """Lockstep in bf16 if the device has it, else in fp16; in float32 on a CPU."""
     half = "bf16" if "bf16" in device.peak_tflops else "fp16"
-    return replace(Software(), precision=precision_named(half))
+    return Software(precision=precision_named("fp32" if device.name == "cpu" else half))
+
+
+def search(setting: Setting, choices: Choices = LOCKSTEP) -> Plan:
+    """Ranks all layouts by predicted step time: thousands in less than a second.
+
+    Raises:
+        ConfigError: no layout divides the model and the batch, or none fits in memory; the message names what would.
+    """
+    ranked: list[Prediction] = []
+    infeasible: list[Infeasible] = []
+    tried, smallest = 0, float("inf")
+    for data, pipeline, tensor in _degrees(setting.devices, choices):
+        reason = setting.why_indivisible(data, pipeline, tensor)
+        fits: list[Prediction] = []
+        if reason is None:
+            least = float("inf")
+            for layout in _variants(setting, choices, data, pipeline, tensor):
+                tried += 1
+                memory = setting.memory(layout)
+                least = min(least, memory)
+                if memory <= setting.usable_memory:
+                    fits.append(setting.predict(layout))
+            smallest = min(smallest, least)
+            reason = _too_large(setting, least)
+        ranked += fits
+        if not fits:
+            infeasible.append(Infeasible(data=data, pipeline=pipeline, tensor=tensor, reason=reason))
+    if not ranked:
+        raise ConfigError(_nothing_fits(setting, choices, infeasible, smallest))
+    ranked.sort(key=lambda prediction: (prediction.step_s, prediction.memory.total))
+    return Plan(setting=setting, ranked=tuple(ranked), infeasible=tuple(infeasible), tried=tried)
+
+
+def _degrees(devices: int, choices: Choices) -> list[tuple[int, int, int]]:
+    """All (data, pipeline, tensor) whose product is ``devices`` and that agree with what is fixed."""
+    for name, value in choices.degrees.items():
+        if devices % value:
+            raise ConfigError(f"{name}={value} does not divide devices={devices}; choose {one_of(divisors(devices))}")
+    found = []
+    for tensor in divisors(devices):
+        for pipeline in divisors(devices // tensor):
+            data = devices // pipeline // tensor
+            if choices.degrees.items() <= {"data": data, "pipeline": pipeline, "tensor": tensor}.items():
+                found.append((data, pipeline, tensor))
+    if not found:
+        given = ", ".join(f"{name}={value}" for name, value in choices.degrees.items())
+        raise ConfigError(f"{given} do not multiply to devices={devices}; leave one of them out")
+    return found
+
+
+def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tensor: int) -> Iterator[Layout]:
+    """Every layout of three degrees that divide the model."""
+    # Fused attention has no scores to recompute.
+    fused = setting.software.fused_attention
+    checkpointing = [kind for kind in choices.activation_checkpointing if not (fused and kind == "selective")]
+    # The copies divide the optimizer state alone, or weights and all.
+    shards = [
+        (optimizer, parameters)
+        for optimizer, parameters in product(choices.shard_optimizer, choices.shard_parameters)
+        if not (optimizer and parameters) and (data > 1 or not (optimizer or parameters))
+    ] or [(False, False)]
+    sequences = [value for value in choices.sequence_parallel if tensor > 1 or not value] or [False]
+    for microbatch_size, microbatches in _microbatches(setting.batch // data, pipeline, choices):
+        for schedule, stages in _schedules(setting, pipeline, microbatches, choices):
+            for kind, (optimizer, parameters), sequence in product(checkpointing, shards, sequences):
+                # A split backward pass would recompute the layer again for each weight gradient.
+                if kind == "full" and schedule in ("zero_bubble", "zero_bubble_v"):
+                    continue
+                yield Layout(
+                    data=data,
+                    pipeline=pipeline,
+                    tensor=tensor,
+                    microbatch_size=microbatch_size,
+                    microbatches=microbatches,
+                    schedule=schedule,
+                    stages_per_worker=stages,
+                    activation_checkpointing=kind,
+                    shard_optimizer=optimizer,
+                    shard_parameters=parameters,
+                    sequence_parallel=sequence,
+                )
+
+
+def _microbatches(shard: int, pipeline: int, choices: Choices) -> list[tuple[int, int]]:
+    """(microbatch size, microbatches) of a copy's shard of the batch, with at least one microbatch per stage."""
+    fixed = choices.microbatch_size
+    sizes = [n for n in divisors(shard) if n <= _MAX_MICROBATCH] if fixed is None else [fixed]
+    return [(n, shard // n) for n in sizes if shard % n == 0 and shard // n >= pipeline]
+
+
+def _schedules(
+    setting: Setting, pipeline: int, microbatches: int, choices: Choices
+) -> Iterator[tuple[ScheduleName, int]]:
+    """(schedule, stages per worker)."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    layers = setting.shape.layers
+    several = [n for n in divisors(layers // pipeline) if n > 1]
+    two = [2] if layers >= 2 * pipeline and (setting.software.balanced_stages or 2 in several) else []
+    stages = {
+        # Interleaving takes microbatches in groups of as many as there are workers; torch's zero-bubble in equal ones.
+        "interleaved": several if microbatches % pipeline == 0 else [],
+        "zero_bubble": [1, *two] if microbatches % (microbatches // pipeline) == 0 else [],
+        "zero_bubble_v": two,
+    }
+    for schedule in choices.schedules:
+        yield from ((schedule, number) for number in stages.get(schedule, [1]))
+
+
+# Messages for what is infeasible.
+
+
+def _too_large(setting: Setting, least: float) -> str:
+    if least == float("inf"):
+        return (
+            "the batch does not give each copy as many microbatches as stages; give more sequences or take fewer stages"
+        )
+    return f"needs {least / GIB:,.1f} GiB a device, expected at most {setting.usable_memory / GIB:,.1f}"
+
+
+def _nothing_fits(setting: Setting, choices: Choices, infeasible: list[Infeasible], smallest: float) -> str:
+    if smallest == float("inf"):
+        # Too few microbatches is nearer to a solution than what does not divide.
+        nearest = next((each for each in infeasible if each.reason.startswith("the batch")), infeasible[-1])
+        several = f"none of {len(infeasible)} layouts divides the model and the batch, such as: "
+        return (several if len(infeasible) > 1 else "") + nearest.reason
+    return (
+        f"no layout of {setting.shape.name} on {setting.devices} x {setting.device.name} fits: the smallest needs"
+        f" {smallest / GIB:,.1f} GiB a device, expected at most {setting.usable_memory / GIB:,.1f};"
+        f" {_what_would_fit(setting, choices)}"
+    )
+
+
+def _what_would_fit(setting: Setting, choices: Choices) -> str:
+    """Other degrees if some were fixed, or else more devices."""
+    if choices.degrees:
+        try:
+            other = search(setting, replace(choices, data=None, pipeline=None, tensor=None)).best.layout
+        except ConfigError:
+            return "nor does any other; take more devices, or devices with more memory"
+        kind = other.activation_checkpointing
+        checkpointing = "" if kind == "none" else f", activation_checkpointing={kind!r}"
+        return f"data={other.data}, pipeline={other.pipeline}, tensor={other.tensor}{checkpointing} does"
+    for times in _MORE_DEVICES:
+        larger = replace(setting, devices=setting.devices * times)
+        for degrees in _degrees(larger.devices, choices):
+            if larger.why_indivisible(*degrees) is None:
+                smallest = _variants(larger, replace(choices, microbatch_size=1), *degrees)
+                if any(larger.memory(layout) <= larger.usable_memory for layout in smallest):
+                    return f"take {larger.devices} devices"
+    return "take devices with more memory"

@@ -1,4 +1,4 @@
-"""From what people have in hand to a ModelShape: sizes, a recipe's config, a transformers config, a folder, a name."""
+"""The sizes of a transformer as numbers, and how to get them: from a name, a folder, a config, or sizes as text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What the program of a layer keeps for its backward pass, counted in values as wide as a token or its inner part.
+class SavedActivations:
+    """What autograd saves of a layer, in units of a token's hidden vector or of its feed-forward vector.
 
-    The defaults are those of fused programs (Megatron-LM's, by Korthikanti et al. 2022). Where a norm or an activation
-    is written as several operations, each keeps its own values.
+    The defaults are those of fused programs (Megatron-LM's, by Korthikanti et al. 2022). A norm or an activation that
+    is written as several operations saves more.
 
     Args:
-        norms: values as wide as a token that norms keep, in the format of the residual stream.
-        projections: products that take a norm's output; under autocast each keeps a copy of its own.
-        inner: values as wide as the feed-forward part.
-        masks: bytes of dropout masks for each value of a token.
+        norms: hidden vectors that norms save, in the format of the residual stream.
+        projections: products that take a norm's output; under autocast each saves its own cast copy.
+        inner: feed-forward vectors.
+        masks: bytes of dropout masks per value of a hidden vector.
     """
 
     norms: int = 2
@@ -34,26 +34,26 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A stack of equal transformer layers between an embedding and a head that is as wide as the vocabulary.
+    """A stack of equal transformer layers between an embedding and a head over the vocabulary.
 
-    GPT-2, BERT and Llama are such stacks; what differs between them are the fields after ``sequence``.
+    GPT-2, BERT and Llama are such stacks; the fields after ``sequence`` tell them apart.
 
     Args:
-        name: what it is called in tables and messages.
-        layers: transformer layers.
-        hidden: width of a token's vector.
-        heads: attention heads; divides ``hidden``.
-        feed_forward: width inside a layer's feed-forward part; 4 times ``hidden`` by default.
-        vocabulary: tokens that have an embedding.
-        sequence: tokens in a line.
-        kv_heads: heads of keys and values, where they are fewer (grouped queries); ``heads`` by default.
-        gated: the feed-forward part has three matrices (SwiGLU) in place of two.
-        biases: matrices have a bias and norms a shift, as in GPT-2 and BERT; Llama has neither.
-        tied: the head multiplies with the word embeddings in place of a matrix of its own.
-        embedding_rows: rows of learned embeddings beside the words', of positions and segments; ``sequence`` by
-            default, 0 for rotary positions.
-        predicted: share of the tokens that the head is asked about; 1 but for masked language models.
-        kept: what a layer keeps for its backward pass.
+        name: name in tables and messages.
+        layers: number of transformer layers.
+        hidden: hidden size.
+        heads: number of attention heads; divides ``hidden``.
+        feed_forward: size of the feed-forward layer; ``4 * hidden`` by default.
+        vocabulary: number of tokens in the vocabulary.
+        sequence: tokens per sequence.
+        kv_heads: number of key and value heads (grouped queries); ``heads`` by default.
+        gated: the feed-forward part has three matrices (SwiGLU) instead of two.
+        biases: matrices have a bias and norms a shift, as in GPT-2 and BERT but not in Llama.
+        tied: the head uses the embedding's weight.
+        embedding_rows: rows of learned position and segment embeddings; ``sequence`` by default, 0 with rotary
+            positions.
+        predicted: fraction of the tokens that the head predicts; below 1 in masked language models.
+        saved: what a layer saves for its backward pass.
 
     Example:
         >>> ModelShape(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024).parameters
@@ -73,77 +73,67 @@ class ModelShape:
     tied: bool = True
     embedding_rows: int = -1
     predicted: float = 1.0
-    kept: Kept = field(default_factory=Kept)
+    saved: SavedActivations = field(default_factory=SavedActivations)
 
     def __post_init__(self) -> None:
-        # A size that follows from others is written in once, so that two equal models compare equal.
-        for name, value in (
-            ("feed_forward", 4 * self.hidden),
-            ("kv_heads", self.heads),
-        ):
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
+        # Defaults that follow from other sizes are filled in, so that equal models compare equal.
+        object.__setattr__(self, "feed_forward", self.feed_forward or 4 * self.hidden)
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         if self.embedding_rows < 0:
             object.__setattr__(self, "embedding_rows", self.sequence)
         for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "sequence", "kv_heads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; see ModelShape")
-        self._check_heads()
-        if not 0 < self.predicted <= 1:
-            raise ConfigError(f"predicted={self.predicted} was given, expected a share above 0 and at most 1")
-
-    def _check_heads(self) -> None:
         for name, whole, part in (("heads", "hidden", self.heads), ("kv_heads", "heads", self.kv_heads)):
             size = getattr(self, whole)
             if size % part:
                 raise ConfigError(f"{name}={part} does not divide {whole}={size}; choose {one_of(divisors(size))}")
+        if not 0 < self.predicted <= 1:
+            raise ConfigError(f"predicted={self.predicted} was given, expected a share above 0 and at most 1")
 
     @property
     def head_width(self) -> int:
+        """Size of one attention head."""
         return self.hidden // self.heads
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values."""
+        """Size of the keys, and of the values, of a token."""
         return self.kv_heads * self.head_width
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of a layer's matrices: four of attention, two or three of the feed-forward part."""
+        attention = 2 * self.hidden * (self.hidden + self.kv_width)
+        return attention + (3 if self.gated else 2) * self.hidden * self.feed_forward
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Of one layer: two norms, four matrices of attention, two or three of the feed-forward part, their biases."""
-        h, f = self.hidden, self.feed_forward
-        attention = 2 * h * h + 2 * h * self.kv_width
-        matrices = attention + (3 if self.gated else 2) * h * f
-        ups = 2 if self.gated else 1
-        shifts = h + 2 * self.kv_width + h + ups * f + h + 2 * h if self.biases else 0
-        return matrices + shifts + 2 * h
+        """Parameters of one layer: the matrices, two norms, and the biases."""
+        h, ups = self.hidden, 2 if self.gated else 1
+        biases = (h + 2 * self.kv_width + h + ups * self.feed_forward + h + 2 * h) if self.biases else 0
+        return self.layer_matrices + biases + 2 * h
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embeddings before the first layer."""
+        """Parameters of the embeddings."""
         return (self.vocabulary + self.embedding_rows) * self.hidden
 
     @property
-    def head_parameters(self) -> int:
-        """Of the last norm and the head's own matrix; a tied head has none."""
-        norm = (2 if self.biases else 1) * self.hidden
-        return norm + (0 if self.tied else self.vocabulary * self.hidden)
+    def final_norm_parameters(self) -> int:
+        """Parameters of the norm before the head."""
+        return (2 if self.biases else 1) * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, each tied one counted once."""
-        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
+        """Parameters of the whole model; tied ones count once."""
+        head = 0 if self.tied else self.vocabulary * self.hidden
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.final_norm_parameters + head
 
     def with_sequence(self, sequence: int) -> ModelShape:
-        """The same model on lines of another length; learned positions grow with it where they were as many."""
+        """The same model with another sequence length; learned positions grow with it if there was one per token."""
         rows = sequence if self.embedding_rows == self.sequence else self.embedding_rows
         return replace(self, sequence=sequence, embedding_rows=rows)
-
-
-# What transformers' modules keep, counted in them: a test counts again.
-BERT_KEPT = Kept(projections=4)
-# GPT-2's own approximation of GELU is eight operations.
-GPT2_KEPT = Kept(inner=5)
-LLAMA_KEPT = Kept(norms=4, projections=5, inner=4, masks=0)
 
 
 def divisors(number: int) -> list[int]:
@@ -156,20 +146,19 @@ def one_of(choices: list[int], most: int = 12) -> str:
     """``1, 2, 4 or 8``; the middle of a long list is left out."""
     if len(choices) > most:
         return f"{', '.join(map(str, choices[: most - 1]))} ... or {choices[-1]}"
-    if len(choices) == 1:
-        return str(choices[0])
-    return f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+    *rest, last = map(str, choices)
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
-def size_fields() -> tuple[str, ...]:
-    """The names of the fields that are whole numbers or switches, for messages."""
-    return tuple(entry.name for entry in fields(ModelShape) if entry.name not in ("name", "predicted", "kept"))
+# What transformers' modules save; a test counts it.
+BERT_SAVED = SavedActivations(projections=4)
+GPT2_SAVED = SavedActivations(inner=5)  # GPT-2's own approximation of GELU is eight operations
+LLAMA_SAVED = SavedActivations(norms=4, projections=5, inner=4, masks=0)
 
-
-_gpt2 = partial(ModelShape, vocabulary=50257, sequence=1024, kept=GPT2_KEPT)
-# As trained: 15% of the tokens are asked about; two rows of segments beside the positions.
-_bert = partial(ModelShape, vocabulary=30522, sequence=512, embedding_rows=514, predicted=0.15, kept=BERT_KEPT)
-_llama: Any = partial(ModelShape, gated=True, biases=False, tied=False, embedding_rows=0, kept=LLAMA_KEPT)
+_gpt2 = partial(ModelShape, vocabulary=50257, sequence=1024, saved=GPT2_SAVED)
+# 15% of the tokens are predicted; two segment embeddings beside the positions.
+_bert = partial(ModelShape, vocabulary=30522, sequence=512, embedding_rows=514, predicted=0.15, saved=BERT_SAVED)
+_llama: Any = partial(ModelShape, gated=True, biases=False, tied=False, embedding_rows=0, saved=LLAMA_SAVED)
 _llama2 = partial(_llama, vocabulary=32000, sequence=4096)
 _llama3 = partial(_llama, vocabulary=128256, sequence=8192, kv_heads=8)
 _megatron = partial(ModelShape, vocabulary=51200, sequence=2048)
@@ -209,10 +198,10 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
 
 
 def known_shape(name: str) -> ModelShape:
-    """The model called ``name``, in any case, with or without the owner before it.
+    """The model called ``name``, in any case, with or without an owner before it.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: the name is unknown.
     """
     short = name.rpartition("/")[2].lower().removesuffix("-uncased").removesuffix("-cased").removesuffix("-hf")
     if short not in KNOWN_SHAPES:
@@ -223,73 +212,72 @@ def known_shape(name: str) -> ModelShape:
     return KNOWN_SHAPES[short]
 
 
-@runtime_checkable
-class SizedConfig(Protocol):
-    """A recipe's config that speaks of a transformer, such as ``MlmConfig``."""
+class RecipeConfig(Protocol):
+    """The sizes in a recipe's config, such as ``MlmConfig``."""
 
     @property
     def layers(self) -> int: ...
-
     @property
     def hidden(self) -> int: ...
-
     @property
     def heads(self) -> int: ...
-
     @property
     def feed_forward(self) -> int: ...
-
     @property
     def vocabulary(self) -> int: ...
-
     @property
     def sequence_length(self) -> int: ...
-
     @property
     def max_masked(self) -> int: ...
 
 
 @runtime_checkable
 class TransformersConfig(Protocol):
-    """What is asked of a transformers ``PretrainedConfig``."""
+    """The part of transformers' ``PretrainedConfig`` that is used."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
-Model = ModelShape | SizedConfig | TransformersConfig | Mapping[str, Any] | Path | str
+Model = ModelShape | RecipeConfig | TransformersConfig | Mapping[str, Any] | Path | str
 
 
 def shape_of(model: Model, *, sequence: int | None = None) -> ModelShape:
-    """The sizes of ``model``.
+    """The sizes of ``model``. Nothing is downloaded.
 
     Args:
         model: a ModelShape; the config of the recipe mlm; a transformers config, or its dictionary; a folder with a
-            config.json, or that file; sizes as "layers=24,hidden=2048,heads=16,vocabulary=50257,sequence=1024"; or a
-            name in the table of well-known models. Nothing is downloaded.
-        sequence: tokens in a line; by default the model's longest.
+            config.json, or that file; sizes as "layers=24,hidden=2048,heads=16,vocabulary=50257,sequence=1024"; or the
+            name of a well-known model.
+        sequence: tokens per sequence; by default the longest that the model takes.
 
     Raises:
-        ConfigError: a name that is not known, a folder without a config, or a family of models that is not known.
+        ConfigError: the name or the model family is unknown, or the folder has no config.
     """
-    shape = _shape_of(model)
+    if isinstance(model, ModelShape):
+        shape = model
+    elif isinstance(model, str | Path):
+        shape = _from_sizes(str(model)) if "=" in str(model) else _from_path_or_name(str(model))
+    elif isinstance(model, Mapping):
+        shape = _from_settings(model)
+    elif isinstance(model, TransformersConfig):
+        shape = _from_settings(model.to_dict())
+    else:
+        shape = ModelShape(
+            name="mlm",
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            feed_forward=model.feed_forward,
+            vocabulary=model.vocabulary,
+            sequence=model.sequence_length,
+            embedding_rows=model.sequence_length + 2,
+            predicted=min(1.0, model.max_masked / model.sequence_length),
+            saved=BERT_SAVED,
+        )
     return shape if sequence is None else shape.with_sequence(sequence)
 
 
-def _shape_of(model: Model) -> ModelShape:
-    if isinstance(model, ModelShape):
-        return model
-    if isinstance(model, str | Path):
-        return _named(str(model))
-    if isinstance(model, Mapping):
-        return _from_settings(model)
-    if isinstance(model, TransformersConfig):
-        return _from_settings(model.to_dict())
-    return _from_recipe(model)
-
-
-def _named(name: str) -> ModelShape:
-    if "=" in name:
-        return _from_sizes(name)
+def _from_path_or_name(name: str) -> ModelShape:
     path = Path(name).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -301,13 +289,12 @@ def _named(name: str) -> ModelShape:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)!r} cannot be read as the config of a model ({error}); save it again") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{str(file)!r} holds no settings by name, expected the config.json of a transformers model")
+        raise ConfigError(f"{str(file)!r} is not a JSON object, expected the config.json of a transformers model")
     return _from_settings({"_name_or_path": path.name, **settings})
 
 
 def _from_sizes(text: str) -> ModelShape:
-    """``layers=24,hidden=2048,heads=16,vocabulary=50257,sequence=1024``: whole numbers by the names of a shape."""
-    known = size_fields()
+    known = [entry.name for entry in fields(ModelShape) if entry.name not in ("name", "predicted", "saved")]
     sizes: dict[str, Any] = {}
     for entry in text.split(","):
         name, _, value = entry.strip().partition("=")
@@ -320,22 +307,8 @@ def _from_sizes(text: str) -> ModelShape:
     return ModelShape(name=f"{sizes['layers']} x {sizes['hidden']}", **sizes)
 
 
-def _from_recipe(config: SizedConfig) -> ModelShape:
-    return ModelShape(
-        name="mlm",
-        layers=config.layers,
-        hidden=config.hidden,
-        heads=config.heads,
-        feed_forward=config.feed_forward,
-        vocabulary=config.vocabulary,
-        sequence=config.sequence_length,
-        embedding_rows=config.sequence_length + 2,
-        predicted=min(1.0, config.max_masked / config.sequence_length),
-        kept=BERT_KEPT,
-    )
-
-
 def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
+    """From the dictionary of a transformers config."""
     family = settings.get("model_type")
     if family not in _FAMILIES:
         raise ConfigError(
@@ -349,7 +322,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(f"the config of {name!r} lacks {error}, which a {family} has; give the sizes") from error
 
 
-def _gpt2_of_read(settings: Mapping[str, Any], name: str) -> ModelShape:
+def _from_gpt2(settings: Mapping[str, Any], name: str) -> ModelShape:
     return ModelShape(
         name=name,
         layers=settings["n_layer"],
@@ -358,52 +331,51 @@ def _gpt2_of_read(settings: Mapping[str, Any], name: str) -> ModelShape:
         feed_forward=settings.get("n_inner") or 0,
         vocabulary=settings["vocab_size"],
         sequence=settings["n_positions"],
-        embedding_rows=settings["n_positions"],
         tied=settings.get("tie_word_embeddings", True),
-        kept=GPT2_KEPT if settings.get("activation_function", "gelu_new") == "gelu_new" else Kept(),
+        saved=GPT2_SAVED if settings.get("activation_function", "gelu_new") == "gelu_new" else SavedActivations(),
     )
 
 
-def _bert_of_read(settings: Mapping[str, Any], name: str) -> ModelShape:
+def _common(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "layers": settings["num_hidden_layers"],
+        "hidden": settings["hidden_size"],
+        "heads": settings["num_attention_heads"],
+        "feed_forward": settings["intermediate_size"],
+        "vocabulary": settings["vocab_size"],
+    }
+
+
+def _from_bert(settings: Mapping[str, Any], name: str) -> ModelShape:
     positions = settings["max_position_embeddings"]
     return ModelShape(
-        name=name,
-        layers=settings["num_hidden_layers"],
-        hidden=settings["hidden_size"],
-        heads=settings["num_attention_heads"],
-        feed_forward=settings["intermediate_size"],
-        vocabulary=settings["vocab_size"],
-        # RoBERTa keeps two positions for padding.
-        sequence=positions - positions % 8,
+        **_common(settings, name),
+        sequence=positions - positions % 8,  # RoBERTa keeps two positions for padding
         embedding_rows=positions + settings.get("type_vocab_size", 2),
         predicted=0.15,
-        kept=BERT_KEPT,
+        saved=BERT_SAVED,
     )
 
 
-def _llama_of_read(settings: Mapping[str, Any], name: str) -> ModelShape:
+def _from_llama(settings: Mapping[str, Any], name: str) -> ModelShape:
     return ModelShape(
-        name=name,
-        layers=settings["num_hidden_layers"],
-        hidden=settings["hidden_size"],
-        heads=settings["num_attention_heads"],
+        **_common(settings, name),
         kv_heads=settings.get("num_key_value_heads") or 0,
-        feed_forward=settings["intermediate_size"],
-        vocabulary=settings["vocab_size"],
         sequence=settings["max_position_embeddings"],
         embedding_rows=0,
         gated=True,
         biases=False,
         tied=settings.get("tie_word_embeddings", False),
-        kept=LLAMA_KEPT,
+        saved=LLAMA_SAVED,
     )
 
 
 _FAMILIES: Mapping[str, Callable[[Mapping[str, Any], str], ModelShape]] = {
-    "gpt2": _gpt2_of_read,
-    "bert": _bert_of_read,
-    "roberta": _bert_of_read,
-    "llama": _llama_of_read,
-    "mistral": _llama_of_read,
-    "qwen2": _llama_of_read,
+    "gpt2": _from_gpt2,
+    "bert": _from_bert,
+    "roberta": _from_bert,
+    "llama": _from_llama,
+    "mistral": _from_llama,
+    "qwen2": _from_llama,
 }

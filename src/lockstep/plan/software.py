@@ -1,4 +1,4 @@
-"""What is assumed of the software: number formats, what overlaps, and the one set of constants of all predictions."""
+"""What is assumed of the training program: number formats, what overlaps, and one set of efficiencies."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "mixed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes of everything that a device keeps for a parameter and for a value of the activations.
+    """Bytes per parameter and per activation value.
 
     Args:
-        name: as in ``Model.compile(precision=...)``, or ``mixed`` for half-precision weights beside float32 ones.
-        format: of matrix products.
+        name: as in ``Model.compile(precision=...)``, or ``mixed`` for half-precision weights with float32 copies.
+        format: number format of matrix products.
         weight: bytes of a weight.
         gradient: bytes of a gradient.
-        optimizer: bytes of Adam's two moments, and of a float32 copy of the weight where the weight is shorter.
-        activation: bytes of a value that the forward pass keeps or sends.
-        cast: bytes of the shorter copy of a weight that autocast keeps from forward to backward.
+        optimizer: bytes of Adam's two moments, and of the float32 copy of a half-precision weight.
+        activation: bytes of a value that the forward pass saves or sends.
+        cast: bytes of the half-precision copy of a weight that autocast keeps from forward to backward.
     """
 
     name: PrecisionName
@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def residual(self) -> int:
-        """Bytes of a value between layers: autocast leaves sums and norms in float32."""
+        """Bytes of a value of the residual stream: autocast leaves sums and norms in float32."""
         return 4 if self.cast else self.activation
 
 
@@ -46,7 +46,7 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision(name="fp32", format="fp32", weight=4, gradient=4, optimizer=8, activation=4),
         Precision(name="bf16", format="bf16", weight=4, gradient=4, optimizer=8, activation=2, cast=2),
         Precision(name="fp16", format="fp16", weight=4, gradient=4, optimizer=8, activation=2, cast=2),
-        # ZeRO (arXiv 1910.02054), section 3.1: 2 + 2 + 12 bytes a parameter.
+        # ZeRO (arXiv 1910.02054), section 3.1: 2 + 2 + 12 bytes per parameter.
         Precision(name="mixed", format="fp16", weight=2, gradient=2, optimizer=12, activation=2),
     )
 }
@@ -56,7 +56,7 @@ def precision_named(name: str) -> Precision:
     """The precision called ``name``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     if name not in PRECISIONS:
         raise ConfigError(f"the precision {name!r} is not known; choose one of {', '.join(PRECISIONS)}")
@@ -65,25 +65,23 @@ def precision_named(name: str) -> Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What part of its published figures a device reaches. One set for all models, layouts and devices.
+    """The fraction of its published figures that a device reaches. One set for all models, layouts and devices.
 
-    They are what such devices are seen to reach by themselves, not fitted to the results that predictions are held
-    against.
+    They are measured on such devices, not fitted to the results that predictions are compared with.
 
     Args:
-        matmul: part of the peak rate that a matrix product reaches while it computes; moving its operands is counted
-            beside it, so small and narrow products come out slower. Large half-precision products on an A100 run at
-            250 of 312 TFLOP/s.
-        memory: part of the memory bandwidth that passes over memory reach.
-        passes: part of ``memory`` that a layer's norms, activations and dropout reach; a GPU is bound by memory, a
+        matmul: fraction of the peak rate during a matrix product. Moving the operands is counted separately, so small
+            and narrow products come out slower. Large half-precision products reach 250 of 312 TFLOP/s on an A100.
+        memory: fraction of the memory bandwidth that operations bound by memory reach.
+        passes: fraction of ``memory`` that a layer's norms, activations and dropout reach. A GPU is bound by memory, a
             CPU by their arithmetic and by dropout's random numbers, which --measure times.
-        link: part of a link's bandwidth that collectives reach; eight A100 measure 232 of 300 GB/s (NVIDIA/nccl-tests,
+        link: fraction of a link's bandwidth that collectives reach: 232 of 300 GB/s on eight A100 (NVIDIA/nccl-tests,
             issue 175).
-        launch_us: what an operation costs where it is too small to keep the device busy, in microseconds.
-        start_us: what the start of a collective costs, in microseconds (NCCL, src/graph/tuning.cc, ring, simple).
-        backward_passes: memory passes of the backward over those of the forward.
-        unhidden: part of the gradients' exchange that no backward pass hides: the last bucket has nothing behind it.
-        usable_memory: part of the memory that tensors can have; the rest is for the context, communication buffers
+        launch_us: time of an operation that is too small to keep the device busy, in microseconds.
+        start_us: start-up time of a collective in microseconds (NCCL, src/graph/tuning.cc, ring, simple).
+        backward_passes: memory traffic of the backward pass relative to the forward pass.
+        unhidden: fraction of the gradient exchange that no backward pass overlaps: nothing follows the last bucket.
+        usable_memory: fraction of the memory that tensors can use. The rest holds the context, communication buffers
             and fragments.
     """
 
@@ -108,33 +106,33 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What the program that trains does and does not do; facts about it, not constants to be fitted.
+    """How the training program works. The defaults describe Lockstep.
 
     Args:
         precision: number formats.
-        fused_attention: scores of attention never reach memory (``scaled_dot_product_attention``).
-        overlap_data: gradients are exchanged while the last microbatch is still in its backward pass.
-        overlap_tensor: the backward's exchanges between tensor ranks run beside the products of weight gradients.
-        whole_sums: copies that share the optimizer's state sum whole gradients all the same, as Lockstep's do.
-        split_sends: between stages each tensor rank sends its own part, gathered at the receiver inside the host.
-        balanced_stages: stages have as equal work as whole layers allow, the head counted, in place of equally many
-            layers.
-        keeps_gathered: what a product takes is kept whole for its backward pass where it was gathered along the
-            sequence, as DTensor does; Megatron-LM gathers it again.
-        lasting_buffers: a stage has buffers for every microbatch all the time, as torch's have.
-        turned_gradients: the gradient of the head is there twice while it is made, as with Lockstep's products on a
-            CPU of AMD's with AVX-512.
-        constants: what part of published figures is reached.
+        fused_attention: attention scores stay on the chip (``scaled_dot_product_attention``).
+        overlap_data: the gradient exchange overlaps with the last microbatch's backward pass.
+        overlap_tensor: exchanges between tensor ranks in the backward pass overlap with the weight gradients.
+        zero1_allreduce: with a sharded optimizer, gradients are still all-reduced instead of reduce-scattered.
+        split_sends: each tensor rank sends its part to the next stage, where the parts are gathered inside the host.
+        balanced_stages: stages are as equal in cost as whole layers allow, the head included, instead of having equally
+            many layers.
+        saves_gathered_inputs: with sequence parallelism, the gathered input of a product is saved for its backward
+            pass, as DTensor does; Megatron-LM gathers it again.
+        static_buffers: each stage has permanent receive buffers for every microbatch, as torch's stages have.
+        transposed_head_gradient: the head's gradient exists twice while it is computed, as in Lockstep's matrix
+            products on AMD CPUs with AVX-512.
+        constants: fractions of published figures that are reached.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["bf16"])
     fused_attention: bool = True
     overlap_data: bool = True
     overlap_tensor: bool = False
-    whole_sums: bool = True
+    zero1_allreduce: bool = True
     split_sends: bool = False
     balanced_stages: bool = True
-    keeps_gathered: bool = True
-    lasting_buffers: bool = True
-    turned_gradients: bool = False
+    saves_gathered_inputs: bool = True
+    static_buffers: bool = True
+    transposed_head_gradient: bool = False
     constants: Constants = field(default_factory=Constants)

@@ -28,7 +28,7 @@ from lockstep.mirroring.optim.step import StepResult, Totals, UpdateTimes
 from lockstep.replicas.context import get_replica_context
 from lockstep.scaling.recipes import Batches, Work
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import call_module, unpack_labelled
+from lockstep.train.batch import module_arguments, unpack_labelled
 from lockstep.train.loss import loss_sums, no_examples
 
 PARTS = ("input", "forward", "backward", "exchange", "update", "waiting", "other")
@@ -267,7 +267,8 @@ def train_shard(
     # A shard without rows has nothing to add, but its replica must be there when batch norm meets the others.
     if rows or module.has_sync_batchnorm:
         batch = unpack_labelled(item)
-        outputs = call_module(module, batch.x)
+        args, kwargs = module_arguments(batch.x)
+        outputs = module(*args, **kwargs)
         total, counted = loss_sums(work.loss(outputs, batch.y), rows) if rows else no_examples(outputs)
     forward_s = _now(settle)
     if isinstance(total, Tensor):

@@ -1,11 +1,11 @@
-"""The items of a data set as the steps see them: ``(x, y)`` or ``(x, y, sample_weight)``, and how x reaches the module.
+"""The items of a data set as the steps see them: ``(x, y)`` or ``(x, y, sample_weight)``.
 
-Pure functions on one replica's shard. Dividing a global batch among replicas is ``lockstep.data``'s work.
+Pure functions on one replica's shard. ``lockstep.data`` divides the global batch among the replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def unpack_labelled(item: Any) -> LabelledBatch:
     """Splits an item of fit's or evaluate's data into inputs, targets and sample weights.
 
     Raises:
-        DataError: the item is no pair or triple.
+        DataError: the item is not a pair or triple.
     """
     if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
         raise DataError(
@@ -57,16 +57,14 @@ def unpack_inputs(item: Any) -> Any:
     return item[0]
 
 
-def call_module(module: Callable[..., Any], x: Any) -> Any:
-    """Calls the module: a dict is keyword arguments, a tuple or list positional ones, else x is the argument.
+def module_arguments(x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments that the module is called with: a dict gives keyword arguments, a tuple or list positional ones.
 
-    A list of one item a row, such as images of many sizes, is one argument.
+    Anything else is one argument, and so is a list of one item per row, such as images of different sizes.
     """
     if isinstance(x, Mapping):
-        return module(**x)
-    if is_sequence(x):
-        return module(*x)
-    return module(x)
+        return (), x
+    return (x if is_sequence(x) else (x,)), {}
 
 
 def _describe(item: Any) -> str:
@@ -81,12 +79,12 @@ def _describe(item: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """What a loss or a metric looks at.
+    """The arguments of a loss or metric for the rows of a shard. Some of the rows can be taken, to compare the results.
 
     Args:
-        outputs: the module's.
-        batch: with the targets and sample weights.
-        rows: how many there are.
+        outputs: the module's outputs.
+        batch: the targets and sample weights.
+        rows: the number of rows.
     """
 
     outputs: Any
@@ -94,59 +92,57 @@ class ShardRows:
     rows: int
 
     def index(self) -> Tensor | None:
-        """The numbers of all rows, on their device; None where no tensor has rows."""
+        """The numbers of all rows, on their device; None if no tensor has rows."""
         leaves = self._leaves()[0]
-        device = next((leaf.device for leaf in leaves if self._is_divided(leaf)), None)
+        device = next((leaf.device for leaf in leaves if self._has_rows(leaf)), None)
         return None if device is None else torch.arange(self.rows, device=device)
 
     def take(self, index: Tensor) -> ShardRows:
-        """The rows of these numbers. What has no rows stays whole."""
+        """The rows with these numbers. Leaves without rows stay whole."""
         leaves, structure = self._leaves()
-        taken = [self._taken(leaf, index) for leaf in leaves]
-        outputs, y, weight = tree_unflatten(taken, structure)
+        outputs, y, weight = tree_unflatten([self._take(leaf, index) for leaf in leaves], structure)
         return ShardRows(outputs, LabelledBatch(None, y, weight), index.numel())
 
-    def tracked(self) -> ShardRows:
-        """The same with outputs that gradients can be computed of."""
+    def requiring_grad(self) -> ShardRows:
+        """The same, with detached outputs that require gradients."""
 
-        def leaf_of(leaf: Any) -> Any:
+        def changed(leaf: Any) -> Any:
             floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
             return leaf.detach().requires_grad_() if floating else leaf
 
-        return ShardRows(tree_map(leaf_of, self.outputs), self.batch, self.rows)
+        return ShardRows(tree_map(changed, self.outputs), self.batch, self.rows)
 
-    def hides(self) -> bool:
-        """Whether the outputs hold what has no rows: a number that the module computed, a cache."""
+    def has_other_outputs(self) -> bool:
+        """Whether the outputs hold tensors or objects without rows, such as a computed loss, or a cache."""
         plain = (int, float, str, type(None))
-        return any(not self._is_divided(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
+        return any(not self._has_rows(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
 
-    def without_hidden(self) -> ShardRows:
-        """The same with something else in place of what has no rows."""
+    def with_other_outputs_changed(self) -> ShardRows:
+        """The same, with other values in the outputs without rows."""
 
-        def other(leaf: Any) -> Any:
-            if self._is_divided(leaf):
+        def changed(leaf: Any) -> Any:
+            if self._has_rows(leaf):
                 return leaf
             return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
 
-        return ShardRows(tree_map(other, self.outputs), self.batch, self.rows)
+        return ShardRows(tree_map(changed, self.outputs), self.batch, self.rows)
 
     def _leaves(self) -> tuple[list[Any], Any]:
-        """Lists of one item a row are leaves."""
         arguments = (self.outputs, self.batch.y, self.batch.sample_weight)
         return tree_flatten(arguments, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
 
-    def _taken(self, leaf: Any, index: Tensor) -> Any:
+    def _take(self, leaf: Any, index: Tensor) -> Any:
         if isinstance(leaf, (RowList, RowTuple)) and len(leaf) == self.rows:
             return type(leaf)([leaf[row] for row in index.tolist()])
-        return leaf[index] if self._is_divided(leaf) else leaf
+        return leaf[index] if self._has_rows(leaf) else leaf
 
-    def _is_divided(self, leaf: Any) -> bool:
+    def _has_rows(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
 
 
 @contextmanager
 def preserving_rng(context: ReplicaContext) -> Iterator[None]:
-    """Afterwards the replica draws what it would have drawn without the block."""
+    """Random numbers drawn in the block do not change those that the replica draws after it."""
     device = context.device.torch_device
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
         yield

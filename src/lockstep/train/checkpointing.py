@@ -100,7 +100,9 @@ class TrainingState(StateAdapter):
         return self._fit is None or not self._fit[0].pending
 
     @contextmanager
-    def of_fit(self, loop: TrainLoop, feed: EpochIterator, callbacks: CallbackList, *, epoch: int) -> Iterator[None]:
+    def during_fit(
+        self, loop: TrainLoop, feed: EpochIterator, callbacks: CallbackList, *, epoch: int
+    ) -> Iterator[None]:
         """Inside the block these belong to the state; the loop goes on counting steps where the last one stopped.
 
         Args:

@@ -1,6 +1,6 @@
-"""One fit: its epochs, each trained, validated, recorded and told of, up to the last one or an agreed end.
+"""One fit: its arguments, and the loop over its epochs.
 
-Model.fit -> run_fit -> TrainLoop.run_epoch, run_evaluation
+Model.fit -> run_fit -> for each epoch: TrainLoop.run_epoch, then run_evaluation on the validation data
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from lockstep.train.loop import AgreedStop, TrainLoop
 if TYPE_CHECKING:
     from lockstep.train.model import Model
 
-
 Verbose = Literal[0, 1, 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Epochs:
-    """Which epochs a fit trains, and which of them it validates.
+    """Which epochs are trained, and which of them are validated.
 
     Args:
-        epochs: the number of the last, counted from 1.
-        initial_epoch: the first, counted from 0.
-        validation_freq: validate after every this many.
+        epochs: the last epoch, counted from 1.
+        initial_epoch: the first epoch, counted from 0.
+        validation_freq: validate after every this many epochs.
 
     Raises:
-        ConfigError: what is no whole number, or too small a one.
+        ConfigError: a value is not a whole number, or too small.
     """
 
     epochs: int = 1
@@ -56,10 +55,10 @@ class Epochs:
 
 
 def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Callback]:
-    """The callbacks that were given, and a progress bar where they have none and ``verbose`` asks for it.
+    """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them.
 
     Raises:
-        ConfigError: another ``verbose``, or a callback that is in no list.
+        ConfigError: ``verbose`` is unknown, or the callbacks are not a list.
     """
     if verbose not in (0, 1, 2):
         raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
@@ -72,15 +71,15 @@ def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Ca
 
 
 def agree_on_fit(
-    workers: Communicator, config: CompileConfig, feed: EpochIterator, validation: EpochIterator | None, epochs: Epochs
+    workers: Communicator, config: CompileConfig, data: EpochIterator, validation: EpochIterator | None, epochs: Epochs
 ) -> None:
-    """Finds workers that were told to train in another way. Every worker must call it.
+    """Checks that all workers call fit with the same settings. Every worker must call it.
 
     Raises:
-        ClusterError: a worker differs from the chief.
+        ClusterError: a worker's settings differ from the chief's.
     """
     lines = [f"{name}={value}" for name, value in asdict(epochs).items()]
-    lines += [f"steps={feed.steps}", f"validation steps={None if validation is None else validation.steps}"]
+    lines += [f"steps={data.steps}", f"validation steps={None if validation is None else validation.steps}"]
     lines += [f"accumulate={config.accumulate}", f"clip_norm={config.clip_norm}"]
     lines += [f"precision={config.precision}", f"metrics={list(config.metrics)}"]
     check_agreement(workers, "how to train", lines)
@@ -89,34 +88,34 @@ def agree_on_fit(
 def run_fit(
     model: Model,
     setup: TrainSetup,
-    feed: EpochIterator,
+    data: EpochIterator,
     *,
     validation: EpochIterator | None,
     callbacks: CallbackList,
     epochs: Epochs,
 ) -> None:
-    """Trains, and keeps the model's history, clock and ``stop_training``. Every worker must call it.
+    """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it.
 
     Args:
-        model: whose fit it is.
+        model: the model that is trained.
         setup: with an optimizer.
-        feed: the training data; it is closed at the end.
-        validation: evaluated at the end of epochs, if there is any.
-        callbacks: hear of everything.
-        epochs: which are trained, and which validated.
+        data: the training data; it is closed at the end.
+        validation: evaluated at the end of epochs; None for no validation.
+        callbacks: called at every hook.
+        epochs: which epochs are trained and validated.
     """
     stop = AgreedStop(model.strategy.workers, model)
     loop = TrainLoop(model.strategy, setup, callbacks=callbacks, stop=stop)
-    state = model.training_state.of_fit(loop, feed, callbacks, epoch=epochs.initial_epoch)
-    with module_mode(setup.module, training=True), closing(feed), state:
+    state = model.training_state.during_fit(loop, data, callbacks, epoch=epochs.initial_epoch)
+    with module_mode(setup.module, training=True), closing(data), state:
         callbacks.call("on_train_begin")
         logs: dict[str, float] = {}
-        # A callback may have restored a later epoch, or a training that was stopped.
+        # A callback may have restored a later epoch, or a training that had been stopped.
         stopped = stop.agreed("beginning of the epochs")
         for epoch in range(loop.epoch, loop.epoch if stopped else epochs.epochs):
             callbacks.call("on_epoch_begin", epoch)
             model.clock = StepClock()
-            logs = loop.run_epoch(feed, model.clock)
+            logs = loop.run_epoch(data, model.clock)
             if validation is not None and epochs.validates(epoch):
                 validated = run_evaluation(model.strategy, setup, validation, callbacks=callbacks, clock=StepClock())
                 logs |= {f"val_{name}": value for name, value in validated.items()}

@@ -1,4 +1,4 @@
-"""One prediction: the module's outputs for all rows, in the order of the data."""
+"""Evaluation and prediction: passes over data that train nothing."""
 
 from __future__ import annotations
 
@@ -25,40 +25,11 @@ from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, evaluate_step, predict_step
 
 
-def run_batches(
-    kind: Literal["test", "predict"],
-    feed: EpochIterator,
-    run: Callable[[Any], tuple[int, Logs]],
-    *,
-    callbacks: CallbackList,
-    clock: StepClock,
-) -> None:
-    """Runs every batch without gradients, tells the callbacks of each, and takes the time of reading and running.
-
-    Args:
-        kind: of the hooks.
-        feed: the batches.
-        run: gives the rows of a batch, and the numbers that the callbacks hear.
-        callbacks: hear the hooks of the batches.
-        clock: stands still in the hooks.
-    """
-    clock.start()
-    with torch.no_grad(), closing(feed.epoch(0)) as batches:
-        for step, batch in enumerate(batches):
-            clock.pause()
-            callbacks.call(f"on_{kind}_batch_begin", step)
-            clock.start()
-            rows, logs = run(batch)
-            clock.stop(rows=rows)
-            callbacks.call(f"on_{kind}_batch_end", step, logs=logs)
-            clock.start()
-
-
 @contextmanager
 def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
-    """Sets the mode of all copies, and puts the flags back as the user left them, submodule by submodule.
+    """Sets training or evaluation mode for the block, and restores the user's flags, submodule by submodule.
 
-    Putting back the user's module is enough: each run gives the other copies its flags.
+    Restoring them on the user's module is enough: each run copies its flags to the other replicas.
     """
     before = {name: part.training for name, part in mirrored.module.named_modules()}
     mirrored.train(training)
@@ -72,9 +43,9 @@ def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
 
 
 def run_evaluation(
-    strategy: Strategy, setup: TrainSetup, feed: EpochIterator, *, callbacks: CallbackList, clock: StepClock
+    strategy: Strategy, setup: TrainSetup, data: EpochIterator, *, callbacks: CallbackList, clock: StepClock
 ) -> dict[str, float]:
-    """The loss and metrics over the data; nothing is trained. Every worker must call it."""
+    """The loss and metrics over the data, each row counted once. Every worker must call it."""
     metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
     loss, in_flight = RunningLoss(), StepsInFlight()
@@ -92,7 +63,7 @@ def run_evaluation(
 
     with module_mode(setup.module, training=False):
         callbacks.call("on_test_begin")
-        run_batches("test", feed, run, callbacks=callbacks, clock=clock)
+        _run_batches("test", data, run, callbacks=callbacks, clock=clock)
         totals = strategy.workers.all_gather_numbers("end of an evaluation", [loss.total, loss.count, clock.examples])
         total, count, rows = (sum(column) for column in zip(*totals, strict=True))
         clock.examples = int(rows)
@@ -101,8 +72,56 @@ def run_evaluation(
     return logs
 
 
+def run_prediction(
+    strategy: Strategy,
+    module: MirroredModule,
+    precision: Precision,
+    data: EpochIterator,
+    *,
+    callbacks: CallbackList,
+    clock: StepClock,
+) -> Any:
+    """The module's outputs for all rows, in the order of the data, on the CPU. Every worker must call it."""
+    collected = CollectedOutputs()
+
+    def run(batch: Any) -> tuple[int, Logs]:
+        shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
+        collected.begin_batch()
+        for shard in shards:
+            if shard.rows:
+                collected.add(shard.rows, shard.outputs)
+        return sum(shard.rows for shard in shards), {}
+
+    with module_mode(module, training=False):
+        callbacks.call("on_predict_begin")
+        _run_batches("predict", data, run, callbacks=callbacks, clock=clock)
+        callbacks.call("on_predict_end")
+        return collected.joined(strategy.workers)
+
+
+def _run_batches(
+    kind: Literal["test", "predict"],
+    data: EpochIterator,
+    run: Callable[[Any], tuple[int, Logs]],
+    *,
+    callbacks: CallbackList,
+    clock: StepClock,
+) -> None:
+    """Calls ``run``, which returns rows and logs, for every batch without gradients, and the callbacks around it."""
+    clock.start()
+    with torch.no_grad(), closing(data.epoch(0)) as batches:
+        for step, batch in enumerate(batches):
+            clock.pause()
+            callbacks.call(f"on_{kind}_batch_begin", step)
+            clock.start()
+            rows, logs = run(batch)
+            clock.stop(rows=rows)
+            callbacks.call(f"on_{kind}_batch_end", step, logs=logs)
+            clock.start()
+
+
 class CollectedOutputs:
-    """Rows of outputs, added shard by shard in the order of the data, and joined once at the end."""
+    """The outputs of predict, shard by shard in the order of the data, joined once at the end."""
 
     def __init__(self) -> None:
         self._spec: Any = None
@@ -110,18 +129,18 @@ class CollectedOutputs:
         self._rows: list[int] = []
 
     def begin_batch(self) -> None:
-        """Shards that are added from now on are of another global batch."""
+        """Begins another global batch."""
         self._rows.append(0)
 
     def add(self, rows: int, outputs: Any) -> None:
-        """Adds one shard's outputs.
+        """Adds the outputs of one shard.
 
         Args:
             rows: the rows of the shard; each output tensor must have as many along dim 0.
             outputs: a tensor or a structure of tensors, of the same structure each time.
 
         Raises:
-            ConfigError: a leaf that is no tensor with ``rows`` rows, or a structure unlike the first one.
+            ConfigError: a leaf is not a tensor with ``rows`` rows, or the structure differs from the first one.
         """
         leaves, spec = tree_flatten(outputs)
         _check_rows(leaves, rows)
@@ -141,12 +160,12 @@ class CollectedOutputs:
         return self._spec is None
 
     def joined(self, workers: Communicator) -> Any:
-        """All rows of all workers: the structure of the outputs with one tensor per leaf, on the CPU.
+        """The rows of all workers: the structure of the outputs with one tensor per leaf, on the CPU.
 
         Every worker must call it.
 
         Raises:
-            ConfigError: no worker has a row; or this one has none, and the structure is none of plain containers.
+            ConfigError: no worker has a row; or this one has none, and the structure is not one of plain containers.
         """
         columns = [torch.cat(column) for column in self._columns]
         if workers.is_single:
@@ -157,7 +176,7 @@ class CollectedOutputs:
         return tree_unflatten([_interleaved(parts, rows) for parts in gathered], spec)
 
     def _like_others(self, workers: Communicator, columns: list[Tensor]) -> tuple[list[Tensor], Any]:
-        """This worker's columns; where it never had a row, empty ones such as another worker has."""
+        """This worker's columns; if it has no rows, empty ones in the structure of another worker's."""
         empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
         known = [each for each in all_gather_object(workers, "structure of the predictions", empty) if each is not None]
         if self._spec is not None:
@@ -168,7 +187,7 @@ class CollectedOutputs:
 
 
 def _plain(structure: Any) -> Any:
-    """The same tensors in dicts and tuples, as they can be sent: a worker without rows knows no class of the user's."""
+    """The same tensors in dicts and tuples: a worker without rows does not know the user's classes."""
     if isinstance(structure, Mapping):
         return {key: _plain(value) for key, value in structure.items()}
     if isinstance(structure, (tuple, list)):
@@ -195,30 +214,3 @@ def _check_rows(leaves: Sequence[Any], rows: int) -> None:
                 f"the module returned shape {tuple(leaf.shape)} for {rows} rows; predict needs one row per example: "
                 f"return tensors whose first dimension is {rows}"
             )
-
-
-def run_prediction(
-    strategy: Strategy,
-    module: MirroredModule,
-    precision: Precision,
-    feed: EpochIterator,
-    *,
-    callbacks: CallbackList,
-    clock: StepClock,
-) -> Any:
-    """The outputs for all rows, on the CPU. Every worker must call it."""
-    collected = CollectedOutputs()
-
-    def run(batch: Any) -> tuple[int, Logs]:
-        shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))
-        collected.begin_batch()
-        for shard in shards:
-            if shard.rows:
-                collected.add(shard.rows, shard.outputs)
-        return sum(shard.rows for shard in shards), {}
-
-    with module_mode(module, training=False):
-        callbacks.call("on_predict_begin")
-        run_batches("predict", feed, run, callbacks=callbacks, clock=clock)
-        callbacks.call("on_predict_end")
-        return collected.joined(strategy.workers)

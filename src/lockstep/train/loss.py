@@ -1,7 +1,14 @@
-"""What ``loss(outputs, targets)`` returned, as a sum and a count: the pure step between a loss and the engine.
+"""The loss of one replica: what ``loss(outputs, targets)`` returned as a total and a count, and whether shards add up.
 
-The engine back-propagates sums and divides once by the summed counts, before the update. That makes short shards, token
-weights and gradient accumulation exact. Nothing here knows of replicas.
+Replicas back-propagate totals, and the update divides once by the summed counts. That makes short shards, token weights
+and gradient accumulation exact, if the loss of a batch is the sum of the losses of its parts:
+
+    loss(8 rows) = (total, count)   must be   loss(first rows) + loss(next rows) + ...
+
+A sum that is returned as a mean, a mean over something else than the rows, and a loss that compares rows with each
+other (contrastive losses, outputs of shape [n, 1] beside targets of shape [n]) would train with other numbers on
+another number of replicas. The first step finds them and refuses them. A loss that cannot be checked is used with a
+warning.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +30,30 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.strategies.captured import captured_by, state_of
-from lockstep.train.batch import LabelledBatch, ShardRows, preserving_rng
+from lockstep.train.batch import ShardRows, preserving_rng
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
+
+Loss = Callable[[Any, Any], Any]
+
+MOST_PARTS = 8
+CHECKED_STEPS = 8
+"""On a CPU, a scalar that is taken as a mean is checked in so many steps, and in steps 16, 32 and 64: the first may
+have nothing that tells means apart, such as no padding, or a last layer of zeros. On a GPU only the first step is
+checked, as the host would have to wait for it."""
+LAST_CHECKED_STEP = 64
+SUSPECT = 100
+"""Larger differences than so many roundings of the loss's dtype get a warning."""
+CERTAIN = 4096
+"""Larger differences than so many roundings are no rounding. Half precision, which the loss may use inside, has 16."""
+_ADVICE = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
 def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
     """Turns the result of a loss function into ``(total, count)``.
 
     Args:
-        returned: per-example values of any shape whose first dimension is ``rows``; or a pair ``(total, count)``; or
+        returned: values per example, of any shape whose first dimension is ``rows``; or a pair ``(total, count)``; or
             a scalar, taken as the mean over the examples.
         rows: the number of examples of this shard.
         sample_weight: of shape [rows], or one that broadcasts to the values. It multiplies the values; the count
@@ -59,19 +81,15 @@ def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> 
             f"the loss returned shape {tuple(returned.shape)} for {rows} examples; return one value per example "
             f"(first dimension {rows}), a pair (total, count), or a scalar mean"
         )
-    return _values(returned, sample_weight)
+    values = _at_least_float32(returned)
+    if sample_weight is not None:
+        values = values * _fit_weight(sample_weight, returned)
+    return values.sum(), float(returned.numel())
 
 
 def no_examples(outputs: Tensor) -> tuple[Tensor, float]:
-    """The sums of a shard without rows: a zero still connected to ``outputs``, so that backward runs through it."""
+    """The sums of a shard without rows: a zero that is connected to ``outputs``, so that backward runs through it."""
     return _at_least_float32(outputs).sum() * 0.0, 0.0
-
-
-def _values(values: Tensor, sample_weight: Tensor | None) -> tuple[Tensor, float]:
-    exact = _at_least_float32(values)
-    if sample_weight is not None:
-        exact = exact * _fit_weight(sample_weight, values)
-    return exact.sum(), float(values.numel())
 
 
 def _pair(returned: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
@@ -117,130 +135,109 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-Loss = Callable[[Any, Any], Any]
-
-MOST_PARTS = 8
-FIRST_LOOKS = 8
-"""On a CPU, a scalar that is taken as a mean is looked at in so many steps, and at 16, 32 and 64: the first may have
-nothing that tells means apart, such as no padding, or a last layer of zeros. A GPU would have to be waited for, and
-records its steps, so only the first is."""
-LAST_LOOK = 64
-SUSPECT = 100
-"""Differences of more roundings than this, of the loss's own dtype, are told."""
-CERTAIN = 4096
-"""Differences of more than this are none of rounding. Half precision, which the loss may have computed with, has 16."""
-_WAYS = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
-
-
 @dataclass(frozen=True, slots=True)
 class LossTotals:
-    """What a loss has added up for some rows.
+    """The loss of some rows as a total and a count.
 
     Args:
         total: a scalar, which carries the gradient.
-        count: by which the totals of all replicas are divided.
-        assumed: whether it was a scalar that is taken as the mean over the rows.
-        beside: the labels of means that went into it and do not count alike for sure.
-        rounding: of the loss's dtype, relative.
-        scalar: what was returned, where total and count were seen in how it was computed.
+        count: what the totals of all replicas are divided by, summed.
+        assumed_mean: whether the loss returned a scalar that is taken as the mean over the rows.
+        label_means: means over labels that the scalar was computed from.
+        rounding: the relative rounding of the loss's dtype.
+        scalar: the scalar that the loss returned, if total and count were found in how it was computed.
     """
 
     total: Tensor
     count: Tensor | float
-    assumed: bool = False
-    beside: Sequence[LabelMean] = ()
+    assumed_mean: bool = False
+    label_means: Sequence[LabelMean] = ()
     rounding: float = torch.finfo(torch.float32).eps
     scalar: Tensor | None = None
 
 
 class ReplicaLoss:
-    """The loss on one replica, in one pass."""
+    """The loss on one replica, in one pass over data."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._is_mean = False  # although it looks like a quotient of what adds up
+        self._is_mean = False  # the scalar looks like a quotient of sums, and is a mean over the rows
 
-    def sums(
-        self, loss: Loss, outputs: Any, batch: LabelledBatch, rows: int, context: ReplicaContext, *, divided: bool
-    ) -> LossTotals:
-        """The total and the count of rows.
+    def sums(self, loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool) -> LossTotals:
+        """The total and the count of a shard.
 
         Args:
-            loss: the user's.
-            outputs: the module's, for these rows.
-            batch: with the targets and sample weights of these rows.
-            rows: how many, at least one.
+            loss: the user's function.
+            shard: at least one row.
             context: the replica's.
-            divided: whether they are a part of the global batch only.
+            sharded: whether the rows are only a part of the global batch.
 
         Raises:
-            ConfigError: the loss returned what is no loss, or one that is not the sum of its parts.
+            ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
         """
-        shard = ShardRows(outputs, batch, rows)
-        sums = _sums_of(loss, divided, self._is_mean, shard)
+        sums = _totals(loss, sharded, self._is_mean, shard)
         self._steps += 1
-        if divided and not has_sharded_logits(outputs):
+        if sharded and not has_sharded_logits(shard.outputs):
             on_cpu = context.device.kind == "CPU"
-            if sums.beside and (on_cpu or self._steps == 1):
-                _check_labels(loss, sums.beside, on_cpu)
-            if self._steps == 1 or (on_cpu and sums.assumed and self._looks_again):
-                return self._looked_at(loss, shard, sums, context)
+            if sums.label_means and (on_cpu or self._steps == 1):
+                _check_label_means(loss, sums.label_means, on_cpu)
+            if self._steps == 1 or (on_cpu and sums.assumed_mean and self._checks_again):
+                return self._checked(loss, shard, sums, context)
         return sums
 
-    def _looked_at(self, loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> LossTotals:
-        found = _look(partial(_sums_of, loss, True, self._is_mean), shard, sums, context)
-        if isinstance(found, _Refused) and sums.scalar is not None:  # as of x.mean(0).sum() / torch.tensor(3)
-            mean = _as_mean(sums.scalar, shard.rows)
-            second = _look(partial(_sums_of, loss, True, True), shard, mean, context)
-            if not isinstance(second, _Refused):
-                self._is_mean, sums, found = True, mean, second
-        if isinstance(found, _Refused):
-            raise ConfigError(_refusal(loss, shard, sums, found))
-        # Total and count of outputs that are no rows, as those of the words to be guessed, are the program's word.
-        if found is not None and (sums.assumed or not shard.hides()):
-            taken = "a mean over" if sums.assumed else "adding up over"
+    def _checked(self, loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> LossTotals:
+        found = _check(partial(_totals, loss, True, self._is_mean), shard, sums, context)
+        if isinstance(found, _Mismatch) and sums.scalar is not None:  # such as x.mean(0).sum() / torch.tensor(3)
+            mean = _mean_over_rows(sums.scalar, shard.rows)
+            again = _check(partial(_totals, loss, True, True), shard, mean, context)
+            if not isinstance(again, _Mismatch):
+                self._is_mean, sums, found = True, mean, again
+        if isinstance(found, _Mismatch):
+            raise ConfigError(_mismatch_message(loss, shard, sums, found))
+        # Where the outputs are not rows, such as the logits of masked tokens, a returned total and count are trusted.
+        if found is not None and (sums.assumed_mean or not shard.has_other_outputs()):
+            taken = "a mean over" if sums.assumed_mean else "adding up over"
             _warn(
-                f"the loss {name_of(loss)} is taken as {taken} the rows, which could not be checked: {found.why}; if "
-                f"it is not, {_WAYS}"
+                f"the loss {name_of(loss)} is taken as {taken} the rows, which could not be checked: {found}; if "
+                f"it is not, {_ADVICE}"
             )
         return sums
 
     @property
-    def _looks_again(self) -> bool:
-        return self._steps <= FIRST_LOOKS or (self._steps <= LAST_LOOK and self._steps.bit_count() == 1)
+    def _checks_again(self) -> bool:
+        return self._steps <= CHECKED_STEPS or (self._steps <= LAST_CHECKED_STEP and self._steps.bit_count() == 1)
 
 
-def _as_mean(scalar: Tensor, rows: int, beside: Sequence[LabelMean] = ()) -> LossTotals:
+def _mean_over_rows(scalar: Tensor, rows: int, label_means: Sequence[LabelMean] = ()) -> LossTotals:
     total, count = loss_sums(scalar, rows)
-    return LossTotals(total, count, assumed=True, beside=beside, rounding=_rounding(scalar))
+    return LossTotals(total, count, assumed_mean=True, label_means=label_means, rounding=_rounding(scalar))
 
 
-def _sums_of(loss: Loss, divided: bool, is_mean: bool, shard: ShardRows) -> LossTotals:
+def _totals(loss: Loss, sharded: bool, is_mean: bool, shard: ShardRows) -> LossTotals:
     weight = shard.batch.sample_weight
-    with ReductionTracer() as calls:
+    with ReductionTracer() as tracer:
         returned = loss(shard.outputs, shard.batch.y)
     rounding = _rounding(returned)
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
         return LossTotals(*loss_sums(returned, shard.rows, weight), rounding=rounding)
-    pair, summed = calls.pair_of(returned), calls.sum_of(returned)
+    pair, summed = tracer.pair_of(returned), tracer.sum_of(returned)
     if pair is not None and not is_mean:
         return LossTotals(*loss_sums(pair, shard.rows), rounding=rounding, scalar=returned)
-    if summed is not None and divided:
+    if summed is not None and sharded:
         raise ConfigError(
             f"the loss {name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
-            f"times larger as the global batch has rows, or {_WAYS}"
+            f"times larger as the global batch has rows, or {_ADVICE}"
         )
-    return _as_mean(returned, shard.rows, calls.labels)
+    return _mean_over_rows(returned, shard.rows, tracer.label_means)
 
 
-def _check_labels(loss: Loss, beside: Sequence[LabelMean], on_cpu: bool) -> None:
-    if not all(labels.count_alike() for labels in beside):
+def _check_label_means(loss: Loss, label_means: Sequence[LabelMean], on_cpu: bool) -> None:
+    if not all(mean.counts_rows() for mean in label_means):
         raise ConfigError(
-            f"the loss {name_of(loss)} computes with a mean over labels that do not count alike, for some are ignored "
-            "or their classes have weights, so that it is no mean over the rows; return that mean alone, or a pair "
-            "(total, count), or divide each sum by its own count of all replicas, which is "
+            f"the loss {name_of(loss)} computes with a mean over labels that do not count alike, because some are "
+            "ignored or their classes have weights, so it is not a mean over the rows; return that mean alone, or a "
+            "pair (total, count), or divide each sum by its own count of all replicas, which is "
             'ls.get_replica_context().all_reduce("sum", count), in a loop of your own with strategy.run'
         )
     if not on_cpu:
@@ -250,16 +247,31 @@ def _check_labels(loss: Loss, beside: Sequence[LabelMean], on_cpu: bool) -> None
         )
 
 
+class _Numbers(NamedTuple):
+    """A total and a count on the host."""
+
+    total: float
+    counted: float
+
+    @staticmethod
+    def of(sums: LossTotals) -> _Numbers:
+        total, count = (each.detach() if isinstance(each, Tensor) else each for each in (sums.total, sums.count))
+        return _Numbers(float(total), float(count))
+
+    def difference(self, parts: Sequence[_Numbers]) -> float:
+        """The relative difference from the sums of the parts; infinite if a part is not finite."""
+        if not all(map(math.isfinite, (number for part in parts for number in part))):
+            return math.inf
+        return max(_difference(whole, each) for whole, each in zip(self, zip(*parts, strict=True), strict=True))
+
+
+def _difference(whole: float, parts: Sequence[float]) -> float:
+    return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
+
+
 @dataclass(frozen=True, slots=True)
-class _Unchecked:
-    """Nothing can be said, and why."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """A shard is not the sum of its parts."""
+class _Mismatch:
+    """The parts of a shard do not add up to the shard."""
 
     whole: _Numbers
     parts: Sequence[_Numbers]
@@ -268,108 +280,75 @@ class _Refused:
 Measure = Callable[[ShardRows], LossTotals]
 
 
-def _look(
-    measure: Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext
-) -> _Unchecked | _Refused | None:
-    """Compares a shard with its parts; None where it is their sum."""
-    for with_gradients in (False, True):  # a penalty on gradients needs some, and most losses are faster without
+def _check(measure: Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> _Mismatch | str | None:
+    """Compares a shard with its parts: None if they add up, a text if that cannot be checked, which says why."""
+    why = ""
+    for with_gradients in (False, True):  # a penalty on gradients needs them, and most losses are faster without
+        rows = shard.requiring_grad() if with_gradients else shard
         try:
-            with (
-                torch.set_grad_enabled(with_gradients),
-                preserving_rng(context),
-                in_context(context.alone()),
-            ):
-                return _compared(measure, shard.tracked() if with_gradients else shard, sums)
-        except CollectiveError:  # of a loss that knows of the other replicas
-            return _Unchecked("it calls collectives") if sums.assumed else None
+            with torch.set_grad_enabled(with_gradients), preserving_rng(context), in_context(context.alone()):
+                return _compare(measure, rows, sums)
+        except CollectiveError:  # the loss knows of the other replicas
+            return "it calls collectives" if sums.assumed_mean else None
         except _FAILURES as error:
             first_line = str(error).strip().split("\n", 1)[0]
             why = f"on some of the rows alone it ends in {type(error).__name__}: {first_line}"
-    return _Unchecked(why)
+    return why
 
 
-def _compared(measure: Measure, shard: ShardRows, sums: LossTotals) -> _Unchecked | _Refused | None:
+def _compare(measure: Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch | str | None:
     whole = _Numbers.of(sums)
-    if not whole.finite:
+    if not all(map(math.isfinite, whole)):
         return None
     index = shard.index()
     if index is None:
-        return _Unchecked("no tensor of its arguments has a row for each example")
-    if shard.rows == 1:  # twice the same row must give the same mean
+        return "no tensor of its arguments has a row for each example"
+    if shard.rows == 1:  # the same row twice must give the same mean
         index = index.repeat(2)
         whole = _Numbers.of(measure(shard.take(index)))
     pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
     parts = [_Numbers.of(measure(shard.take(piece))) for piece in pieces]
-    apart, suspect = whole.apart(parts), _suspect(sums.rounding)
-    if apart <= suspect:
-        hidden = sums.assumed and shard.hides() and _depends_on_hidden(measure, shard, whole, suspect)
-        return _Unchecked("it takes from the outputs what the module has computed over its rows") if hidden else None
-    if whole.apart([_Numbers.of(measure(shard.take(index)))]) > suspect:
-        return _Unchecked("it gives another value for the same rows when it is called again")
-    if shard.hides():
-        return _Unchecked("the outputs hold what has no row for each example")
-    if apart <= _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
-        return _Unchecked(f"its parts differ from the whole by {apart:.1g} of it, which may be rounding")
-    return _Refused(whole, parts)
+    difference, suspect = whole.difference(parts), _suspect(sums.rounding)
+    if difference <= suspect:
+        depends = sums.assumed_mean and shard.has_other_outputs() and _uses_others(measure, shard, whole, suspect)
+        return "it takes from the outputs what the module has computed over its rows" if depends else None
+    if whole.difference([_Numbers.of(measure(shard.take(index)))]) > suspect:
+        return "it gives another value for the same rows when it is called again"
+    if shard.has_other_outputs():
+        return "the outputs hold what has no row for each example"
+    if difference <= _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
+        return f"its parts differ from the whole by {difference:.1g} of it, which may be rounding"
+    return _Mismatch(whole, parts)
 
 
-def _depends_on_hidden(measure: Measure, shard: ShardRows, whole: _Numbers, suspect: float) -> bool:
+def _uses_others(measure: Measure, shard: ShardRows, whole: _Numbers, suspect: float) -> bool:
+    """Whether the loss depends on outputs that are not rows."""
     try:
-        other = _Numbers.of(measure(shard.without_hidden()))
+        changed = _Numbers.of(measure(shard.with_other_outputs_changed()))
     except _FAILURES:
         return True
-    return whole.apart([other]) > suspect
+    return whole.difference([changed]) > suspect
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """A total and a count on the host."""
-
-    total: float
-    count: float
-
-    @staticmethod
-    def of(sums: LossTotals) -> _Numbers:
-        total, count = (each.detach() if isinstance(each, Tensor) else each for each in (sums.total, sums.count))
-        return _Numbers(float(total), float(count))
-
-    @property
-    def finite(self) -> bool:
-        """Whether both are numbers."""
-        return math.isfinite(self.total) and math.isfinite(self.count)
-
-    def apart(self, parts: Sequence[_Numbers]) -> float:
-        """How far these numbers are from the sums of the parts', relative to the larger; infinite where one is NaN."""
-        if not all(part.finite for part in parts):
-            return math.inf
-        return max(
-            _apart(self.total, [part.total for part in parts]), _apart(self.count, [part.count for part in parts])
-        )
-
-
-def _apart(whole: float, parts: Sequence[float]) -> float:
-    return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
-
-
-def _refusal(loss: Loss, shard: ShardRows, sums: LossTotals, found: _Refused) -> str:
-    means = [part.total / part.count for part in found.parts if part.count]
-    whole = found.whole.total / found.whole.count if found.whole.count else math.nan
-    is_sum = sums.assumed and math.isclose(sum(means), whole, rel_tol=_certain(sums.rounding))
+def _mismatch_message(loss: Loss, shard: ShardRows, sums: LossTotals, found: _Mismatch) -> str:
+    means = [part.total / part.counted for part in found.parts if part.counted]
+    whole = found.whole.total / found.whole.counted if found.whole.counted else math.nan
+    is_sum = sums.assumed_mean and math.isclose(sum(means), whole, rel_tol=_certain(sums.rounding))
     shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
     what = (
         "the sum over the rows, expected their mean"
         if is_sum
-        else "no mean over the rows: it gives something else for all rows than for some of them and the others"
+        else "no mean over the rows: its value for all rows is not the mean of its values for parts of them"
     )
     return (
         f"the loss {name_of(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
-        f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_WAYS}, which no other row has a part in. "
-        "What compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
+        f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_ADVICE}, which depends on no other row. "
+        "A loss that compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
     )
 
 
 def _rounding(values: Any) -> float:
-    """Relative, of the least exact numbers; single precision at the best, with which a loss may have computed."""
+    """The relative rounding of the least exact dtype, at least that of float32, which a loss may use inside."""
     dtypes = {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
     return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
 
@@ -383,7 +362,7 @@ def _certain(rounding: float) -> float:
 
 
 def name_of(loss: Any) -> str:
-    """What a loss function is called in messages."""
+    """The name of a loss function in messages."""
     while isinstance(loss, partial):
         loss = loss.func
     return repr(getattr(loss, "__qualname__", type(loss).__name__))
@@ -395,11 +374,11 @@ def _warn(message: str) -> None:
 
 @contextmanager
 def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
-    """Around a step, outside replicas: warns of numbers and containers of the loss that the step has changed.
+    """Around one step, outside the replicas: warns if the step changed numbers or containers that the loss keeps.
 
     Args:
-        loss: that was given to ``compile``.
-        replicas: how many call it.
+        loss: the function given to ``compile``.
+        replicas: the number of replicas, each of which calls it.
     """
     if replicas == 1 or isinstance(loss, MirroredModule):
         yield
@@ -411,14 +390,14 @@ def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
     if changed:
         warnings.warn(
             f"the loss {name_of(loss)} changes {', '.join(map(repr, changed))}, which every one of {replicas} replicas "
-            "does, and more often than there are steps; what its value depends on is changed by a callback, in "
+            "does, and more often than there are steps; change what the loss depends on in a callback, in "
             "on_train_batch_begin",
             stacklevel=3,
         )
 
 
 def _kept_by(loss: Any) -> Iterator[tuple[str, Any]]:
-    """By name, what the function has captured, or what is kept in a module or a part of it."""
+    """Name and value of what the function has captured, or of the numbers and buffers of a module and its children."""
     yield from captured_by(loss)
     if isinstance(loss, nn.Module):
         for path, part in loss.named_modules():

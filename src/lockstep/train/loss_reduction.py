@@ -62,7 +62,7 @@ class ReductionTracer(TorchFunctionMode):
         self._of_nothing: _Notes[bool] = _Notes()
         self._unclamped: _Notes[Tensor] = _Notes()
         self._reads: set[float] = set()
-        self._labels: list[LabelMean] = []
+        self._label_means: list[LabelMean] = []
         self._masked = False
         self._hooks = _hooks_of_saved_tensors()
 
@@ -86,9 +86,9 @@ class ReductionTracer(TorchFunctionMode):
         return self._sums.get(returned) or None
 
     @property
-    def labels(self) -> list[LabelMean]:
+    def label_means(self) -> list[LabelMean]:
         """Those that means over labels were taken of."""
-        return self._labels
+        return self._label_means
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
@@ -107,7 +107,7 @@ class ReductionTracer(TorchFunctionMode):
 
     def _note_labels(self, func: Callable[..., Any], given: Mapping[str, Any]) -> None:
         if func in _OF_LABELS and not _are_probabilities(given):
-            self._labels.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
+            self._label_means.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
 
     def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_LABELS:
@@ -230,7 +230,7 @@ class LabelMean:
     weight: Tensor | None
     ignored: int
 
-    def count_alike(self) -> bool:
+    def counts_rows(self) -> bool:
         """Whether each of them counts as much as any other. Waits for the device."""
         if bool((self.target == self.ignored).any()):
             return False

@@ -49,7 +49,7 @@ def test_what_compiled_code_makes_unseen_may_lie_elsewhere_in_every_step(left: b
                 unseen = torch.empty(4)
             held.append(torch.add(weight, 1.0, out=unseen))
         del unseen
-        trace.end(held[-1:] if left else [])
+        trace.drop_internal(held[-1:] if left else [])
         return trace
 
     first, second = step(), step()  # the first one's is held, so that the second's lies elsewhere

@@ -87,9 +87,9 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
         (
             Net,
             {"loss": own_generator, "shares": None},
-            "recorded: RuntimeError: aten.rand.generator draws from",
+            "captured: RuntimeError: aten.rand.generator draws from",
         ),
-        (Counting, {}, "changes what a recording takes for granted: a Counting has other attributes"),
+        (Counting, {}, "changes what a captured step assumes: Counting has other attributes"),
         (Averaging, {}, "reads a tensor that is another one in every step; update it in place"),
         (Hooked, {}, "the hooks of a Linear would run once"),
         (Net, {"optimizer": rmsprop}, "not made by fused kernels: torch has no fused RMSprop"),
@@ -130,7 +130,7 @@ def test_without_memory_for_the_batch_of_a_recording_the_training_goes_on(
 
     monkeypatch.setattr(capture, "StaticInputs", full)
     refused = train(net, batches())
-    assert refused.reasons == ["the step could not be recorded: OutOfMemoryError: CUDA out of memory."]
+    assert refused.reasons == ["the step could not be captured: OutOfMemoryError: CUDA out of memory."]
     assert alike(train(net, batches(), graphs=False), refused)
 
 

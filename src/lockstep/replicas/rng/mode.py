@@ -73,6 +73,16 @@ _DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | ops.DROPOUTS.keys() |
 
 _FRAMES_TO_CALL = 24
 """How far above a mode's call the function stands that it was called for, with other modes between."""
+_METADATA: frozenset[Any] = frozenset(
+    [
+        *(
+            vars(torch._C.TensorBase)[name].__get__
+            for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")
+        ),
+        *(torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point),
+    ]
+)
+"""Calls without keywords that read no values: a third of a transformer's calls, and passed on at once."""
 
 PROCEED: Any = object()
 """What a guard answers where a call is to be made as it is."""
@@ -153,6 +163,8 @@ class ReplicaRng(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _METADATA:
+            return func(*args)
         kwargs = kwargs or {}
         if self.guard is not None:
             result = self.guard(func, args, kwargs)
@@ -160,6 +172,10 @@ class ReplicaRng(TorchFunctionMode):
                 return result
         if func not in _DRAWING or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return self._instead.get(func, func)(*args, **kwargs)
+        return self._draw(func, args, kwargs)
+
+    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function that draws random numbers, from the replica's generator."""
         if func in _TAKES_GENERATOR:
             return self._inject(func, args, kwargs)
         if func in ops.DROPOUTS:

@@ -1,12 +1,11 @@
-"""What a recorded step takes for granted, besides its inputs: addresses, settings, and the absence of hooks.
+"""What can be captured, and what a captured step assumes: addresses, settings, and the absence of hooks.
 
-New values at the same addresses are seen by a replay; new tensors are not, nor are a dropout's new ``p`` or another
-training mode. So all of it is looked at before every replay.
+A replay sees new values at the same addresses. It does not see new tensors, a new ``p`` of a dropout, or another
+training mode. So all of it is compared before every replay.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from operator import is_, itemgetter
 from typing import Any
@@ -18,55 +17,41 @@ from lockstep.replicas.device.driver import DeviceDriver, driver_of
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 
-_LOG = logging.getLogger("lockstep")
+_PLAIN = (bool, int, float, str)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PRECISIONS: tuple[Any, ...] = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn,
+)
 
 
 class NotCapturableError(Exception):
-    """Steps cannot be recorded; the message says why, and what to do where there is something. Never leaves fit."""
-
-
-class Reasons:
-    """Tells the log why steps are not recorded, each reason once."""
-
-    def __init__(self) -> None:
-        self._told: list[str] = []
-
-    @property
-    def told(self) -> tuple[str, ...]:
-        """All reasons so far, in order."""
-        return tuple(self._told)
-
-    def tell(self, reason: str) -> None:
-        """Logs a reason that has not been told before."""
-        if reason not in self._told:
-            self._told.append(reason)
-            _LOG.info("no CUDA graphs of whole steps: %s", reason)
+    """Steps cannot be captured. The message says why, and what to do if something can be done. It never leaves fit."""
 
 
 def driver_for(strategy: Strategy) -> DeviceDriver | None:
-    """The driver of the one device that all replicas are on; None where there is no device that records.
+    """The driver of the GPU that all replicas are on; None if they are on CPUs.
 
     Raises:
-        NotCapturableError: there is one, but not one for all.
+        NotCapturableError: the replicas are on several GPUs or of several workers.
     """
     devices = strategy.devices
     driver = driver_of(devices[0])
     if driver is None:
         return None
     if not strategy.workers.is_single:
-        raise NotCapturableError(
-            "several workers exchange gradients, and a recorded step cannot wait for another process"
-        )
+        raise NotCapturableError("several workers exchange gradients, and a CUDA graph cannot wait for another process")
     if len({device.physical.name for device in devices}) > 1:
-        raise NotCapturableError("the replicas are on several GPUs, and only those of one GPU are recorded together")
+        raise NotCapturableError("the replicas are on several GPUs, and only those of one GPU are captured together")
     return driver
 
 
-def refuse(setup: TrainSetup) -> None:
-    """Finds what cannot be recorded in a setup.
+def check_setup(setup: TrainSetup) -> None:
+    """Checks that the steps of a setup can be captured.
 
     Raises:
-        NotCapturableError: there is something.
+        NotCapturableError: they cannot.
     """
     if setup.config.precision == "fp16":
         raise NotCapturableError('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
@@ -75,36 +60,43 @@ def refuse(setup: TrainSetup) -> None:
     for part in setup.module.module.modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise NotCapturableError(
-                f"a {type(part).__name__} with sparse=True has gradients of changing size; use sparse=False"
+                f"{type(part).__name__} with sparse=True has gradients of changing size; use sparse=False"
             )
 
 
-_PLAIN = (bool, int, float, str)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PRECISIONS: tuple[Any, ...] = (
-    torch.backends.cuda.matmul,
-    torch.backends.cudnn.conv,  # type: ignore[attr-defined]
-    torch.backends.cudnn.rnn,
-)
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+def check_hooks(module: nn.Module) -> None:
+    """Checks that there are no hooks: their Python code would run once, during the capture, and never again.
+
+    Raises:
+        NotCapturableError: there are some.
+    """
+    if any(_global_hooks()):
+        raise NotCapturableError("hooks on all modules would run once, during the capture, and never again")
+    for part in module.modules():
+        if any(_hooks_of(part)):
+            raise NotCapturableError(
+                f"the hooks of a {type(part).__name__} would run once, during the capture; remove them"
+            )
+    for parameter in module.parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise NotCapturableError("the hooks of a parameter would run once, during the capture; remove them")
 
 
 class StepGuards:
-    """A snapshot of all that a recorded step of a setup has in it as it is now.
+    """A snapshot of everything outside its inputs that a captured step depends on.
 
-    Of the modules it is the user's own that is looked at: what is set there reaches the other copies at the next run,
-    and what is set on those is nobody's.
+    Only the user's own module is compared: what is set there reaches the other copies at the next run.
 
     Args:
-        setup: whose step.
-        free: the names of hyperparameters that may change, because the recorded step reads them from tensors.
+        setup: the setup of the step.
+        free: the names of hyperparameters that may change, because the captured step reads them from tensors.
     """
 
     def __init__(self, setup: TrainSetup, free: Iterable[str]) -> None:
         self._setup = setup
         self._free = frozenset(["params", *free])
         own = setup.module.module
-        self._parts = [_ModuleGuard(part) for part in own.modules()]
+        self._modules = [_ModuleGuard(part) for part in own.modules()]
         self._tensors = [*own.parameters(), *own.buffers()]
         self._hooks = [*_global_hooks(), *(hooks for part in own.modules() for hooks in _hooks_of(part))]
         self._hooked = any(self._hooks)
@@ -113,76 +105,73 @@ class StepGuards:
         self._settings = self._settings_now()
 
     def change(self) -> str | None:
-        """What is another now; None if nothing is."""
-        for part in self._parts:
-            if not part.stands:
-                return f"a {part.name} has other attributes, parameters or children than before"
+        """What has changed; None if nothing has."""
+        for module in self._modules:
+            if not module.holds:
+                return f"{module.name} has other attributes, parameters or children than before"
         states = self._states_now()
         if len(states) != len(self._states) or not all(map(is_, states, self._states)):
-            return "the optimizer's state was loaded"
+            return "the state of the optimizer was loaded"
         if self._addresses_now() != self._addresses:
-            return "weights, buffers or the state of the optimizer are in other memory than before"
+            return "weights, buffers or the state of the optimizer have moved in memory"
         if self._settings_now() != self._settings or any(self._hooks) != self._hooked:
-            return "settings of the optimizer, of precision, of autograd, or hooks are others than before"
+            return "settings of the optimizer, of precision or of autograd have changed, or hooks"
         return None
 
     def _states_now(self) -> list[Any]:
-        """Those of copies for other storages too: they are made anew, all together, when state is loaded."""
+        """The states of the optimizers of all storages; loading a state replaces all of them together."""
         optimizer = self._setup.optimizer
         return [] if optimizer is None else [each.state for each in optimizer.of_storages]
 
     def _addresses_now(self) -> list[int]:
-        every = [tensor.data_ptr() for tensor in self._tensors]
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
         for state in self._states[:1]:
-            every += [
-                value.data_ptr()
-                for each in state.values()
-                for value in each.values()
-                if isinstance(value, torch.Tensor)
-            ]
-        return every
+            values = (value for each in state.values() for value in each.values())
+            addresses += [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
+        return addresses
 
     def _settings_now(self) -> list[Any]:
-        every: list[Any] = [tensor.requires_grad for tensor in self._tensors]
+        settings: list[Any] = [tensor.requires_grad for tensor in self._tensors]
         if self._setup.optimizer is not None:
             groups = self._setup.optimizer.param_groups
-            every += [value for group in groups for name, value in group.items() if name not in self._free]
-        every += [
+            settings += [value for group in groups for name, value in group.items() if name not in self._free]
+        settings += [
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
             torch.are_deterministic_algorithms_enabled(),
-            # One by one: torch's older names for them raise errors where a program has set one of these.
+            # Read one by one: torch's older names for them raise errors once a program has set one of these.
             *(each.fp32_precision for each in _PRECISIONS),
         ]
-        return every
+        return settings
 
 
 class _ModuleGuard:
-    """One module of the user's: its plain attributes, and which tensors and children it has.
+    """One module: its plain attributes, and which tensors and children it has.
 
-    Looked at before every replay, so in few steps of Python: some 2 microseconds.
+    Compared before every replay, so it takes few steps of Python: about 2 microseconds.
     """
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
         plain = [name for name, value in part.__dict__.items() if isinstance(value, _PLAIN)]
-        self._read = itemgetter(*plain)  # of at least two: every module has its mode, and more of torch's own
+        self._read = itemgetter(*plain)  # at least two: every module has `training` and more of torch's own
         self._plain = self._read(part.__dict__)
-        self._named = len(part.__dict__)
-        held = (part._parameters, part._buffers, part._modules)
-        self._held = [(those, tuple(those.values())) for those in held]
+        self._attributes = len(part.__dict__)
+        self._held = [
+            (members, tuple(members.values())) for members in (part._parameters, part._buffers, part._modules)
+        ]
 
     @property
     def name(self) -> str:
-        """Its class, for messages."""
+        """The module's class, for messages."""
         return type(self._part).__name__
 
     @property
-    def stands(self) -> bool:
-        """Whether all is as it was."""
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
         attributes = self._part.__dict__
-        if len(attributes) != self._named or self._read(attributes) != self._plain:
+        if len(attributes) != self._attributes or self._read(attributes) != self._plain:
             return False
         return all(len(now) == len(before) and all(map(is_, now.values(), before)) for now, before in self._held)
 
@@ -192,22 +181,4 @@ def _hooks_of(part: nn.Module) -> list[Any]:
 
 
 def _global_hooks() -> list[Any]:
-    return [vars(torch.nn.modules.module)[name] for name in _GLOBAL_HOOKS]
-
-
-def check_hooks(module: nn.Module) -> None:
-    """Finds Python code that would run once, when the step is recorded, and never again.
-
-    Raises:
-        NotCapturableError: there is some.
-    """
-    if any(_global_hooks()):
-        raise NotCapturableError("hooks on all modules would run once, while the step is recorded, and never again")
-    for part in module.modules():
-        if any(_hooks_of(part)):
-            raise NotCapturableError(
-                f"the hooks of a {type(part).__name__} would run once, when the step is recorded; remove them"
-            )
-    for parameter in module.parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise NotCapturableError("the hooks of a parameter would run once, when the step is recorded; remove them")
+    return [vars(torch.nn.modules.module)[f"_global{name}"] for name in _HOOKS]

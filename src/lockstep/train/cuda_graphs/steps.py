@@ -1,17 +1,18 @@
-"""The steps of a fit, each run as it is, looked at, recorded, or replayed: which of these is chosen here.
+"""Chooses how each training step of a fit runs: as usual, observed, captured, or replayed.
 
-    first of its kind        as it is: optimizer state, buffers and libraries' workspaces are made
-    second, third            looked at; when two in a row were alike
-    next                     recorded, and replayed
+    first of its kind        runs as usual: optimizer state, buffers and workspaces of libraries are created
+    second, third            observed, until two in a row were alike
+    next                     captured and replayed
     all others               replayed
 
-The first step of an epoch is looked at once more: callbacks may have changed what Python computes with. A kind is what
-batches of one signature have in common, at one place of an accumulation cycle. What is chosen follows from the steps
-alone and never from time, so the same program makes the same choices.
+The first step of each epoch is observed once more, as callbacks may have changed what Python computes with. Steps are
+of one kind if their batches have the same signature and they stand at the same place of an accumulation cycle. The
+choice depends on the steps alone and never on time, so that a program makes the same choices each time it runs.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +30,18 @@ from lockstep.train.cuda_graphs.capture import (
     signature,
     update_metrics,
 )
-from lockstep.train.cuda_graphs.guards import NotCapturableError, Reasons, check_hooks, driver_for, refuse
+from lockstep.train.cuda_graphs.guards import NotCapturableError, check_hooks, check_setup, driver_for
 from lockstep.train.cuda_graphs.trace import ObservedStep, StepTrace
 from lockstep.train.step import ReplicaState, StepOutput, train_step
 
+_LOG = logging.getLogger("lockstep")
+
 MAX_KINDS = 32
-"""More kinds of batches than this in one fit: shapes change all the time, and few recordings would be used again."""
-MAX_RECORDINGS = 16
-"""More recordings than this in one fit: something changes that each of them takes for granted."""
+"""With more kinds of batches in one fit, shapes change all the time and few captured steps would be replayed."""
+MAX_CAPTURES = 16
+"""With more captures in one fit, something changes all the time that each captured step assumes."""
 MAX_DIFFERENCES = 4
-"""So often may a step differ from the one before it, in one fit."""
+"""How often a step may differ from the one before it in one fit."""
 
 
 @dataclass
@@ -48,84 +51,87 @@ class _Kind:
     seen: bool = False
     trace: StepTrace | None = None
     alike: bool = False
-    recorded: CapturedStep | None = None
+    captured: CapturedStep | None = None
 
     def forget(self) -> None:
-        """Drops what a change has made untrue."""
-        self.trace, self.alike, self.recorded = None, False, None
+        """Drops what a change has made invalid."""
+        self.trace, self.alike, self.captured = None, False, None
 
 
 class GraphedSteps:
-    """Runs training steps of all replicas.
+    """Runs the training steps of all replicas, replayed from CUDA graphs where possible.
+
+    Where steps cannot be captured, the log "lockstep" says why, and they run as usual.
 
     Args:
-        strategy: whose replicas.
-        setup: what they share.
+        strategy: the strategy that runs the steps.
+        setup: what the replicas share.
         states: one per replica.
-
-    Attributes:
-        reasons: why steps were not recorded.
-        replays: how many steps were replays.
-        recordings: how many were recorded.
+        capture: captures steps on the device.
+        carried: the gradients and sums that steps hand on.
     """
 
-    def __init__(self, strategy: Strategy, setup: TrainSetup, states: PerReplica[ReplicaState]) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        setup: TrainSetup,
+        states: PerReplica[ReplicaState],
+        *,
+        capture: GraphCapture,
+        carried: CarriedState,
+    ) -> None:
         self._strategy = strategy
         self._setup = setup
         self._states = states
-        self._carried = CarriedState(setup.module.copies, states.values)
+        self._capture: GraphCapture | None = capture
+        self._carried = carried
         self._kinds: dict[Hashable, _Kind] = {}
-        self._differences = 0
-        self._looked_at = -1  # the last epoch in which a step was like an earlier one of its kind
-        self.reasons = Reasons()
-        self.replays = self.recordings = 0
-        self._capture = self._make_recorder()
+        self._captures = self._differences = 0
+        self._alike_in = -1  # the last epoch in which a step was like an earlier one of its kind
+
+    @classmethod
+    def create(cls, strategy: Strategy, setup: TrainSetup, states: PerReplica[ReplicaState]) -> GraphedSteps | None:
+        """The steps of a fit; None where none can be captured: on a CPU, or for a reason that is logged."""
+        if not setup.config.graphs:
+            return None
+        try:
+            driver = driver_for(strategy)
+            if driver is None:
+                return None
+            check_setup(setup)
+            carried = CarriedState(setup.module.copies, states.values)
+            capture = GraphCapture(strategy, setup, states, carried, driver)
+        except NotCapturableError as reason:
+            _log(reason)
+            return None
+        return cls(strategy, setup, states, capture=capture, carried=carried)
 
     def run(self, batch: Any, due: bool, *, epoch: int) -> tuple[StepOutput, ...]:
         """One step of every replica.
 
         Args:
-            batch: the global batch, divided.
-            due: whether it ends with an update.
-            epoch: from 0.
+            batch: the global batch, sharded.
+            due: whether the step ends with an update.
+            epoch: counted from 0.
 
         Returns:
-            What each replica's step gave, in replica order.
+            The output of each replica, in replica order.
         """
         if self._capture is None or current_observer() is not None:
-            return self._as_it_is(batch, due)
+            return self._run(batch, due)
         entering = self._carried.now()
         try:
             kind = self._kind(batch, due, entering)
-            ready = self._looked_at == epoch and self._prepare(kind, self._capture, batch, due)
-            results = self._replay(kind, batch, entering) if ready else None
-        except NotCapturableError as unfit:
-            self._give_up(unfit)
-            return self._as_it_is(batch, due)
-        if results is not None:
-            return self._completed(results)
+            if self._alike_in == epoch and (captured := self._captured(kind, self._capture, batch, due)) is not None:
+                self._setup.module.outside_changes.note_replay()
+                return self._complete(captured.replay(batch, entering))
+        except NotCapturableError as reason:
+            self._give_up(reason)
+            return self._run(batch, due)
         if not kind.seen:
             kind.seen = True
-            return self._as_it_is(batch, due)
-        return self._look(kind, batch, due, epoch)
-
-    def close(self) -> None:
-        """Drops all recordings and the memory that they hold."""
-        self._kinds.clear()
-        self._capture = None
-
-    def _make_recorder(self) -> GraphCapture | None:
-        if not self._setup.config.graphs:
-            return None
-        try:
-            driver = driver_for(self._strategy)
-            if driver is None:
-                return None
-            refuse(self._setup)
-            return GraphCapture(self._strategy, self._setup, self._states, self._carried, driver)
-        except NotCapturableError as unfit:
-            self.reasons.tell(str(unfit))
-            return None
+            return self._run(batch, due)
+        return self._observe(kind, batch, due, epoch)
 
     def _kind(self, batch: Any, due: bool, entering: Snapshot) -> _Kind:
         key = (signature(batch), due, entering.kind)
@@ -135,35 +141,27 @@ class GraphedSteps:
             )
         return self._kinds.setdefault(key, _Kind())
 
-    def _prepare(self, kind: _Kind, recorder: GraphCapture, batch: Any, due: bool) -> bool:
-        """Whether the step can be replayed; records it if its time has come, forgets a recording that is outdated."""
-        if not kind.alike:
-            return False
-        if kind.recorded is not None:
-            if kind.recorded.standing.change() is not None:
-                kind.forget()
-            return kind.alike
-        if self.recordings == MAX_RECORDINGS:
-            raise NotCapturableError(f"what a recording takes for granted changed {MAX_RECORDINGS} times")
-        check_hooks(self._setup.module.module)
-        self.recordings += 1
-        kind.recorded = recorder.record(batch, due)
-        return True
+    def _captured(self, kind: _Kind, capture: GraphCapture, batch: Any, due: bool) -> CapturedStep | None:
+        """The captured step of a kind if it can be replayed, captured now if its time has come."""
+        if kind.captured is not None and kind.captured.guards.change() is not None:
+            kind.forget()
+        if kind.alike and kind.captured is None:
+            if self._captures == MAX_CAPTURES:
+                raise NotCapturableError(f"what a captured step assumes changed {MAX_CAPTURES} times")
+            check_hooks(self._setup.module.module)
+            self._captures += 1
+            kind.captured = capture.capture(batch, due)
+        return kind.captured
 
-    def _replay(self, kind: _Kind, batch: Any, entering: Snapshot) -> StepResults | None:
-        self.replays += 1
-        self._setup.module.outside_changes.note_replay()
-        return None if kind.recorded is None else kind.recorded.replay(batch, entering)
-
-    def _look(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
-        watch = ObservedStep(self._strategy, self._setup, self._states.values, self._carried)
-        watch.run(batch, due)
+    def _observe(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
+        observed = ObservedStep(self._strategy, self._setup, self._states.values, self._carried)
+        observed.run(batch, due)
         try:
-            watch.check()
-            self._compare(kind, watch.trace, epoch)
-        except NotCapturableError as unfit:
-            self._give_up(unfit)
-        return self._completed(watch.results)
+            observed.check()
+            self._compare(kind, observed.trace, epoch)
+        except NotCapturableError as reason:
+            self._give_up(reason)
+        return self._complete(observed.results)
 
     def _compare(self, kind: _Kind, trace: StepTrace, epoch: int) -> None:
         before, kind.trace = kind.trace, trace
@@ -171,23 +169,28 @@ class GraphedSteps:
             return
         difference = before.difference(trace)
         if difference is None:
-            kind.alike, self._looked_at = True, epoch
+            kind.alike, self._alike_in = True, epoch
             return
-        for other in self._kinds.values():  # what is another now may be so in all of them
+        for other in self._kinds.values():  # what has changed here may have changed in all of them
             other.forget()
         kind.trace = trace
         self._differences += 1
         if self._differences == MAX_DIFFERENCES:
             raise NotCapturableError(f"steps differ from each other: {difference}")
 
-    def _completed(self, results: StepResults) -> tuple[StepOutput, ...]:
+    def _complete(self, results: StepResults) -> tuple[StepOutput, ...]:
         update_metrics(self._strategy, self._states.values, results.metrics)
         return results.outputs
 
-    def _as_it_is(self, batch: Any, due: bool) -> tuple[StepOutput, ...]:
+    def _run(self, batch: Any, due: bool) -> tuple[StepOutput, ...]:
         results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
         return self._strategy.local_results(results)
 
-    def _give_up(self, unfit: NotCapturableError) -> None:
-        self.reasons.tell(str(unfit))
-        self.close()
+    def _give_up(self, reason: NotCapturableError) -> None:
+        _log(reason)
+        self._kinds.clear()
+        self._capture = None  # frees the captured steps and their memory
+
+
+def _log(reason: NotCapturableError) -> None:
+    _LOG.info("no CUDA graphs of whole steps: %s", reason)

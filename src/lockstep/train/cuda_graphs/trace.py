@@ -1,4 +1,10 @@
-"""A step that is run as it is and looked at: does the host wait in it, and was it like the one before?"""
+"""Observes a step while it runs as usual: does the host wait for the device in it, and was it like the step before?
+
+A captured step repeats the operators of one step with the numbers of that step. A learning rate that a schedule
+changes, a loss weight that grows, or a layer that is left out by chance would stay as they were. So two steps are
+compared before one is captured: the same operators, on the same shapes, with the same numbers, reading the same tensors
+from outside.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +29,22 @@ from lockstep.train.cuda_graphs.capture import CarriedState, StepResults, deferr
 from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards
 from lockstep.train.step import ReplicaState, StepOutput, train_step
 
-Mark = tuple[Any, ...] | str | int | float | bool | complex | None
+Argument = tuple[Any, ...] | str | int | float | bool | complex | None
+"""An argument of an operator. A tensor is (shape, dtype, storage), with None as storage if the step made it."""
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """One operator of a step.
 
     Args:
         name: such as "aten.mul.Tensor".
-        marks: its arguments: of a tensor the shape, the dtype and, where it was there before the step, the address; of
-            anything else the value.
+        arguments: see ``Argument``.
         where: the nearest line of the user's program; empty in a backward pass.
     """
 
     name: str
-    marks: tuple[Mark, ...]
+    arguments: tuple[Argument, ...]
     where: str
 
 
@@ -46,57 +52,57 @@ class StepTrace:
     """The operators of one step of all replicas.
 
     Args:
-        replicas: how many.
-        changing: tensors that may be others in the next step: the batch, the gradients and sums of earlier batches.
+        replicas: the number of replicas.
+        changing: tensors that may be others in the next step: the batch, and the gradients and sums so far.
     """
 
     def __init__(self, replicas: int, changing: Iterable[torch.Tensor]) -> None:
-        # One list more for meetings: what is done there once for all is done by whichever replica comes last.
-        self._calls: list[list[Call]] = [[] for _ in range(replicas + 1)]
-        # By storage: a view of a batch is the batch. Replicas see each other's tensors when gradients are summed.
+        # The extra list is for collectives: the replica that comes last does there what is done once for all.
+        self._calls: list[list[OperatorCall]] = [[] for _ in range(replicas + 1)]
+        # By storage, as a view of the batch is the batch. Replicas see each other's tensors when gradients are summed.
         self._inner = {_storage(tensor) for tensor in changing}
         self._outer: dict[int, StorageWeakRef] = {}
         self._lock = threading.Lock()
 
     def in_replica(self) -> TorchDispatchMode:
-        """What a replica's part of the step is run in, in its own thread."""
-        return _Recorder(self)
+        """The mode that traces one replica's part of the step, in the replica's thread."""
+        return _TraceMode(self)
 
     def difference(self, later: StepTrace) -> str | None:
-        """The first thing that a later step did otherwise; None if they are alike."""
+        """The first difference of a later step; None if the steps are alike."""
         for ours, theirs in zip(self._calls, later._calls, strict=True):
             for mine, other in zip(ours, theirs, strict=False):
-                if (mine.name, mine.marks) != (other.name, other.marks):
-                    return _told(mine, other)
+                if (mine.name, mine.arguments) != (other.name, other.arguments):
+                    return _describe(mine, other)
             if len(ours) != len(theirs):
                 return f"one step had {len(ours)} operators and the next {len(theirs)}"
         return None
 
-    def end(self, left: Iterable[torch.Tensor]) -> None:
-        """After a step with compiled code, which makes tensors of its own: they are no tensors from outside.
+    def drop_internal(self, left: Iterable[torch.Tensor]) -> None:
+        """After a step with compiled code: tensors that the code has made by itself are no tensors from outside.
 
-        They are known by being gone, or among what the step has left.
+        They are known by being freed, or by being among what the step has left.
 
         Args:
-            left: gradients, outputs.
+            left: the gradients and outputs of the step.
         """
-        gone = (storage for storage, held in self._outer.items() if held.expired())  # type: ignore[no-untyped-call]
-        made = {*gone, *map(_storage, left)}
+        freed = (storage for storage, held in self._outer.items() if held.expired())  # type: ignore[no-untyped-call]
+        made = {*freed, *map(_storage, left)}
         self._calls = [
-            [replace(call, marks=tuple(_unless_made(mark, made) for mark in call.marks)) for call in calls]
+            [replace(call, arguments=tuple(_unless_made(each, made) for each in call.arguments)) for call in calls]
             for calls in self._calls
         ]
 
     def add(self, name: str, arguments: Sequence[Any], result: Any) -> None:
-        """Notes an operator that the calling replica has run."""
+        """Adds an operator that the calling replica has run."""
         leaves = tree_leaves(arguments)
         with self._lock:
-            marks = tuple(self._mark(leaf) for leaf in leaves)
+            found = tuple(self._argument(leaf) for leaf in leaves)
             self._inner.update(_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         context = get_replica_context()
-        self._calls[-1 if context is None else context.local_replica].append(Call(name, marks, call_site()))
+        self._calls[-1 if context is None else context.local_replica].append(OperatorCall(name, found, call_site()))
 
-    def _mark(self, leaf: Any) -> Mark:
+    def _argument(self, leaf: Any) -> Argument:
         if isinstance(leaf, torch.Tensor):
             storage = _storage(leaf)
             if storage in self._inner:
@@ -104,60 +110,38 @@ class StepTrace:
             if leaf.layout is torch.strided:
                 self._outer[storage] = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
             return (tuple(leaf.shape), str(leaf.dtype), storage)
-        if isinstance(leaf, (bool, int, float, complex, str)):
-            return leaf
-        return str(type(leaf))
+        return leaf if isinstance(leaf, (bool, int, float, complex, str)) else str(type(leaf))
 
 
-class _Recorder(BesideCompiledCode):
+class _TraceMode(BesideCompiledCode):
+    """Adds the operators of one replica to a trace."""
+
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A view of a tensor from outside is from outside too, and an operator that writes gives what it was given.
+        # A view of a tensor from outside is from outside too, and an operator that writes returns what it was given.
         fresh = None if func.is_view or func._schema.is_mutable else result
-        # Fused optimizers' rate, which a recorded step reads from a tensor.
+        # A captured step reads the rate of fused optimizers from a tensor.
         named = {name: value for name, value in (kwargs or {}).items() if name != "lr"}
         self._trace.add(str(func), (args, named), fresh)
         return result
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
-def _unless_made(mark: Mark, made: set[int]) -> Mark:
-    return (*mark[:2], None) if isinstance(mark, tuple) and mark[2] in made else mark
-
-
-def _told(mine: Call, other: Call) -> str:
-    place = f" at {other.where}" if other.where else ""
-    if mine.name != other.name:
-        return f"{mine.name} in one step is {other.name} in the next{place}"
-    for before, now in zip(mine.marks, other.marks, strict=False):
-        if before != now:
-            if isinstance(before, tuple) and isinstance(now, tuple):
-                if before[:2] == now[:2]:
-                    return f"{mine.name}{place} reads a tensor that is another one in every step; update it in place"
-                return f"{mine.name}{place} got the shape {list(before[0])} and in the next step {list(now[0])}"
-            return f"{mine.name}{place} computed with {before} and in the next step with {now}"
-    return f"{mine.name}{place} got other arguments in the next step"
-
-
 class ObservedStep:
-    """One look at a step.
-
-    Attributes:
-        results: what the step gave.
-        trace: what it did.
+    """One step that is observed.
 
     Args:
-        strategy: runs it.
-        setup: whose step.
-        states: the replicas'.
-        carried: what earlier steps have left.
+        strategy: runs the step.
+        setup: what the replicas share.
+        states: one per replica.
+        carried: the gradients and sums that steps hand on.
+
+    Attributes:
+        results: what the step returned.
+        trace: what it did.
     """
 
     def __init__(
@@ -169,41 +153,64 @@ class ObservedStep:
         """Runs the step."""
         strategy = self._strategy
         self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *self._carried.now().tensors])
-        self._setup.module.align()  # as the run would: what was set on the user's module is no change of the step's
-        standing, drawn = StepGuards(self._setup, ()), self._host_random()
-        with deferring_metrics(self._states) as kept, HostSyncs() as reads:
-            found = strategy.run(_watched_step, (self.trace, self._setup, PerReplica(self._states), batch, due))
-        self.results = StepResults(strategy.local_results(found), [each.arguments for each in kept])
+        self._setup.module.align()  # as the run would: what was set on the user's module is no change by the step
+        guards, drawn = StepGuards(self._setup, ()), self._host_generators()
+        with deferring_metrics(self._states) as metrics, HostSyncs() as reads:
+            found = strategy.run(_traced_step, (self.trace, self._setup, PerReplica(self._states), batch, due))
+        self.results = StepResults(strategy.local_results(found), metrics)
         if self._setup.module.is_compiled:
-            outputs = [leaf for leaf in tree_leaves(self.results.metrics) if isinstance(leaf, torch.Tensor)]
-            self.trace.end([*outputs, *self._carried.now().tensors])
-        self._places = list(dict.fromkeys(reads.places))
-        self._change = standing.change()
-        self._drew = not all(map(torch.equal, drawn, self._host_random()))
+            outputs = tree_leaves([each.arguments for each in metrics])
+            outputs = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
+            self.trace.drop_internal([*outputs, *self._carried.now().tensors])
+        self._waits = list(dict.fromkeys(reads.places))
+        self._change = guards.change()
+        self._drew = not all(map(torch.equal, drawn, self._host_generators()))
 
     def check(self) -> None:
-        """Whether such a step can be recorded.
+        """Checks that a step like this can be captured.
 
         Raises:
             NotCapturableError: it cannot.
         """
-        if self._places:
-            operator, line = self._places[0]
-            more = f", and in {len(self._places) - 1} other places" if len(self._places) > 1 else ""
+        if self._waits:
+            operator, line = self._waits[0]
+            more = f", and in {len(self._waits) - 1} other places" if len(self._waits) > 1 else ""
             raise NotCapturableError(f"the step reads from the device at {line} ({operator}){more}")
         if self._drew:
-            raise NotCapturableError("the step draws random numbers on the host, which a recording would repeat")
+            raise NotCapturableError("the step draws random numbers on the host, which a replay would repeat")
         if self._change is not None:
-            raise NotCapturableError(f"the step changes what a recording takes for granted: {self._change}")
+            raise NotCapturableError(f"the step changes what a captured step assumes: {self._change}")
 
-    def _host_random(self) -> list[torch.Tensor]:
-        """Where the replicas' generators of the host stand, for devices that draw from others."""
+    def _host_generators(self) -> list[torch.Tensor]:
+        """The states of the replicas' host generators, if the device draws from others."""
         if self._strategy.devices[0].torch_device.type == "cpu":
             return []
         return [state["cpu"] for state in self._strategy.generators.states()]
 
 
-@wraps(train_step)  # what the first run of a step is looked at for has been looked at
-def _watched_step(trace: StepTrace, setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
+@wraps(train_step)  # so that the strategy's check of the first run of a step is not made again
+def _traced_step(trace: StepTrace, setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     with trace.in_replica():
         return train_step(setup, state, item, update)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _unless_made(argument: Argument, made: set[int]) -> Argument:
+    return (*argument[:2], None) if isinstance(argument, tuple) and argument[2] in made else argument
+
+
+def _describe(mine: OperatorCall, other: OperatorCall) -> str:
+    place = f" at {other.where}" if other.where else ""
+    if mine.name != other.name:
+        return f"{mine.name} in one step is {other.name} in the next{place}"
+    for before, now in zip(mine.arguments, other.arguments, strict=False):
+        if before != now:
+            if isinstance(before, tuple) and isinstance(now, tuple):
+                if before[:2] == now[:2]:
+                    return f"{mine.name}{place} reads a tensor that is another one in every step; update it in place"
+                return f"{mine.name}{place} got the shape {list(before[0])} and in the next step {list(now[0])}"
+            return f"{mine.name}{place} computed with {before} and in the next step with {now}"
+    return f"{mine.name}{place} got other arguments in the next step"
