@@ -5,6 +5,7 @@ round 1: A B C    round 2: A B C    ...    one sample each time, compared with t
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from statistics import fmean
+from statistics import fmean, median
 
 from benchmarks.step_timer import LapRecord
-from benchmarks.trial import Trial
+from benchmarks.trial import Conditions, Contender, Trial, Workload
 from lockstep.errors import ConfigError, ReplicaError
 
 _KB_PER_MB = 1024
+
+_log = logging.getLogger("benchmarks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,18 @@ Progress = Callable[[Sample | Absence, int, int], None]
 """Called with each outcome as it comes, how many there are by then, and how many there will be."""
 
 
+def log_progress(outcome: Sample | Absence, done: int, planned: int) -> None:
+    """Logs an outcome in one line."""
+    who = f"{done:3d}/{planned}  {outcome.workload:12s} {outcome.contender:27s}"
+    if isinstance(outcome, Absence):
+        _log.warning("%s is left out from here on: %s", who, outcome.reason)
+        return
+    times = f"{median(outcome.step_ms):8.1f} ms a step, first step after {outcome.first_step_s:5.2f} s"
+    _log.info(
+        "%s round %d %s, peak %5.0f MB, loss %.4f", who, outcome.round + 1, times, outcome.memory.peak_mb, outcome.loss
+    )
+
+
 def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Progress) -> Rounds:
     """Runs every trial once a round, in turn; checks, which are not counted, in the first round only.
 
@@ -219,3 +234,17 @@ def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memo
 def _mean_ms(processes: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The mean over the processes, step by step."""
     return tuple(1000 * fmean(step) for step in zip(*processes, strict=True))
+
+
+def trials_of(workload: Workload, contenders: Iterable[Contender], conditions: Conditions) -> list[Trial]:
+    """One trial of each contender on all cores, in their order."""
+    return [
+        Trial(
+            workload=workload,
+            contender=contender,
+            warm_up=conditions.warm_up,
+            steps=conditions.steps,
+            cores=conditions.machine.cores,
+        )
+        for contender in contenders
+    ]

@@ -6,15 +6,16 @@ Everything here travels to a contender's fresh process, so functions are named b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
 from benchmarks.step_timer import LapRecord
 from lockstep.errors import ConfigError
+from lockstep.scaling.machine import Machine
 
 Layout = Literal["auto", "channels_last", "contiguous", "framework"]
 """Memory format of a module's weights and pictures; "auto" leaves it to the strategy, "framework" to the peer."""
@@ -84,6 +85,44 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long a suite measures where the command line does not say.
+
+    Args:
+        warm_up: steps before the timed ones.
+        steps: timed steps of a trial.
+        rounds: trials of each contender.
+    """
+
+    warm_up: int
+    steps: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How a run was made.
+
+    Args:
+        date: YYYY-MM-DD.
+        machine: where.
+        command: what was typed.
+        warm_up: steps before the timed ones, in each trial.
+        steps: timed steps of each trial.
+        rounds: trials of each contender.
+        peers: each peer's name and the versions of its packages.
+    """
+
+    date: str
+    machine: Machine
+    command: str
+    warm_up: int
+    steps: int
+    rounds: int
+    peers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """One contender doing one workload, once, in fresh processes.
 
@@ -129,7 +168,7 @@ END_LIMIT_S = 30.0
 T = TypeVar("T")
 
 
-def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T], str] = attrgetter("name")) -> list[T]:
+def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T], str]) -> list[T]:
     """The items whose names ``--only`` gives, in their own order; all of them for None.
 
     Raises:
@@ -140,6 +179,11 @@ def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T]
     if unknown:
         raise ConfigError(f"--only {' '.join(unknown)} is unknown; choose from {', '.join(map(repr, known)) or 'none'}")
     return [item for item in items if not only or name(item) in only]
+
+
+def select_contenders(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
+    """The contenders that ``--only`` names; all of them for None."""
+    return select(contenders, only, name=lambda contender: contender.name)
 
 
 class Team(ABC):

@@ -1,34 +1,34 @@
-"""``python -m benchmarks --gpu``: its options, and what they ask for."""
+"""Suite ``gpu``: one CUDA GPU, within a budget of seconds: tests that need it, its rates, then rounds of contenders.
+
+|-- tests, at most their part --|-- rates and roofline --|-- round 1 --|-- round 2, if it fits --|-- report --|
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import re
-import shlex
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.gpu.apart import apart
+from benchmarks.fresh_process import in_fresh_process
 from benchmarks.gpu.contenders import Entrant, entrants
-from benchmarks.gpu.gpu_tests import SuiteOutcome, run_suite
+from benchmarks.gpu.gpu_tests import run_suite
 from benchmarks.gpu.loops import DeviceType, Pace
 from benchmarks.gpu.report import GpuConditions, GpuResult, render_gpu, result_of
 from benchmarks.gpu.roofline import DeviceFacts, look_at_device, named_device
 from benchmarks.gpu.workloads import FULL, TINY, gpu_workloads, precision_of
 from benchmarks.harness import Absence, Progress, Rounds, Sample, run_trial
-from benchmarks.trial import Trial, Workload
-from lockstep.atomic_files import atomic_write
+from benchmarks.report import NothingToRunError, Report
+from benchmarks.trial import Conditions, Trial, Workload, select_contenders
+from benchmarks.trial import Pace as DefaultPace
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
-from lockstep.scaling.machine import Machine, this_machine
 
 TOTAL_S = 600.0
 """Ten minutes, with everything."""
@@ -219,30 +219,24 @@ Entered = list[tuple[Workload, list[Entrant]]]
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSettings:
-    """What was asked for.
+    """What is measured.
 
     Args:
-        command: what was typed, for the table.
-        date: YYYY-MM-DD.
-        output: folder of the table.
-        device: "cpu" tries the programs at tiny sizes, and its table says so.
+        device: "cpu" tries the programs at tiny sizes, and the report says so.
         pace: of every trial.
         rounds: at most.
         budget: of everything.
         workloads: "mlm", "mobilenetv2", each in both precisions; empty for all.
-        only: names of contenders; empty for all.
+        only: names of contenders; None for all.
         tests: folder of the tests; None runs none.
     """
 
-    command: str
-    date: str
-    output: Path
     device: DeviceType
     pace: Pace
     rounds: int
     budget: Budget
     workloads: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
     tests: Path | None = None
 
     def __post_init__(self) -> None:
@@ -250,46 +244,61 @@ class GpuSettings:
             raise ConfigError(f"rounds={self.rounds} was given, expected at least 1; raise it")
 
 
-def run_gpu(settings: GpuSettings) -> int:
-    """Runs everything, and says how far it is.
+def run_gpu(settings: GpuSettings, conditions: Conditions) -> Report:
+    """Runs the tests that need a GPU, measures the device's rates, and then the contenders while the budget lasts.
 
-    Returns:
-        0 where the table was written and every test passed, ``NOTHING_TO_RUN`` where there is no GPU, else 1.
+    Raises:
+        NothingToRunError: there is no GPU.
     """
     if settings.device == "cuda" and (reason := reason_not_to_run()):
-        _log.error("%s; nothing was run, no table was written", reason)
-        return NOTHING_TO_RUN
+        raise NothingToRunError(f"{reason}; nothing was run, no table was written")
     started_s = time.monotonic()
     entered = enter(settings)
     planned = in_turn(entered)
     plan = settings.budget.text(len(planned), sum(one.entrant.expected_s for one in planned if not one.entrant.absent))
     _log.info("%s", plan)
-    machine = this_machine()
-    suite = None if settings.tests is None else run_suite(settings.tests, limit_s=settings.budget.tests_s)
+    tests = None if settings.tests is None else run_suite(settings.tests, limit_s=settings.budget.tests_s)
     sizes = FULL if settings.device == "cuda" else TINY
     facts = _facts(settings.device, partial(look_at_device, settings.device, sizes))
     rounds = run_budgeted(
         planned,
         pace=settings.pace,
-        cores=machine.cores,
+        cores=conditions.machine.cores,
         rounds=settings.rounds,
         budget=settings.budget,
         started_s=started_s,
-        progress=partial(_say, settings.pace),
+        progress=partial(_log_progress, settings.pace),
     )
-    conditions = _conditions(settings, machine, facts, plan, suite, time.monotonic() - started_s)
     samples = [per_step(sample, settings.pace) for sample in rounds.samples]
-    results = _results(entered, samples, rounds.absences, facts)
-    _log.info("\n%s", render_gpu(conditions, results))
-    path = write_gpu_report(settings.output, conditions, results, samples)
-    _log.info("written to %s", path)
-    return 0 if suite is None or suite.ok else 1
+    results = [
+        result_of(
+            workload,
+            [one.contender for one in all_of_it],
+            samples,
+            absences=rounds.absences,
+            floor=facts.floor(workload.name, precision_of(workload)),
+            used_before_mb=facts.used_mb,
+        )
+        for workload, all_of_it in entered
+    ]
+    described = GpuConditions(
+        date=conditions.date,
+        machine=conditions.machine,
+        device=settings.device,
+        facts=facts,
+        command=conditions.command,
+        pace=settings.pace,
+        budget=plan,
+        spent_s=time.monotonic() - started_s,
+        suite=tests,
+    )
+    return gpu_report(described, results, samples, ok=tests is None or tests.ok)
 
 
 def _facts(device: DeviceType, look: Callable[[], DeviceFacts]) -> DeviceFacts:
     """The device's rates; where they cannot be measured its name alone, and why: the trials may run all the same."""
     try:
-        return apart(look, limit_s=FLOORS_LIMIT_S)
+        return in_fresh_process(look, limit_s=FLOORS_LIMIT_S)
     except ReplicaError as error:
         return named_device(device, trouble=str(error))
 
@@ -305,24 +314,17 @@ def enter(settings: GpuSettings) -> Entered:
     if not wanted:
         raise ConfigError(f"--workload {' '.join(settings.workloads)} is not run on a GPU; choose mlm or mobilenetv2")
     entered = [(known[name], list(entrants(known[name], settings.device, settings.pace))) for name in wanted]
-    names = dict.fromkeys(one.contender.name for _, all_of_it in entered for one in all_of_it)
-    unknown = [name for name in settings.only if name not in names]
-    if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)} names no contender; choose from {', '.join(map(repr, names))}")
+    select_contenders([one.contender for _, all_of_it in entered for one in all_of_it], settings.only)
     return [
         (workload, [one for one in all_of_it if not settings.only or one.contender.name in settings.only])
         for workload, all_of_it in entered
     ]
 
 
-def write_gpu_report(
-    folder: Path, conditions: GpuConditions, results: Sequence[GpuResult], samples: Sequence[Sample]
-) -> Path:
-    """Writes ``DATE-gpu-NAME.md`` and ``.json``, each whole or not at all; a run of the same day is replaced.
-
-    Returns:
-        The path of the Markdown file.
-    """
+def gpu_report(
+    conditions: GpuConditions, results: Sequence[GpuResult], samples: Sequence[Sample], *, ok: bool = True
+) -> Report:
+    """The report of a run; ``ok`` is whether the tests passed."""
     record = {
         "conditions": asdict(conditions),
         "targets": [
@@ -334,9 +336,8 @@ def write_gpu_report(
         "absences": [asdict(absence) for result in results for absence in result.absences],
         "samples": [asdict(sample) for sample in samples],
     }
-    base = folder / f"{conditions.date}-gpu-{slug(conditions)}"
-    atomic_write(base.with_name(f"{base.name}.json"), json.dumps(record, indent=1) + "\n")
-    return atomic_write(base.with_name(f"{base.name}.md"), render_gpu(conditions, results))
+    text = render_gpu(conditions, results)
+    return Report(name=f"gpu-{slug(conditions)}", date=conditions.date, text=text, record=record, ok=ok)
 
 
 def slug(conditions: GpuConditions) -> str:
@@ -346,39 +347,7 @@ def slug(conditions: GpuConditions) -> str:
     return re.sub(r"[^a-z0-9]+", "-", conditions.facts.name.lower()).strip("-")
 
 
-def _results(
-    entered: Entered, samples: Sequence[Sample], absences: Sequence[Absence], facts: DeviceFacts
-) -> list[GpuResult]:
-    return [
-        result_of(
-            workload,
-            [one.contender for one in all_of_it],
-            samples,
-            absences=absences,
-            floor=facts.floor(workload.name, precision_of(workload)),
-            used_before_mb=facts.used_mb,
-        )
-        for workload, all_of_it in entered
-    ]
-
-
-def _conditions(
-    settings: GpuSettings, machine: Machine, facts: DeviceFacts, plan: str, suite: SuiteOutcome | None, spent_s: float
-) -> GpuConditions:
-    return GpuConditions(
-        date=settings.date,
-        machine=machine,
-        device=settings.device,
-        facts=facts,
-        command=settings.command,
-        pace=settings.pace,
-        budget=plan,
-        spent_s=spent_s,
-        suite=suite,
-    )
-
-
-def _say(pace: Pace, outcome: Sample | Absence, done: int, planned: int) -> None:
+def _log_progress(pace: Pace, outcome: Sample | Absence, done: int, planned: int) -> None:
     who = f"{done:3d}/{planned}  {outcome.workload:16s} {outcome.contender:22s}"
     if isinstance(outcome, Absence):
         _log.warning("%s not run: %s", who, outcome.reason)
@@ -393,56 +362,31 @@ def _say(pace: Pace, outcome: Sample | Absence, done: int, planned: int) -> None
     )
 
 
-_WARM_UP, _LAP_STEPS, _LAPS, _ROUNDS = 10, 10, 3, 3
+PACE = DefaultPace(warm_up=10, steps=10, rounds=3)
+_LAPS = 3
 
 
-def add_gpu_options(parser: argparse.ArgumentParser) -> None:
-    """The options that belong to ``--gpu`` alone."""
-    group = parser.add_argument_group("on a GPU")
-    group.add_argument(
-        "--gpu",
-        action="store_true",
-        help="measure on GPU 0 instead; --workload mlm mobilenetv2, --only, --warm-up, --steps (of a lap) and --rounds "
-        "hold too; exit code 77 where there is no GPU",
-    )
-    group.add_argument("--tests", help="folder of tests: run those that need a GPU first; make gpu gives tests")
-    group.add_argument(
+def flags(parser: ArgumentParser) -> None:
+    """The flags of this suite."""
+    parser.add_argument("--workload", nargs="+", default=(), help="mlm, mobilenetv2; both by default")
+    parser.add_argument("--tests", type=Path, help="folder of tests: first run those that need a GPU, as make gpu does")
+    parser.add_argument(
         "--budget-s", type=float, default=TOTAL_S, help=f"seconds for everything (default {TOTAL_S:.0f})"
     )
-    group.add_argument(
+    parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the programs at tiny sizes, without a GPU"
     )
 
 
-def measure_gpu(asked: argparse.Namespace, words: Sequence[str]) -> int:
-    """Runs it, and returns the exit code.
-
-    Raises:
-        ConfigError: options that do not go together, or a value that cannot be.
-    """
-    others = (asked.memory, asked.layouts, asked.choices, asked.trainer, asked.workers, asked.peers != "no")
-    if any(others):
-        raise ConfigError(
-            "--gpu measures on a GPU alone; leave --memory, --layouts, --trainer, --workers and the like out"
-        )
-    return run_gpu(gpu_settings(asked, words))
-
-
-def gpu_settings(asked: argparse.Namespace, words: Sequence[str]) -> GpuSettings:
-    """What the command line asks for."""
-    return GpuSettings(
-        command=shlex.join(["python", "-m", "benchmarks", *words]),
-        date=date.today().isoformat(),
-        output=Path(asked.output),
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures on GPU 0; ``--steps`` are those of a lap, at whose end the device is waited for."""
+    settings = GpuSettings(
         device=asked.device,
-        pace=Pace(
-            warm_up=_WARM_UP if asked.warm_up is None else asked.warm_up,
-            lap_steps=_LAP_STEPS if asked.steps is None else asked.steps,
-            laps=_LAPS,
-        ),
-        rounds=_ROUNDS if asked.rounds is None else asked.rounds,
+        pace=Pace(warm_up=conditions.warm_up, lap_steps=conditions.steps, laps=_LAPS),
+        rounds=conditions.rounds,
         budget=Budget(total_s=asked.budget_s),
-        workloads=tuple(asked.workload or ()),
-        only=tuple(asked.only or ()),
-        tests=None if asked.tests is None else Path(asked.tests).resolve(),
+        workloads=tuple(asked.workload),
+        only=asked.only,
+        tests=None if asked.tests is None else asked.tests.resolve(),
     )
+    return run_gpu(settings, conditions)

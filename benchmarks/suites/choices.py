@@ -1,29 +1,27 @@
-"""Measures the choices in turn and writes the dated table, with JSON beside it."""
+"""Suite ``choices``: what replicas of a CPU gain or lose by choices that the engine makes differently."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lockstep as ls
-from benchmarks.harness import Progress, Sample, run_rounds
+from benchmarks.harness import log_progress, run_rounds, trials_of
 from benchmarks.loops import run_replicas, train_replicas
 from benchmarks.processes import Body, Seat, SpawnedBody
-from benchmarks.report import Conditions, head, settings_list
+from benchmarks.report import Report, head
 from benchmarks.results import Figures, figures_of
 from benchmarks.step_timer import Laps
-from benchmarks.suites.cpu import picked, trials_of
-from benchmarks.trial import Contender, Trial, Workload
-from benchmarks.workloads import find_workload
-from lockstep.atomic_files import atomic_write
+from benchmarks.trial import Conditions, Contender, Pace, Trial, select_contenders
+from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS, find_workload
 from lockstep.report import markdown_table
+
+PACE = Pace(warm_up=3, steps=10, rounds=3)
 
 
 def run_pinned(trial: Trial, seat: Seat, laps: Laps) -> None:
@@ -114,55 +112,27 @@ _LEGEND = """\
 - loss: of the last step; the batches and the first weights are the same for all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChoicesResult:
-    """What came of it: the figures of each workload, and all samples."""
-
-    conditions: Conditions
-    figures: tuple[tuple[Workload, tuple[Figures, ...]], ...]
-    samples: tuple[Sample, ...]
-
-    @property
-    def text(self) -> str:
-        """The report as Markdown."""
-        blocks = [head(self.conditions, "Choices of replicas on a CPU")]
-        for workload, figures in self.figures:
-            blocks += [f"## {workload.title}", markdown_table(_HEADINGS, [_row(row) for row in figures])]
-        return "\n\n".join([*blocks, "\n".join(settings_list(self.figures[0][1])), _LEGEND]) + "\n"
+def flags(parser: ArgumentParser) -> None:
+    """The flags of this suite."""
+    parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), default=USUAL_WORKLOADS)
 
 
-def measure_cpu_choices(
-    names: Sequence[str], conditions: Conditions, progress: Progress, *, only: Sequence[str] | None = None
-) -> ChoicesResult:
-    """Measures every choice once a round, each time in a fresh process.
-
-    Args:
-        names: of the workloads.
-        conditions: how many steps and rounds.
-        progress: told of each trial's outcome.
-        only: names of the choices that are wanted; None for all.
-
-    Raises:
-        ConfigError: a name is nobody's.
-        ReplicaError: a contender failed.
-    """
-    workloads, chosen = [find_workload(name) for name in names], picked(choices(), only)
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures every choice once a round, each time in a fresh process."""
+    workloads, chosen = [find_workload(name) for name in asked.workload], select_contenders(choices(), asked.only)
     trials = [trial for workload in workloads for trial in trials_of(workload, chosen, conditions)]
-    samples = run_rounds(trials, rounds=conditions.rounds, progress=progress).samples
-    figures = tuple((workload, tuple(figures_of(chosen, samples, workload.name))) for workload in workloads)
-    return ChoicesResult(conditions=conditions, figures=figures, samples=samples)
-
-
-def write_choices_report(folder: Path, result: ChoicesResult) -> Path:
-    """Writes ``DATE-choices-cpu-CORES.md`` and ``.json``, each whole or not at all; one of the same day is replaced.
-
-    Returns:
-        The path of the Markdown file.
-    """
-    record = {"conditions": asdict(result.conditions), "samples": [asdict(sample) for sample in result.samples]}
-    base = folder / f"{result.conditions.date}-choices-cpu-{result.conditions.machine.cores}"
-    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return atomic_write(base.with_suffix(".md"), result.text)
+    samples = run_rounds(trials, rounds=conditions.rounds, progress=log_progress).samples
+    blocks = [head(conditions, "Choices of replicas on a CPU")]
+    for workload in workloads:
+        figures = figures_of(chosen, samples, workload.name)
+        blocks += [f"## {workload.title}", markdown_table(_HEADINGS, [_row(row) for row in figures])]
+    blocks += ["\n".join(f"- {choice.name}: {choice.settings}" for choice in chosen), _LEGEND]
+    return Report(
+        name=f"choices-cpu-{conditions.machine.cores}",
+        date=conditions.date,
+        text="\n\n".join(blocks) + "\n",
+        record={"conditions": asdict(conditions), "samples": [asdict(sample) for sample in samples]},
+    )
 
 
 def _row(row: Figures) -> list[str]:

@@ -1,11 +1,11 @@
-"""Measures the layouts in turn and writes the dated table, with JSON beside it."""
+"""Suite ``layouts``: each worker's peak memory by layout of a divided model, beside the estimate of ``lockstep plan``."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lockstep as ls
-from lockstep.atomic_files import atomic_write
+from benchmarks.report import Report, head
+from benchmarks.trial import Conditions, Pace, select
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.mesh_communicator import MeshCommunicator
-from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.plan.layout import Layout
 from lockstep.plan.memory import Memory, estimate_memory
@@ -32,7 +32,9 @@ from lockstep.replicas.cpu.memory import (
     resident_mb,
 )
 from lockstep.report import markdown_table
-from lockstep.scaling.machine import Machine
+
+PACE = Pace(warm_up=1, steps=2, rounds=1)
+_log = logging.getLogger("benchmarks")
 
 WORKERS = 4
 _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")
@@ -102,10 +104,12 @@ class MeasuredLayout:
         shard = work.rows // degrees["data"]
         microbatches = min(shard, 2 * degrees["pipeline"]) if degrees["pipeline"] > 1 else 1
         chunks = 2 if self.asked.get("schedule") in _IN_PARTS else 1
-        return Layout(**degrees, rows=shard // microbatches, microbatches=microbatches, chunks=chunks)
+        return Layout(
+            **degrees, microbatch_size=shard // microbatches, microbatches=microbatches, stages_per_worker=chunks
+        )
 
 
-_LAYOUTS = (
+LAYOUTS = (
     MeasuredLayout(workers=1),
     MeasuredLayout(asked={"data": 4}),
     MeasuredLayout(asked={"data": 4, "shard_optimizer": True}),
@@ -124,19 +128,6 @@ _LAYOUTS = (
     MeasuredLayout(asked={"data": 2, "pipeline": 2, "shard_parameters": True}),
     MeasuredLayout(asked={"pipeline": 2, "tensor": 2}),
 )
-
-
-def chosen(names: Sequence[str] | None) -> tuple[MeasuredLayout, ...]:
-    """All layouts, or those that are named.
-
-    Raises:
-        ConfigError: an unknown name; the message lists the known ones.
-    """
-    known = [layout.name for layout in _LAYOUTS]
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)} names no layout; choose from {', '.join(map(repr, known))}")
-    return tuple(layout for layout in _LAYOUTS if names is None or layout.name in names)
 
 
 TRIAL_LIMIT_S = 600.0
@@ -170,11 +161,13 @@ def measured(layout: MeasuredLayout, work: LayoutWork, steps: int) -> tuple[Work
     Raises:
         ClusterError: a worker failed, or all took longer than ``TRIAL_LIMIT_S``.
     """
-    every = ls.launch(measure, workers=layout.workers, args=(dict(layout.asked), work, steps), timeout_s=TRIAL_LIMIT_S)
+    every = ls.launch(
+        measure_in_worker, workers=layout.workers, args=(dict(layout.asked), work, steps), timeout_s=TRIAL_LIMIT_S
+    )
     return tuple(WorkerMemory(**each) for each in every)
 
 
-def measure(asked: Mapping[str, Any], work: LayoutWork, steps: int) -> list[dict[str, float]]:
+def measure_in_worker(asked: Mapping[str, Any], work: LayoutWork, steps: int) -> list[dict[str, float]]:
     """Measures in each worker. All must call it."""
     transformers = require("transformers", "transformers")
     config = transformers.GPT2Config(**work.config(), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
@@ -290,49 +283,20 @@ class Row:
         return self.fullest.peak_mb / (self.expected.total / _MB)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutsConditions:
-    """How a run was made.
-
-    Args:
-        date: YYYY-MM-DD.
-        machine: where.
-        command: what was typed.
-        steps: of each layout.
-    """
-
-    date: str
-    machine: Machine
-    command: str
-    steps: int
-
-
-def render_layouts(conditions: LayoutsConditions, work: LayoutWork, rows: Sequence[Row]) -> str:
+def render_layouts(conditions: Conditions, work: LayoutWork, rows: Sequence[Row]) -> str:
     """The whole report."""
     step = (
         f"A training step of a GPT-2: {work.layers} layers of width {work.hidden}, {work.vocabulary:,} tokens in its "
         f"vocabulary, {work.rows} lines of {work.tokens} tokens in the global batch, AdamW, float32, "
-        f"{conditions.steps} steps."
+        f"{conditions.warm_up + conditions.steps} steps."
     )
     parts = [
-        _head(conditions),
+        head(conditions, "Memory of a worker against the layout"),
         step,
         markdown_table(_HEADINGS, [_cells(row) for row in rows]),
         _LEGEND,
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _head(conditions: LayoutsConditions) -> str:
-    machine = conditions.machine
-    facts = (
-        f"machine: {machine.processor}, {machine.cores} cores, {machine.memory_gb:.0f} GB, {machine.system}",
-        f"versions: Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}",
-        f"commit: {machine.commit}",
-        f"command: `{conditions.command}`",
-    )
-    title = f"# Memory of a worker against the layout, {conditions.date}"
-    return "\n".join([title, "", *(f"- {fact}" for fact in facts)])
 
 
 def _cells(row: Row) -> list[str]:
@@ -349,8 +313,8 @@ def _cells(row: Row) -> list[str]:
                 expected.gradients,
                 expected.optimizer,
                 expected.activations,
-                expected.beside,
-                expected.ending,
+                expected.beside_activations,
+                expected.backward_end,
                 expected.exchange,
                 expected.update,
                 expected.buffers,
@@ -361,80 +325,36 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-Progress = Callable[[Row], None]
-"""Told of each layout when it was measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutsResult:
-    """What came of it.
-
-    Args:
-        conditions: how it was measured.
-        work: what.
-        rows: of the table.
-    """
-
-    conditions: LayoutsConditions
-    work: LayoutWork
-    rows: tuple[Row, ...]
-
-    @property
-    def text(self) -> str:
-        """The report as Markdown."""
-        return render_layouts(self.conditions, self.work, self.rows)
-
-
-def measure_layouts(
-    conditions: LayoutsConditions,
-    progress: Progress,
-    *,
-    work: LayoutWork | None = None,
-    only: Sequence[str] | None = None,
-) -> LayoutsResult:
-    """Measures every layout, each in fresh processes.
-
-    Args:
-        conditions: how many steps.
-        progress: told of each.
-        work: the step; None is that of the table.
-        only: names of the layouts that are wanted; None for all.
-
-    Raises:
-        ConfigError: an unknown name, or no step at all.
-        ClusterError: a worker failed.
-    """
-    at_least("steps", conditions.steps, 1)
-    step = work or LayoutWork()
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures every layout, each in fresh processes."""
     rows = []
-    for layout in chosen(only):
-        rows.append(_row(layout, step, conditions.steps))
-        progress(rows[-1])
-    return LayoutsResult(conditions=conditions, work=step, rows=tuple(rows))
+    for layout in select(LAYOUTS, asked.only, name=lambda layout: layout.name):
+        rows.append(_row(layout, LayoutWork(), conditions.warm_up + conditions.steps))
+        expected = rows[-1].expected.total / _MB
+        _log.info("%-42s peak %6.0f MB a worker, expected %6.0f", layout.name, rows[-1].fullest.peak_mb, expected)
+    return report_of(conditions, LayoutWork(), rows)
 
 
 def _row(layout: MeasuredLayout, work: LayoutWork, steps: int) -> Row:
-    software = Software(precision=precision_named("fp32"), turned_gradients=onednn_is_faster())
+    software = Software(precision=precision_named("fp32"), transposed_head_gradient=onednn_is_faster())
     expected = estimate_memory(shape_of(work.config()), layout.planned(work), software)
     return Row(layout=layout, workers=measured(layout, work, steps), expected=expected)
 
 
-def write_layouts_report(folder: Path, result: LayoutsResult) -> Path:
-    """Writes ``DATE-layouts-cpu-CORES.md`` and ``.json``, each whole or not at all.
-
-    Returns:
-        The path of the Markdown file.
-    """
-    base = folder / f"{result.conditions.date}-layouts-cpu-{result.conditions.machine.cores}"
-    record = {"conditions": asdict(result.conditions), "work": asdict(result.work)}
-    record["rows"] = [  # type: ignore[assignment]
-        {
-            "layout": row.layout.name,
-            "workers": [asdict(worker) for worker in row.workers],
-            "expected": asdict(row.expected),
-            "ratio": row.ratio,
-        }
-        for row in result.rows
-    ]
-    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return atomic_write(base.with_suffix(".md"), result.text)
+def report_of(conditions: Conditions, work: LayoutWork, rows: Sequence[Row]) -> Report:
+    """The report of a run."""
+    record = {
+        "conditions": asdict(conditions),
+        "work": asdict(work),
+        "rows": [
+            {
+                "layout": row.layout.name,
+                "workers": [asdict(worker) for worker in row.workers],
+                "expected": asdict(row.expected),
+                "ratio": row.ratio,
+            }
+            for row in rows
+        ],
+    }
+    text = render_layouts(conditions, work, rows)
+    return Report(name=f"layouts-cpu-{conditions.machine.cores}", date=conditions.date, text=text, record=record)

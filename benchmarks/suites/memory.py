@@ -1,15 +1,14 @@
-"""Measures the choices in turn and writes the dated table, with JSON beside it."""
+"""Suite ``memory``: the peak memory that LoRA, bf16 and gradient checkpointing save."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
+import logging
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.report import Conditions, head
+from benchmarks.fresh_process import in_fresh_process
+from benchmarks.report import Report, head
+from benchmarks.trial import Conditions, Pace, select
 from lockstep import config
-from lockstep.atomic_files import atomic_write
-from lockstep.errors import ConfigError, ReplicaError
+from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parent_death import Lifeline, hang_on
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import Lora, MemoryChoices, loading, trained_parameters, with_choices
 from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
@@ -30,6 +29,9 @@ from lockstep.report import markdown_table
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName
+
+PACE = Pace(warm_up=1, steps=2, rounds=1)
+_log = logging.getLogger("benchmarks")
 
 FULL = "full, fp32"
 """What the others are compared with: nothing is done."""
@@ -99,17 +101,9 @@ _CHOICES = (
 )
 
 
-def chosen(names: Sequence[str] | None) -> tuple[Choice, ...]:
-    """All choices, or those that are named, and always what they are compared with.
-
-    Raises:
-        ConfigError: an unknown name; the message lists the known ones.
-    """
-    known = [choice.name for choice in _CHOICES]
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)} names no choice; choose from {', '.join(map(repr, known))}")
-    return tuple(choice for choice in _CHOICES if names is None or choice.name in (FULL, *names))
+def chosen(only: Sequence[str] | None) -> list[Choice]:
+    """The choices that ``--only`` names, and always what they are compared with; all of them for None."""
+    return select(_CHOICES, None if only is None else (FULL, *only), name=lambda choice: choice.name)
 
 
 def why_not(choice: Choice, device: torch.device) -> str:
@@ -170,42 +164,23 @@ class Measured:
 
 
 def measured(trial: MemoryTrial) -> Measured:
-    """Measures in a fresh process, and ends it.
+    """Measures in a fresh process.
 
     Raises:
         ReplicaError: it failed, or took longer than ``TRIAL_LIMIT_S``.
     """
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe(duplex=False)
-    line = Lifeline()
-    process = context.Process(target=_answer, args=(trial, far, line.path), daemon=True)
-    process.start()
-    far.close()
-    try:
-        with closing(near):
-            if not near.poll(TRIAL_LIMIT_S):
-                raise ReplicaError(f"{trial.choice.name} was not done after {TRIAL_LIMIT_S:.0f} s; give fewer --steps")
-            answer: Measured = near.recv()
-        process.join(_END_LIMIT_S)
-    except EOFError:
-        process.join(_END_LIMIT_S)  # it is saying why
-        raise ReplicaError(f"{trial.choice.name} ended before its last step; its own message is above") from None
-    finally:
-        line.cut()
-        process.join()
-    return answer
+    return in_fresh_process(partial(_measure_on_cpu, trial), limit_s=TRIAL_LIMIT_S, name=trial.choice.name)
 
 
-def _answer(trial: MemoryTrial, far: Connection, line: str) -> None:
-    hang_on(line)
+def _measure_on_cpu(trial: MemoryTrial) -> Measured:
     (cpu,) = config.list_physical_devices("CPU")
     shares = [config.LogicalDeviceConfiguration() for _ in range(trial.work.replicas)]
     config.set_logical_device_configuration(cpu, shares)
     with closing(MirroredStrategy(seed=0)) as strategy:
-        far.send(measure(trial, strategy))
+        return measure_choice(trial, strategy)
 
 
-def measure(trial: MemoryTrial, strategy: MirroredStrategy) -> Measured:
+def measure_choice(trial: MemoryTrial, strategy: MirroredStrategy) -> Measured:
     """Measures in this process."""
     bert = require("transformers.models.bert.modeling_bert", "transformers")
     require("peft", "text")  # so that it is not among what the choice takes
@@ -361,77 +336,31 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-Progress = Callable[[str, Measured | str], None]
-"""Told of a choice's name and what it took, or why it was not measured."""
-
-_CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryResult:
-    """What came of it.
-
-    Args:
-        conditions: how it was measured.
-        work: what.
-        rows: of the table.
-    """
-
-    conditions: Conditions
-    work: ReviewsWork
-    rows: tuple[Row, ...]
-
-    @property
-    def text(self) -> str:
-        """The report as Markdown."""
-        return render_choices(self.conditions, self.work, self.rows)
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures every choice once a round, each time in a fresh process."""
+    return measure_choices(conditions, ReviewsWork(), asked.only)
 
 
-def measure_choices(
-    conditions: Conditions, progress: Progress, *, work: ReviewsWork | None = None, only: Sequence[str] | None = None
-) -> MemoryResult:
-    """Measures every choice once a round, each time in a fresh process.
-
-    Args:
-        conditions: how many steps and rounds.
-        progress: told of each.
-        work: the step; None is that of BERT-base.
-        only: names of the choices that are wanted; None for all.
-
-    Raises:
-        ConfigError: an unknown name, or no round or step at all.
-        ReplicaError: a choice failed.
-    """
+def measure_choices(conditions: Conditions, work: ReviewsWork, only: Sequence[str] | None) -> Report:
+    """Measures the choices that ``only`` names."""
     at_least("rounds", conditions.rounds, 1)
-    step, wanted = work or ReviewsWork(), chosen(only)
-    reasons = {choice.name: why_not(choice, _CPU) for choice in wanted}
+    wanted = chosen(only)
+    reasons = {choice.name: why_not(choice, torch.device("cpu")) for choice in wanted}
     for name, reason in reasons.items():
         if reason:
-            progress(name, reason)
+            _log.warning("%-28s not run: %s", name, reason)
     present = [choice for choice in wanted if not reasons[choice.name]]
-    rounds = [_round(present, step, conditions, progress) for _ in range(conditions.rounds)]
-    return MemoryResult(conditions=conditions, work=step, rows=tuple(rows_of(wanted, rounds, reasons)))
+    rounds = [_round(present, work, conditions) for _ in range(conditions.rounds)]
+    rows = list(rows_of(wanted, rounds, reasons))
+    record = {"conditions": asdict(conditions), "work": asdict(work), "rows": [asdict(row) for row in rows]}
+    text = render_choices(conditions, work, rows)
+    return Report(name=f"memory-cpu-{conditions.machine.cores}", date=conditions.date, text=text, record=record)
 
 
-def _round(
-    present: Sequence[Choice], work: ReviewsWork, conditions: Conditions, progress: Progress
-) -> dict[str, Measured]:
+def _round(present: Sequence[Choice], work: ReviewsWork, conditions: Conditions) -> dict[str, Measured]:
     found = {}
     for choice in present:
         trial = MemoryTrial(choice=choice, work=work, warm_up=conditions.warm_up, steps=conditions.steps)
-        found[choice.name] = measured(trial)
-        progress(choice.name, found[choice.name])
+        own = found[choice.name] = measured(trial)
+        _log.info("%-28s peak %6.0f MB, %8.0f ms a step", choice.name, own.peak_mb, median(own.step_ms))
     return found
-
-
-def write_memory_report(folder: Path, result: MemoryResult) -> Path:
-    """Writes ``DATE-memory-cpu-CORES.md`` and ``.json``, each whole or not at all.
-
-    Returns:
-        The path of the Markdown file.
-    """
-    base = folder / f"{result.conditions.date}-memory-cpu-{result.conditions.machine.cores}"
-    record = {"conditions": asdict(result.conditions), "work": asdict(result.work)}
-    record["rows"] = [asdict(row) for row in result.rows]  # type: ignore[assignment]
-    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return atomic_write(base.with_suffix(".md"), result.text)

@@ -1,23 +1,23 @@
-"""Runs the benchmark of the Trainer and writes its table."""
+"""Suite ``trainer``: our Transformers ``Trainer`` beside the original, on the recipe ``reviews``."""
 
 from __future__ import annotations
 
-import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.harness import Progress, Sample, run_rounds
+from benchmarks.harness import log_progress, run_rounds, trials_of
 from benchmarks.processes import SpawnedBody
 from benchmarks.programs import Program
-from benchmarks.report import Conditions, head, settings_list, target_table
+from benchmarks.report import Report, head, settings_list, target_table
 from benchmarks.results import Figures, Target, figures_of
-from benchmarks.suites.cpu import picked, trials_of
 from benchmarks.suites.trainer_loop import REVIEWS
-from benchmarks.trial import Contender
-from lockstep.atomic_files import atomic_write
+from benchmarks.trial import Conditions, Contender, Pace, select_contenders
 from lockstep.report import markdown_table
+
+PACE = Pace(warm_up=5, steps=40, rounds=3)
 
 _PROCESSES = 2
 _SHARES = (1, 2, 4)
@@ -133,25 +133,6 @@ MAX_STEP_RATIO = 0.9
 """Our step time over that of the better setting of the original."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerResult:
-    """What came of it: the figures, and all samples."""
-
-    conditions: Conditions
-    figures: tuple[Figures, ...]
-    samples: tuple[Sample, ...]
-
-    @property
-    def targets(self) -> list[Target]:
-        """The target, held against our best."""
-        return targets_of(self.figures)
-
-    @property
-    def text(self) -> str:
-        """The report as Markdown."""
-        return render_trainer(self.conditions, REVIEWS.title, self.figures, self.targets)
-
-
 def targets_of(figures: Sequence[Figures]) -> list[Target]:
     """Our best against the best rival, round by round; nothing where one of them did not run. Pure."""
     ours = [row for row in figures if row.contender.role == "ours"]
@@ -163,39 +144,21 @@ def targets_of(figures: Sequence[Figures]) -> list[Target]:
     return [Target(text=text, limit=MAX_STEP_RATIO, value=best.ratio / rival.ratio)]
 
 
-def measure_trainer(conditions: Conditions, progress: Progress, *, only: Sequence[str] | None = None) -> TrainerResult:
-    """Measures the contenders in turn.
-
-    Args:
-        conditions: how.
-        progress: told of each trial's outcome.
-        only: names of the contenders that are wanted; None for all.
-
-    Raises:
-        ConfigError: a name is nobody's.
-        ReplicaError: a contender failed.
-    """
-    chosen = picked(contenders(conditions.machine.cores), only)
-    trials = trials_of(REVIEWS, chosen, conditions)
-    rounds = run_rounds(trials, rounds=conditions.rounds, progress=progress)
-    return TrainerResult(
-        conditions=conditions,
-        figures=tuple(figures_of(chosen, rounds.samples, REVIEWS.name)),
-        samples=rounds.samples,
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures the contenders in turn."""
+    chosen = select_contenders(contenders(conditions.machine.cores), asked.only)
+    samples = run_rounds(
+        trials_of(REVIEWS, chosen, conditions), rounds=conditions.rounds, progress=log_progress
+    ).samples
+    figures = figures_of(chosen, samples, REVIEWS.name)
+    targets = targets_of(figures)
+    return Report(
+        name=f"trainer-cpu-{conditions.machine.cores}",
+        date=conditions.date,
+        text=render_trainer(conditions, REVIEWS.title, figures, targets),
+        record={
+            "conditions": asdict(conditions),
+            "targets": [{**asdict(target), "reached": target.reached} for target in targets],
+            "samples": [asdict(sample) for sample in samples],
+        },
     )
-
-
-def write_trainer_report(folder: Path, result: TrainerResult) -> Path:
-    """Writes ``DATE-trainer-cpu-CORES.md`` and ``.json``, each whole or not at all; a run of the same day is replaced.
-
-    Returns:
-        The path of the Markdown file.
-    """
-    record = {
-        "conditions": asdict(result.conditions),
-        "targets": [{**asdict(target), "reached": target.reached} for target in result.targets],
-        "samples": [asdict(sample) for sample in result.samples],
-    }
-    base = folder / f"{result.conditions.date}-trainer-cpu-{result.conditions.machine.cores}"
-    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return atomic_write(base.with_suffix(".md"), result.text)

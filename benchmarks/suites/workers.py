@@ -1,28 +1,32 @@
-"""Runs the benchmark of many workers and writes its table."""
+"""Suite ``workers``: many workers beside DistributedDataParallel, on one host and on two that a slowed link joins.
+
+one host:   workers-2                   ddp-2    ddp-2 channels_last    ddp-2 channels_last keeping
+two hosts:  hosts-2x2  hosts-2x2 bf16   ddp-2x2  ddp-2x2 channels_last keeping, and its fp16
+            each once more where the link is not slowed: what is left is the part that does not wait for it
+"""
 
 from __future__ import annotations
 
-import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from benchmarks.harness import Absence, Progress, Rounds, Sample, run_rounds
+from benchmarks.harness import Absence, Rounds, Sample, log_progress, run_rounds, trials_of
 from benchmarks.hosts import Link, why_no_hosts
 from benchmarks.loops import SETTINGS, run_worker, train_ddp, train_ddp_keeping
 from benchmarks.processes import Body, SpawnedBody
-from benchmarks.report import Conditions, head, settings_list
+from benchmarks.report import Report, head, settings_list
 from benchmarks.results import Figures, figures_of
-from benchmarks.suites.cpu import layouts_of, trials_of
-from benchmarks.trial import Contender, Layout, Workload
-from benchmarks.workloads import find_workload
-from lockstep.atomic_files import atomic_write
+from benchmarks.suites.cpu import layouts_of
+from benchmarks.trial import Conditions, Contender, Layout, Pace, Workload, select_contenders
+from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS, find_workload
 from lockstep.collectives.options import Compression
-from lockstep.errors import ConfigError
 from lockstep.report import markdown_table
+
+PACE = Pace(warm_up=3, steps=10, rounds=3)
 
 _WORKERS = 2
 _REPLICAS_ON_A_HOST = 2
@@ -355,7 +359,7 @@ class WorkersSettings:
     Args:
         workloads: their names.
         link: between the two hosts.
-        only: names of the contenders that are wanted; None for all. One with a free link comes with its own.
+        only: names of contenders; None for all. A contender brings its run without a slowed link with it.
     """
 
     workloads: tuple[str, ...]
@@ -363,73 +367,50 @@ class WorkersSettings:
     only: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        known = [one.name for name in self.workloads for place in _places(name, self.link) for one in place[1]]
-        unknown = [name for name in self.only or () if name not in known]
-        if unknown:
-            names = ", ".join(map(repr, dict.fromkeys(known)))
-            raise ConfigError(f"--only {' '.join(unknown)} names no contender; choose from {names}")
+        known = [one for name in self.workloads for place in _places(name, self.link) for one in place[1]]
+        select_contenders(known, self.only)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkersResult:
-    """What came of it: the report as text, and all of its numbers."""
-
-    conditions: Conditions
-    sections: tuple[Section, ...]
-    samples: tuple[Sample, ...]
-
-    @property
-    def text(self) -> str:
-        """The report as Markdown."""
-        return render_workers(self.conditions, self.sections)
+def flags(parser: ArgumentParser) -> None:
+    """The flags of this suite."""
+    parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), default=USUAL_WORKLOADS)
+    parser.add_argument(
+        "--link-mbit", type=float, default=1000.0, help="Mbit/s between the two hosts (default 1000); hosts need root"
+    )
 
 
-def measure_workers(settings: WorkersSettings, conditions: Conditions, progress: Progress) -> WorkersResult:
-    """Measures all contenders in turn, on one host and on two; where these cannot be made, it is said why.
-
-    Args:
-        settings: what is measured.
-        conditions: how.
-        progress: told of each trial's outcome.
-
-    Raises:
-        ReplicaError: a contender failed.
-    """
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures all contenders in turn, on one host and on two; where these cannot be made, the report says why."""
+    settings = WorkersSettings(
+        workloads=tuple(asked.workload),
+        link=Link(mbit=asked.link_mbit),
+        only=None if asked.only is None else tuple(asked.only),
+    )
     reason = why_no_hosts()
     trials = [
         trial
         for name in settings.workloads
         for trial in trials_of(find_workload(name), _taking_part(settings, name, hosts=not reason), conditions)
     ]
-    rounds = run_rounds(trials, rounds=conditions.rounds, progress=progress)
+    rounds = run_rounds(trials, rounds=conditions.rounds, progress=log_progress)
     sections = [
         section
         for name in settings.workloads
         for place, contenders in _places(name, settings.link)
         if (section := _section_of_run(settings, name, place, contenders, rounds, reason)).rows or section.absences
     ]
-    return WorkersResult(conditions=conditions, sections=tuple(sections), samples=rounds.samples)
-
-
-def write_workers_report(folder: Path, result: WorkersResult) -> Path:
-    """Writes ``DATE-workers-cpu-CORES.md`` and ``.json``, each whole or not at all; a run of the same day is replaced.
-
-    Returns:
-        The path of the Markdown file.
-    """
     record = {
-        "conditions": asdict(result.conditions),
+        "conditions": asdict(conditions),
         "comparisons": [
             {"workload": section.workload.name, "place": section.place, **asdict(one), "reached": one.reached}
-            for section in result.sections
+            for section in sections
             for one in section.comparisons
         ],
-        "absences": [asdict(absence) for section in result.sections for absence in section.absences],
-        "samples": [asdict(sample) for sample in result.samples],
+        "absences": [asdict(absence) for section in sections for absence in section.absences],
+        "samples": [asdict(sample) for sample in rounds.samples],
     }
-    base = folder / f"{result.conditions.date}-workers-cpu-{result.conditions.machine.cores}"
-    atomic_write(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-    return atomic_write(base.with_suffix(".md"), result.text)
+    text = render_workers(conditions, sections)
+    return Report(name=f"workers-cpu-{conditions.machine.cores}", date=conditions.date, text=text, record=record)
 
 
 def _places(workload: str, link: Link) -> tuple[tuple[Place, tuple[Contender, ...]], ...]:

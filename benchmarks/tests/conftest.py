@@ -8,9 +8,8 @@ from tests.conftest import _leaks_nothing, forks, fresh_devices, nothing_compile
 from benchmarks.harness import Memory, Sample
 from benchmarks.loops import train_ddp
 from benchmarks.processes import SpawnedBody
-from benchmarks.report import Conditions
 from benchmarks.results import Figures
-from benchmarks.trial import Contender, Layout, Role
+from benchmarks.trial import Conditions, Contender, Layout, Role
 from lockstep.scaling.machine import Machine
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu.apart import apart
+from benchmarks.fresh_process import in_fresh_process
 from benchmarks.gpu.gpu_tests import (
     MARK,
     SuiteOutcome,
@@ -90,7 +90,7 @@ def test_a_device_whose_rates_cannot_be_measured_has_a_name_and_a_reason():
 
     assert (facts.name != "", facts.trouble) == (True, "ValueError: the device fell off")
     with pytest.raises(ReplicaError, match="no answer within 0 s"):
-        apart(broken, limit_s=0.0)
+        in_fresh_process(broken, limit_s=0.0)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.report import Conditions
 from benchmarks.suites.memory import (
     FULL,
     Measured,
@@ -23,6 +22,7 @@ from benchmarks.suites.memory import (
     rows_of,
     write_memory_report,
 )
+from benchmarks.trial import Conditions
 from lockstep.errors import ConfigError
 from lockstep.scaling.machine import this_machine
 from lockstep.strategies.mirrored import MirroredStrategy

@@ -1,4 +1,4 @@
-"""A function in a fresh process, with a time limit: what looks at the device must not stay there while others run."""
+"""Calls a function in a fresh process with a time limit: what it takes of memory or of a GPU is gone afterwards."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from lockstep.errors import ReplicaError
 from lockstep.parent_death import Lifeline, hang_on
 
 T = TypeVar("T")
+_END_LIMIT_S = 30.0
 
 
-def apart(function: Callable[[], T], *, limit_s: float) -> T:
-    """What ``function`` returns in a process of its own, which is gone then.
+def in_fresh_process(function: Callable[[], T], *, limit_s: float, name: str = "the device's measurement") -> T:
+    """Returns what ``function`` returns in a fresh process, once that process has ended.
 
     Args:
-        function: travels by its name, its result by pickle.
-        limit_s: after so long it is given up.
+        function: is pickled, as is its result.
+        limit_s: the process is killed after this time.
+        name: what the error messages call it.
 
     Raises:
-        ReplicaError: it raised, ended or took too long.
+        ReplicaError: the function raised, or the process ended too early or took too long.
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
@@ -32,13 +34,14 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
     far.close()
     try:
         if not near.poll(limit_s):
-            raise ReplicaError(f"no answer within {limit_s:.0f} s; free the device, or raise --budget-s")
+            raise ReplicaError(f"{name}: no answer within {limit_s:.0f} s; give it fewer --steps or more time")
         result, reason = near.recv()
+        process.join(_END_LIMIT_S)
     except EOFError:
-        raise ReplicaError("the process that looks at the device ended without an answer") from None
+        raise ReplicaError(f"{name}: its process ended without an answer") from None
     finally:
-        lifeline.cut()  # with whatever it has started
-        process.kill()  # one that had not come to hang on it yet
+        lifeline.cut()  # ends it, and whatever it has started
+        process.kill()  # in case it did not come as far as hanging on the lifeline
         process.join()
         process.close()
         near.close()
