@@ -18,7 +18,8 @@ from lockstep.errors import LockstepError
 from lockstep.scaling.machine import this_machine
 
 SUITES: Mapping[str, tuple[str, str]] = {
-    "cpu": ("benchmarks.suites.cpu", "step time and memory of replicas on a CPU beside DDP; --peers: and frameworks"),
+    "cpu": ("benchmarks.suites.cpu", "step time and memory of replicas on a CPU beside hand-written loops and DDP"),
+    "peers": ("benchmarks.suites.peers", "the same beside Accelerate, Fabric, TensorFlow and JAX as well"),
     "workers": ("benchmarks.suites.workers", "many workers beside DDP, on one host and on two joined by a slowed link"),
     "trainer": ("benchmarks.suites.trainer", "our Transformers Trainer beside the original, on the recipe reviews"),
     "memory": ("benchmarks.suites.memory", "peak memory that LoRA, bf16 and gradient checkpointing save"),

@@ -148,16 +148,20 @@ def versions_of(peer: Peer, places: Places) -> str:
     for path in (python, script):
         if not path.exists():
             raise ConfigError(
-                f"{path} is not there; make bench-peers makes the environments, from the project's folder"
+                f"{path} is not there; make bench SUITE=peers makes the environments, from the project's folder"
             )
     command = [str(python), "-c", _PROBE, *peer.packages]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=True)
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise ConfigError(f"{python} lacks a package: {reason[0]}; remove its folder and make bench-peers") from error
+        raise ConfigError(
+            f"{python} lacks a package: {reason[0]}; remove its folder and make bench SUITE=peers"
+        ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{python} does not run: {error}; remove its folder and make bench-peers") from error
+        raise ConfigError(
+            f"{python} does not run: {error}; remove its folder and run make bench SUITE=peers"
+        ) from error
     return ", ".join(f"{name} {is_}" for name, is_ in zip(peer.packages, json.loads(done.stdout), strict=True))
 
 

@@ -55,7 +55,9 @@ class SuiteOutcome:
 
 def files_with_gpu_tests(folder: Path) -> list[Path]:
     """The test files that mark something as needing a GPU: only these are read, others import what may be missing."""
-    return [file for file in sorted(folder.rglob("test_*.py")) if MARK in file.read_text(encoding="utf-8")]
+    folders = (folder, folder.parent / "benchmarks" / "tests")
+    files = [file for each in folders for file in sorted(each.rglob("test_*.py"))]
+    return [file for file in files if MARK in file.read_text(encoding="utf-8")]
 
 
 def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:

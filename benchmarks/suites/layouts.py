@@ -1,4 +1,4 @@
-"""Suite ``layouts``: each worker's peak memory by layout of a divided model, beside the estimate of ``lockstep plan``."""
+"""Suite ``layouts``: each worker's peak memory by layout, beside the estimate of ``lockstep plan``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.conftest import _leaks_nothing, forks, fresh_devices, nothing_compiled, python  # noqa: F401 - fixtures
+from tests.conftest import _leaks_nothing, forks, fresh_devices, make_strategy, nothing_compiled, python, split_cpu  # noqa: F401 - fixtures
 
 from benchmarks.harness import Memory, Sample
 from benchmarks.loops import train_ddp

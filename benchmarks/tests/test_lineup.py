@@ -71,7 +71,8 @@ def test_who_is_not_there_is_absent_with_a_reason(tmp_path: Path):
 
     assert lineup.contenders["mlm"] == list(roster("mlm"))
     assert {absence.workload for absence in lineup.absences} == {"mlm"}  # no peer knows the workload linear
-    assert lineup.absences[0].reason.startswith(f"{tmp_path}/accelerate/bin/python is not there; make bench-peers")
+    expected = f"{tmp_path}/accelerate/bin/python is not there; make bench SUITE=peers"
+    assert lineup.absences[0].reason.startswith(expected)
 
 
 def test_the_versions_are_the_environments_own(places: Places):
@@ -89,5 +90,5 @@ def test_only_names_peers_too(places: Places, monkeypatch):
     lineup = line_up(["mlm"], peers="also", places=places, only=["jax-2", "lockstep-2"])
 
     assert names(lineup.contenders["mlm"]) == ["lockstep-2", "jax-2"]
-    with pytest.raises(ConfigError, match="--only tpu names no contender; choose from 'accelerate-2'"):
+    with pytest.raises(ConfigError, match="--only tpu is unknown; choose from 'accelerate-2'"):
         line_up(["mlm"], peers="only", places=places, only=["tpu"])

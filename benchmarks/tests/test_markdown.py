@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harness import Absence
-from benchmarks.report import WorkloadResult, render
 from benchmarks.results import Efficiency
+from benchmarks.suites.cpu import WorkloadResult, render
 from benchmarks.workloads import WORKLOADS
 from lockstep.report import markdown_table
 

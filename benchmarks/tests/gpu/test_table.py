@@ -76,7 +76,7 @@ def conditions(make: Any, **changes: Any) -> GpuConditions:
             machine=make.conditions().machine,
             device="cuda",
             facts=FACTS,
-            command="python -m benchmarks --gpu",
+            command="python -m benchmarks gpu",
             pace=PACE,
             budget="budget 600 s",
             spent_s=432.1,

@@ -62,7 +62,7 @@ def test_the_forward_pass_is_in_bf16_and_the_loss_is_not():
 
 
 def test_the_command_writes_the_table(tmp_path: Path):
-    words = ["--choices", "--workload", "linear", "--rounds", "1", "--steps", "1", "--warm-up", "1"]
+    words = ["choices", "--workload", "linear", "--rounds", "1", "--steps", "1", "--warm-up", "1"]
     code = main([*words, "--only", "as it is, 2", "bf16, 2", "--output", str(tmp_path)])
 
     assert code == 0
@@ -76,5 +76,5 @@ def test_the_command_writes_the_table(tmp_path: Path):
 
 
 def test_an_unknown_choice_is_refused(caplog: pytest.LogCaptureFixture, tmp_path: Path):
-    assert main(["--choices", "--only", "nobody", "--output", str(tmp_path)]) == 1
-    assert "--only nobody names no contender; choose from 'as it is, 2'" in caplog.text
+    assert main(["choices", "--only", "nobody", "--output", str(tmp_path)]) == 1
+    assert "--only nobody is unknown; choose from 'as it is, 2'" in caplog.text

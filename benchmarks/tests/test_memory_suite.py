@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.report import write_report
 from benchmarks.suites.memory import (
     FULL,
     Measured,
@@ -15,12 +16,11 @@ from benchmarks.suites.memory import (
     ReviewsWork,
     Row,
     chosen,
-    measure,
+    measure_choice,
     measure_choices,
     measured,
     render_choices,
     rows_of,
-    write_memory_report,
 )
 from benchmarks.trial import Conditions
 from lockstep.errors import ConfigError
@@ -72,30 +72,28 @@ def test_the_table_says_what_was_not_run_and_why():
 
 def test_the_first_row_is_always_measured_and_unknown_ones_are_named():
     assert [choice.name for choice in chosen(["LoRA", "bf16"])] == [FULL, "bf16", "LoRA"]
-    with pytest.raises(ConfigError, match=r"^--only LORA names no choice; choose from 'full, fp32', 'bf16', .*'LoRA"):
+    with pytest.raises(ConfigError, match=r"^--only LORA is unknown; choose from 'full, fp32', 'bf16', .*'LoRA"):
         chosen(["LORA"])
 
 
 @pytest.mark.workers
 def test_a_choice_is_measured_in_a_process_of_its_own_and_written_down(tmp_path: Path):
-    said: list[str] = []
-    result = measure_choices(conditions(), lambda name, _: said.append(name), work=TINY, only=["LoRA + 8-bit"])
-    table = write_memory_report(tmp_path, result)
+    report = measure_choices(conditions(), TINY, ["LoRA + 8-bit"])
+    table = write_report(tmp_path, report)
 
-    full, absent = result.rows
-    assert said == ["LoRA + 8-bit", FULL]
-    assert full.samples[0].peak_mb > 0
-    assert len(full.samples[0].step_ms) == 2
-    assert "needs a GPU" in absent.reason
+    full, absent = json.loads(table.with_suffix(".json").read_text())["rows"]
+    assert full["samples"][0]["peak_mb"] > 0
+    assert len(full["samples"][0]["step_ms"]) == 2
+    assert "needs a GPU" in absent["reason"]
     assert table.name == f"2026-11-21-memory-cpu-{this_machine().cores}.md"
-    assert table.read_text() == result.text
-    assert len(json.loads(table.with_suffix(".json").read_text())["rows"]) == 2
+    assert table.read_text() == report.text
 
 
 def test_weights_and_optimizer_are_counted(make_strategy: Callable[..., MirroredStrategy]):
     strategy = make_strategy(2)
     full, lora = (
-        measure(MemoryTrial(choice=choice, work=TINY, warm_up=0, steps=1), strategy) for choice in chosen(["LoRA"])
+        measure_choice(MemoryTrial(choice=choice, work=TINY, warm_up=0, steps=1), strategy)
+        for choice in chosen(["LoRA"])
     )
 
     weights = full.trained * 4 / MB
@@ -116,15 +114,14 @@ def test_a_step_of_no_rows_is_refused():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--workload", "mlm"], "--memory measures one step of its own; leave --workload, --workers and --peers out"),
-        (["--only", "less"], "--only less names no choice; choose from 'full, fp32'"),
+        (["--only", "less"], "--only less is unknown; choose from 'full, fp32'"),
         (["--rounds", "0"], "rounds=0 was given, expected at least 1"),
     ],
 )
 def test_bad_words_are_one_line_and_write_nothing(
     words: list[str], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    assert main(["--memory", *words, "--output", str(tmp_path)]) == 1
+    assert main(["memory", *words, "--output", str(tmp_path)]) == 1
 
     (line,) = caplog.messages
     assert line.startswith(f"error: {message}")

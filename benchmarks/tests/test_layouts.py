@@ -8,25 +8,23 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.report import write_report
 from benchmarks.suites.layouts import (
-    LayoutsConditions,
-    LayoutsResult,
+    LAYOUTS,
     LayoutWork,
     MeasuredLayout,
     Row,
     WorkerMemory,
-    chosen,
-    measure,
-    render_layouts,
-    write_layouts_report,
+    measure_in_worker,
+    report_of,
 )
-from lockstep.errors import ConfigError
+from benchmarks.trial import Conditions
 from lockstep.plan.layout import Layout
 from lockstep.plan.memory import Memory
 from lockstep.scaling.machine import this_machine
 
 MB = 2**20
-CONDITIONS = LayoutsConditions(date="2026-11-21", machine=this_machine(), command="the command", steps=2)
+CONDITIONS = Conditions(date="2026-11-21", machine=this_machine(), command="the command", warm_up=1, steps=1, rounds=1)
 
 
 def worker(peak_mb: float) -> WorkerMemory:
@@ -40,11 +38,10 @@ def row(*peaks_mb: float) -> Row:
 
 
 def test_the_table_shows_the_fullest_worker_beside_what_is_expected(tmp_path: Path):
-    result = LayoutsResult(conditions=CONDITIONS, work=LayoutWork(), rows=(row(90, 110),))
+    result = report_of(CONDITIONS, LayoutWork(), [row(90, 110)])
 
     assert "| data=2, shard_optimizer=True | 20 | 40 | 110 | 100 | 1.10 | 20 | 20 | 40 | 40 | 0 |" in result.text
-    assert render_layouts(CONDITIONS, LayoutWork(), result.rows) == result.text
-    path = write_layouts_report(tmp_path, result)
+    path = write_report(tmp_path, result)
     record = json.loads(path.with_suffix(".json").read_text())
     assert path.name == f"2026-11-21-layouts-cpu-{CONDITIONS.machine.cores}.md"
     assert [each["peak_mb"] for each in record["rows"][0]["workers"]] == [90, 110]
@@ -52,7 +49,7 @@ def test_the_table_shows_the_fullest_worker_beside_what_is_expected(tmp_path: Pa
 
 def test_layouts_are_planned_as_they_run():
     work = LayoutWork(rows=8)
-    planned = {layout.name: layout.planned(work) for layout in chosen(None)}
+    planned = {layout.name: layout.planned(work) for layout in LAYOUTS}
 
     assert planned["one worker"] == Layout(microbatch_size=8)
     assert planned["data=4, shard_parameters=True"] == Layout(data=4, microbatch_size=2, shard_parameters=True)
@@ -60,8 +57,6 @@ def test_layouts_are_planned_as_they_run():
     assert planned["tensor=2, sequence_parallel=True"] == Layout(tensor=2, microbatch_size=8, sequence_parallel=True)
     in_a_v = Layout(pipeline=2, microbatch_size=2, microbatches=4, schedule="zero_bubble_v", stages_per_worker=2)
     assert planned["pipeline=2, schedule=zero_bubble_v"] == in_a_v
-    with pytest.raises(ConfigError, match="--only data=3 names no layout; choose from 'one worker', 'data=4', "):
-        chosen(["data=3"])
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 def test_a_worker_tells_what_it_has_in_memory():
     work = LayoutWork(layers=1, hidden=256, heads=2, vocabulary=8000, rows=2, tokens=8)
-    (found,) = measure({}, work, 2)
+    (found,) = measure_in_worker({}, work, 2)
     weights = (8000 + 8) * 256 + 12 * 256**2 + 13 * 256 + 2 * 256
 
     assert found["weights_mb"] == pytest.approx(4 * weights / MB)
@@ -85,5 +80,5 @@ def test_a_worker_tells_what_it_has_in_memory():
 
 
 def test_the_command_names_the_layouts_that_there_are(caplog: pytest.LogCaptureFixture):
-    assert main(["--layouts", "--only", "data=9"]) == 1
-    assert "names no layout" in caplog.text
+    assert main(["layouts", "--only", "data=9"]) == 1
+    assert "--only data=9 is unknown; choose from 'one worker', 'data=4', " in caplog.text
