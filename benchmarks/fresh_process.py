@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from lockstep.errors import ReplicaError
-from lockstep.parent_death import Lifeline, hang_on
+from lockstep.parent_death import ParentDeathGuard, die_with
 
 T = TypeVar("T")
 _END_LIMIT_S = 30.0
@@ -28,7 +28,7 @@ def in_fresh_process(function: Callable[[], T], *, limit_s: float, name: str = "
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
-    lifeline = Lifeline()
+    lifeline = ParentDeathGuard()
     process = context.Process(target=_answer, args=(function, lifeline.path, far), daemon=True)
     process.start()
     far.close()
@@ -40,8 +40,8 @@ def in_fresh_process(function: Callable[[], T], *, limit_s: float, name: str = "
     except EOFError:
         raise ReplicaError(f"{name}: its process ended without an answer") from None
     finally:
-        lifeline.cut()  # ends it, and whatever it has started
-        process.kill()  # in case it did not come as far as hanging on the lifeline
+        lifeline.kill()  # with whatever it has started
+        process.kill()  # one that had not come to hang on it yet
         process.join()
         process.close()
         near.close()
@@ -52,7 +52,7 @@ def in_fresh_process(function: Callable[[], T], *, limit_s: float, name: str = "
 
 def _answer(function: Callable[[], object], lifeline: str, connection: Connection) -> None:
     os.setsid()
-    hang_on(lifeline)
+    die_with(lifeline)
     try:
         connection.send((function(), ""))
     except Exception as error:

@@ -31,7 +31,7 @@ from benchmarks.step_timer import LapRecord
 from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Batch, Launcher, Team, Trial, Workload, too_slow
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
-from lockstep.parent_death import Lifeline
+from lockstep.parent_death import ParentDeathGuard
 
 
 def write_inputs(workload: Workload, batches: int, path: Path) -> None:
@@ -89,7 +89,7 @@ class Program(Launcher):
             (folder / package.name).symlink_to(package)
         if self.takes_batches:
             write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
-        lifeline = Lifeline()
+        lifeline = ParentDeathGuard()
         job = {**self._job(trial, folder, inputs), "lifeline": lifeline.path}
         variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
@@ -131,12 +131,12 @@ class _Member:
 
 
 class _ProgramTeam(Team):
-    def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: Lifeline) -> None:
+    def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: ParentDeathGuard) -> None:
         self._trial = trial
         self._members: list[_Member] = []
         self._done = False
         with ExitStack() as stack:
-            stack.callback(lifeline.cut)
+            stack.callback(lifeline.kill)
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(_socket(folder)))
             self._listener.listen()

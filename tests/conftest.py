@@ -21,6 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
+from tests import tiers
 
 # Before anything loads OpenMP, here and in all processes of tests: its threads else burn the cores, which tests share,
 # while they wait for each other. 40 small steps on two threads took 20 s of processor time beside others, so 5 s.
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.config import DeviceRegistry, LogicalDevice
     from lockstep.strategies.mirrored import MirroredStrategy
 
+TESTS = Path(__file__).parent
 GRACE_S = 5.0
 BYTES = 2**16
 # Started by libraries, once a process, and ended by the interpreter: no test's to join.
@@ -265,21 +267,37 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["forking"] = node.config.stash[SERVER].path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has every process of several begin with its part of the slow tests, so that none is left with one at the end.
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
 
-    Slow tests of a file that share a set-up stay together, or each process would make it once.
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Marks what ``tiers.py`` calls slow; what is left after pytest's own selection is put in order."""
+    for item in items:
+        if tiers.is_slow(_file(item), item.name):
+            item.add_marker("slow")
+    yield
+    _begin_with_the_longest(items)
+
+
+def _begin_with_the_longest(items: list[pytest.Item]) -> None:
+    """Has every process of several begin with its part of the longest tests, so that none is left with one at the end.
+
+    Those of a file that share a set-up stay together, or each process would make it once.
     """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow: dict[object, list[pytest.Item]] = {}
+    long: dict[object, list[pytest.Item]] = {}
+    others: list[pytest.Item] = []
     for item in items:
-        if item.get_closest_marker("slow"):
-            slow.setdefault(item.path if _shares_a_set_up(item) else item.nodeid, []).append(item)
-    others = [item for item in items if not item.get_closest_marker("slow")]
+        if _file(item) in tiers.BEGUN_FIRST:
+            long.setdefault(item.path if _shares_a_set_up(item) else item.nodeid, []).append(item)
+        else:
+            others.append(item)
     each = len(items) // processes
     items.clear()
     for number in range(processes):
-        first = [item for together in list(slow.values())[number::processes] for item in together]
+        first = [item for together in list(long.values())[number::processes] for item in together]
         rest = len(others) if number == processes - 1 else max(0, each - len(first))
         items += [*first, *others[:rest]]
         del others[:rest]

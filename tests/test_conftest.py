@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,10 @@ def test_a_test_that_leaks_fails_and_names_what_it_left(tmp_path: Path):
         str(tmp_path),
         "test_leaky.py",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
     assert "5 passed, 4 errors" in done.stdout
     for leak in (

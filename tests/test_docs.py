@@ -14,7 +14,6 @@ import lockstep
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(430)
 def test_the_documentation_builds_without_a_warning(tmp_path: Path):
     options = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "doctrees")]

@@ -117,7 +117,6 @@ def wheel(environment: Path, sdist: Path, tmp_path_factory: pytest.TempPathFacto
     return project / "dist" / built
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
@@ -128,7 +127,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
     assert names == expected
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_trains(environment: Path, wheel: Path, tmp_path: Path):
     run(environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", wheel, folder=tmp_path)

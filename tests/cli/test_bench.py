@@ -29,7 +29,6 @@ def pictures(tmp_path: Path) -> str:
 
 
 @pytest.mark.workers
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_devices")
 def test_one_command_measures_prints_and_leaves_three_files(
     pictures: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

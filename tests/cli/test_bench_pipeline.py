@@ -17,7 +17,6 @@ SMALL = (
 
 
 @pytest.mark.workers
-@pytest.mark.slow
 def test_one_command_measures_prints_and_leaves_three_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

@@ -99,7 +99,7 @@ def test_a_stream_keeps_its_own_order(run_workers: RunWorkers):
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        (OtherLoader(Rows([0, 1])), "OtherLoader is a DataLoader of another kind"),
+        (OtherLoader(Rows([0, 1])), "OtherLoader is a subclass of DataLoader"),
         (DataLoader(Rows([0, 1]), batch_sampler=OtherBatches([0, 1], 1, False)), "its DataLoader has a OtherBatches"),
         (
             DataLoader(Rows([0, 1]), sampler=RandomSampler(Rows([0, 1]), num_samples=1)),

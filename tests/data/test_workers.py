@@ -211,7 +211,7 @@ def test_a_part_that_was_taken_already_is_refused(split_cpu, run_workers: RunWor
         sampler = DistributedSampler(Logged(8), num_replicas=2, rank=workers.index)
         by_hand(workers, DataLoader(Logged(8), sampler=sampler), devices)
 
-    with pytest.raises(DataError, match="whose DistributedSampler takes one worker's part of the data already"):
+    with pytest.raises(DataError, match="with a DistributedSampler, which takes one worker's part of the data already"):
         run_workers((1, 1), body)
 
 

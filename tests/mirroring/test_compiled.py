@@ -64,7 +64,6 @@ def steps(strategy: MirroredStrategy, module: nn.Module, compilation: Compilatio
     return mirrored.module.state_dict() | {"outputs": strategy.local_results(outputs)[1]}
 
 
-@pytest.mark.slow
 def test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is(strategy: MirroredStrategy) -> None:
     torch.manual_seed(0)
     net = Net()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tests.stand_in.graph import GraphPool, HeldGraph, StandInGraph
 from tests.stand_in.streams import Event, Stream
-from tests.stand_in.tracking import Following, Memory
+from tests.stand_in.tracking import Memory, Propagation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.config import LogicalDevice
@@ -74,7 +74,7 @@ class StandInDriver:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follows the tensors of the calling thread; those of replicas are without it."""
-        with Following(self.memory, self._current):
+        with Propagation(self.memory, self._current):
             self._here.followed = True
             try:
                 yield
@@ -100,7 +100,7 @@ class StandInDriver:
     def on_stream(self, stream: Stream) -> Iterator[None]:
         if not getattr(self._here, "followed", False):
             self._here.followed = True
-            Following(self.memory, self._current).__enter__()  # for good: the thread is a replica's
+            Propagation(self.memory, self._current).__enter__()  # for good: the thread is a replica's
         before = self._current()
         self._note("on_stream", stream.name)
         self._here.stream = stream

@@ -122,7 +122,7 @@ class Memory:
                     self.faults.append(f"{stream.name} uses memory again that {name} may still be using")
 
 
-class Following(BesideCompiledCode):
+class Propagation(BesideCompiledCode):
     """Tells a memory of every operation of one thread.
 
     Args:

@@ -21,7 +21,7 @@ import lockstep as ls
 from lockstep.checkpoint.format import read_checkpoint
 
 LIMIT_S = 240
-pytestmark = [pytest.mark.workers, pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30)]
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_shared_stages.py"
 SHARED = {"data": 2, "pipeline": 2, "shard_parameters": True}

@@ -222,7 +222,7 @@ class DistributedCommunicator(Communicator):
         self._digest = ((self._digest ^ (digest & _DIGEST_BITS)) * _DIGEST_FACTOR + 1) & _DIGEST_BITS
 
     def set_status(self, text: str) -> None:
-        self.membership.doing(text)
+        self.membership.set_status(text)
 
     def close(self) -> None:
         """Ends the connections and, where this is about all workers, tells the others that this one has ended.
@@ -247,7 +247,7 @@ class DistributedCommunicator(Communicator):
             wishes=int(wishes),
             digest=self._digest,
         )
-        self.membership.doing(f"{name} ({mine.where})" if mine.where else name)
+        self.membership.set_status(f"{name} ({mine.where})" if mine.where else name)
         packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
         gathered = self._gather(packed, name)
         records = [CallRecord.unpack(each.numpy().tobytes()) for each in gathered]

@@ -147,7 +147,7 @@ class ProcessGroup:
         self._under_way = 0
         self._broken_off = False
         # In a thread of its own: with a worker that was stopped since the roll call it would hang for ``timeout_s``.
-        self._backend: Any = membership.watched(
+        self._backend: Any = membership.run_with_watchdog(
             lambda: (
                 _gloo(store, rank, size, timeout_s, membership)
                 if gpu is None
@@ -184,7 +184,10 @@ class ProcessGroup:
         while not self._done(work, waiting_in):
             self._membership.check()
             if time.monotonic() > limit:
-                where = self._membership.elsewhere() or "all of them wait in it, and the network between them is cut"
+                where = (
+                    self._membership.describe_other_statuses()
+                    or "all of them wait in it, and the network between them is cut"
+                )
                 raise CollectiveError(
                     f"nothing came for {self._timeout_s:g} s in {waiting_in}, though all workers are alive: {where}; "
                     "every worker must make the same calls in the same order, or timeout_s of CommunicationOptions be"

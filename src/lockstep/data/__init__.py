@@ -1,1 +1,10 @@
-"""Data: global batches into shards, on the replicas' devices, read ahead."""
+"""The path of a batch from the user's source to the replicas' devices, in three layers.
+
+    source  --sources, resume-->  reader (readers, sharding) read ahead in a thread (prefetch)  -->  devices (transfer)
+
+``dataset`` joins them to ``DistributedDataset`` and ``PerReplicaDataset``; begin reading there. ``worker_sync`` keeps
+several workers in step while they iterate. ``structure`` walks nested batches, ``layout`` finds the lists that hold
+one item a row, and ``source_random`` keeps the random numbers of a source that is read ahead those of a plain loop.
+
+``structure`` and ``source_random`` import none of the others, ``dataset`` all of them.
+"""

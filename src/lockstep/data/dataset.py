@@ -1,8 +1,10 @@
-"""DistributedIterable datasets: any iterable of batches, seen as structures with one value per replica, on its device.
+"""Distributed datasets: any iterable of batches, as batches with one value per replica, on that replica's device.
 
-``DistributedDataset`` divides global batches; ``PerReplicaDataset`` takes batches that a function made per replica.
-Both can be iterated many times, and read ahead where that changes nothing. What the data is, and its order, stay the
-source's business.
+``DistributedDataset`` divides global batches. ``PerReplicaDataset`` takes batches that a function made per replica.
+Both can be iterated many times, and are read ahead where that changes nothing. An iteration is a chain:
+
+    source -> reader (shards of each batch) -> transfer to the devices -> read ahead -> worker_sync -> consumer
+    [ reading thread                                                        ] [ consumer's thread           ]
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -19,24 +22,27 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
-from lockstep.data.prefetch import DEPTH, ClosableIterator, checked_depth, read_ahead
-from lockstep.data.readers import IndexShardedReader, LocalReader, PerReplicaReader, Reader, SlicingReader
+from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
+from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
 from lockstep.data.resume import STARTED, RandomState, begin_again, random_state
+from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
 from lockstep.data.source_random import default_state, set_default_state, watched_generators
-from lockstep.data.sources import loads_by_index, read_ahead_unasked, shard_files
+from lockstep.data.sources import loads_by_index, may_read_ahead, shard_files
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_sync import NoSync, OwnDataSync, SameDataSync, WorkerSync
 from lockstep.errors import ConfigError, DataError
 
+Shard = Literal["batch", "file", "off"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class InputContext:
-    """A worker's place among the input pipelines.
+    """A worker's place among the input pipelines, with TensorFlow's names.
 
     Args:
-        num_input_pipelines: how many pipelines there are, one per worker.
-        input_pipeline_id: this worker's, from 0.
-        num_replicas_in_sync: the replicas of all workers.
+        num_input_pipelines: the number of pipelines, one per worker.
+        input_pipeline_id: the index of this worker's pipeline, from 0.
+        num_replicas_in_sync: the number of replicas of all workers.
 
     Example:
         >>> import lockstep as ls
@@ -61,10 +67,10 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The rows of one replica's batch.
+        """Returns the number of rows of one replica's batch.
 
         Raises:
-            ConfigError: a ValueError: the global batch does not divide evenly among the replicas.
+            ConfigError: (a ValueError) the global batch does not divide evenly among the replicas.
         """
         replicas = self.num_replicas_in_sync
         if global_batch_size < 1 or global_batch_size % replicas:
@@ -76,109 +82,76 @@ class InputContext:
         return global_batch_size // replicas
 
 
-def _depth(reader: Reader) -> int:
-    return DEPTH if read_ahead_unasked(reader.dataset) else 0
-
-
-class Passes:
-    """Begins iterations; any number of them, also at once.
+class DistributedIterable:
+    """Batches on the replicas' devices, which can be iterated any number of times, also at once.
 
     Args:
         reader: reads this worker's part of the source.
-        meeting: what is said between the workers meanwhile.
-        devices: the local replicas' devices, in replica order.
-        prefetch: how many batches to read ahead; 0 reads in the caller's thread. None is 2 for a source that may be,
-            as long as it does not draw random numbers.
+        sync: keeps the workers in step during an iteration.
+        devices: logical devices of the local replicas, in replica order.
+        prefetch: the number of batches to read ahead. 0 reads in the caller's thread. None chooses by the source.
 
     Raises:
-        ConfigError: ``prefetch`` is no number of batches.
+        ConfigError: ``prefetch`` is not a number of batches.
     """
 
     def __init__(
-        self, reader: Reader, meeting: WorkerSync, devices: Sequence[LogicalDevice], *, prefetch: int | None
+        self, reader: Reader, sync: WorkerSync, devices: Sequence[LogicalDevice], *, prefetch: int | None
     ) -> None:
         self._reader = reader
-        self._meeting = meeting
+        self._sync = sync
         self._devices = tuple(devices)
-        self._told = prefetch is not None
-        self._prefetch = checked_depth(prefetch) if prefetch is not None else _depth(reader)
+        self._chosen_by_source = prefetch is None
+        if prefetch is None:
+            prefetch = DEFAULT_DEPTH if may_read_ahead(reader.dataset) else 0
+        self._prefetch = checked_depth(prefetch)
 
-    @property
-    def dataset(self) -> Iterable[Any]:
-        """The source, or this worker's part of it."""
-        return self._reader.dataset
+    def __iter__(self) -> ClosableIterator[Any]:
+        return self.iterate()
 
-    def begin(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
-        """An iteration without its first ``skip`` batches; see ``DistributedDataset.iterate``."""
-        transfer = Transfer(self._devices)
+    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
+        """Begins an iteration that continues where another one stopped.
+
+        The skipped batches are read again, unless the source can do without, so that everything the source draws
+        comes out as if they had been used.
+
+        Args:
+            skip: the number of global batches, or rounds of per-replica batches, to skip.
+            random: the result of ``random_state()`` when the first iteration began, or None to leave the generators
+                as they are. torch's default generator belongs to the caller: it is put back once the iteration has
+                begun.
+
+        Raises:
+            DataError: the source holds other generators than ``random`` describes.
+        """
+        dataset, transfer = self._reader.dataset, Transfer(self._devices)
         if random is not None and STARTED in random:
             callers = default_state()
             self._reader.start()
             set_default_state(callers)
-        begun = begin_again(self.dataset, random)
-        self._meeting.begin(self._reader)
-        # Begun here and now, in the caller's thread: what it draws from torch's generator comes in program order.
-        source = self._reader.begin(skip, transfer)
-        watched = watched_generators(self.dataset, default=not self._told)
-        ahead = read_ahead(source, self._prefetch, begun=begun, others=watched, skip=skip)
-        return transfer.received(self._meeting.hand_out(ahead, transfer))
+        begun = begin_again(dataset, random)
+        self._sync.begin()
+        # Begun in the caller's thread: what this draws from torch's generator comes in program order.
+        batches = self._reader.begin(skip, transfer)
+        watched = watched_generators(dataset, default=self._chosen_by_source)
+        ahead = read_ahead(batches, self._prefetch, begun=begun, others=watched, skip=skip)
+        return transfer.received(self._sync.wrap(ahead, transfer))
 
     def random_state(self) -> RandomState:
-        """The states of all generators that the source may draw from, now."""
-        state = random_state(self.dataset)
+        """Returns the current states of all generators that the source may draw from, for ``iterate``."""
+        state = random_state(self._reader.dataset)
         return {**state, STARTED: torch.ones(())} if self._reader.started else state
 
-    def length(self) -> int:
-        """The number of batches of an iteration.
-
-        Raises:
-            TypeError: it is unknown.
-        """
-        known = self._meeting.length(self._reader)
-        if known is None:
-            raise TypeError(f"the number of batches is unknown: {type(self.dataset).__name__} has no len()")
-        return known
-
-
-class DistributedIterable:
-    """Batches on the replicas, any number of times. Abstract: each kind says of which source, and how it is read.
-
-    Args:
-        passes: begins the iterations.
-    """
-
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-
-    def __iter__(self) -> ClosableIterator[Any]:
-        return self._passes.begin()
-
-    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
-        """An iteration that goes on where another one stopped.
-
-        The batches before that place are read once more, unless the data can go there without, so that all that the
-        data draws comes out as if they had been taken.
-
-        Args:
-            skip: how many global batches, or rounds of per-replica ones, to pass over.
-            random: what ``random_state()`` gave when that iteration began, or None to begin with the generators as
-                they are. torch's default generator is put back when the iteration has begun: it is the caller's.
-
-        Raises:
-            DataError: the data holds other generators than ``random`` is about.
-        """
-        return self._passes.begin(skip=skip, random=random)
-
-    def random_state(self) -> RandomState:
-        """The states of all generators that the data may draw from, now; for ``iterate``."""
-        return self._passes.random_state()
-
     def __len__(self) -> int:
-        return self._passes.length()
+        length = self._sync.length(self._reader.length)
+        if length is None:
+            kind = type(self._reader.dataset).__name__
+            raise TypeError(f"the number of batches is unknown: {kind} has no len()")
+        return length
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the data's sampler, where it shuffles by epoch, which one comes next."""
-        dataset = self._passes.dataset
+        """Passes the number of the next epoch to the source and its samplers, where these shuffle by epoch."""
+        dataset = self._reader.dataset
         parts: list[Any] = [dataset]
         if isinstance(dataset, DataLoader):
             parts += [dataset.sampler, dataset.batch_sampler, dataset.dataset]
@@ -187,40 +160,33 @@ class DistributedIterable:
                 part.set_epoch(epoch)
 
 
-@runtime_checkable
-class _ShufflesByEpoch(Protocol):
-    def set_epoch(self, epoch: int, /) -> None: ...
-
-
-Shard = Literal["batch", "file", "off"]
-
-
 class DistributedDataset(DistributedIterable):
     """Global batches, each divided among the replicas: shard sizes differ by at most one, the larger ones first.
 
     Args:
         dataset: any iterable of global batches: a DataLoader, a list, a Hugging Face dataset in torch format whose
-            items are batches. Iterated anew for each iteration of this object.
-        devices: the local replicas' devices, in replica order.
+            items are batches. Each iteration of this object iterates over it anew.
+        devices: logical devices of the local replicas, in replica order.
         workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
-        shard: what each worker takes of the data. "batch": its replicas' shards of every global batch, the same data
-            being on all workers. "file": the data is divided by ``dataset.shard(num_shards=, index=)`` first. "off":
-            all that its own dataset gives. With "file" and "off" a batch is divided among the worker's own replicas,
-            and workers whose data has ended give empty batches until the last one has ended.
-        prefetch: how many batches to read ahead in a thread; 0 reads each one when it is asked for, in the caller's
-            thread. None is 2 for a DataLoader, a list and a Hugging Face dataset, as long as they draw no random
-            numbers, and 0 for what may look at the training's state, such as a replay buffer: a generator, an iterable
-            or a sampler of your own, and a DataLoader without processes over an ``IterableDataset`` of your own. A
-            map-style dataset that looks at it needs ``prefetch=0``, since it would see a state up to two steps old.
-        lists: what a list or tuple in a batch is: one item a row ("rows"), or structure ("columns"), whose tensors all
-            have all rows. "auto" tells them apart by their lengths and refuses what could be both: a DataLoader that
-            collates as torch does gives columns; a list as long as the batch, whose tensors are not, has rows. "rows"
-            is for what stands in a tuple or dict and is as long as the batch, and for a batch that is a list itself.
-        items: batches are (x, y) or (x, y, sample_weight), as Model's are, be they tuples or lists.
+        shard: what each worker takes of the data. "batch": its replicas' shards of every global batch; all workers
+            have the same data. "file": each worker reads ``dataset.shard(num_shards=, index=)``. "off": each worker
+            reads all of its own dataset. With "file" and "off" a batch is divided among the worker's own replicas, and
+            a worker whose data has ended gives empty batches until the last worker's data has ended.
+        prefetch: the number of batches to read ahead in a thread. 0 reads each batch in the caller's thread when it is
+            asked for. None is 2 for a DataLoader, a list and a Hugging Face dataset as long as they draw no random
+            numbers, and 0 for a source that may look at the state of the training, such as a replay buffer: a
+            generator, an iterable or a sampler of your own, and a DataLoader without worker processes over an
+            ``IterableDataset`` of your own. A map-style dataset that looks at it needs ``prefetch=0``, since it would
+            see a state up to two steps old.
+        lists: what a list or tuple in a batch is: one item a row ("rows"), or structure whose tensors all have all
+            rows ("columns"). "auto" tells them apart by their lengths and refuses what could be both. A DataLoader
+            with torch's collation gives columns; a list as long as the batch, whose tensors are not, has rows. "rows"
+            is for a list in a tuple or dict that is as long as the batch, and for a batch that is a list itself.
+        items: batches are (x, y) or (x, y, sample_weight), as Model takes them, be they tuples or lists.
 
     Raises:
-        DataError: what is no iterable of batches, or cannot be divided so.
-        ConfigError: ``shard`` is unknown, or ``prefetch`` is no number of batches.
+        DataError: ``dataset`` is not an iterable of batches, or cannot be divided as ``shard`` says.
+        ConfigError: ``shard`` is unknown, or ``prefetch`` is not a number of batches.
 
     Example:
         >>> import lockstep as ls, torch
@@ -245,24 +211,30 @@ class DistributedDataset(DistributedIterable):
         workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
         layout = BatchLayout.of(source, lists, items=items)
-        reader = (
-            _shared_reader(source, workers, layout) if shard == "batch" else _own_reader(source, workers, shard, layout)
-        )
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
+        reader: Reader
+        sync: WorkerSync
+        if shard == "batch" and not workers.is_single:
+            reader = _global_reader(source, workers, layout)
+            sync = SameDataSync(workers, source, lambda: reader.generators)
+        else:
+            own = shard_files(source, workers) if shard == "file" else source
+            reader = BatchReader(own, layout, partial(_all_rows, workers.replicas[workers.index]))
+            sync = _own_data_sync(reader, workers)
+        super().__init__(reader, sync, devices, prefetch=prefetch)
 
 
 class PerReplicaDataset(DistributedIterable):
     """Batches that are per-replica already, taken in order: replica 0 gets the first, replica 1 the second, and so on.
 
-    Where the source ends in the middle of a round the remaining replicas get an empty batch, and so do all of a worker
-    whose source has ended while another's goes on.
+    If the source ends in the middle of a round, the remaining replicas get an empty batch. So do all replicas of a
+    worker whose source has ended while another worker's goes on.
 
     Args:
         fn: called once, with this worker's ``InputContext``; returns an iterable of per-replica batches for it.
-        devices: the local replicas' devices, in replica order.
+        devices: logical devices of the local replicas, in replica order.
         workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
-        prefetch: how many rounds to read ahead; None and 0 as in ``DistributedDataset``.
-        lists: as there.
+        prefetch: the number of rounds to read ahead; None and 0 as in ``DistributedDataset``.
+        lists: as in ``DistributedDataset``.
     """
 
     def __init__(
@@ -282,37 +254,31 @@ class PerReplicaDataset(DistributedIterable):
         )
         source = _checked(fn(context))
         reader = PerReplicaReader(source, len(devices), BatchLayout.of(source, lists))
-        super().__init__(Passes(reader, _meeting(reader, workers), devices, prefetch=prefetch))
+        super().__init__(reader, _own_data_sync(reader, workers), devices, prefetch=prefetch)
 
 
-def _shared_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:
-    if workers.is_single:
-        return LocalReader(dataset, workers.num_replicas, layout)
+def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:
     if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
         raise DataError(
-            "received a DataLoader whose DistributedSampler takes one worker's part of the data already; give one "
-            'without it, which Lockstep divides, or distribute it with shard="off"'
+            "received a DataLoader with a DistributedSampler, which takes one worker's part of the data already; give "
+            'one without it, which Lockstep divides, or distribute it with shard="off"'
         )
-    return (
-        IndexShardedReader(dataset, workers, layout)
-        if loads_by_index(dataset)
-        else SlicingReader(dataset, workers, layout)
-    )
+    if loads_by_index(dataset):
+        return IndexShardedReader(dataset, workers, layout)
+    return BatchReader(dataset, layout, partial(local_rows, workers=workers), with_digest=True)
 
 
-def _own_reader(dataset: Iterable[Any], workers: Communicator, shard: Shard, layout: BatchLayout) -> Reader:
-    own = shard_files(dataset, workers) if shard == "file" else dataset
-    return LocalReader(own, workers.replicas[workers.index], layout)
+def _all_rows(replicas: int, rows: int) -> LocalRows:
+    return LocalRows(start=0, sizes=shard_sizes(rows, replicas))
 
 
-def _meeting(reader: Reader, workers: Communicator) -> WorkerSync:
-    if workers.is_single:
-        return NoSync()
-    return (
-        SameDataSync(workers)
-        if isinstance(reader, (SlicingReader, IndexShardedReader))
-        else OwnDataSync(workers, reader)
-    )
+def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:
+    return NoSync() if workers.is_single else OwnDataSync(workers, reader.length)
+
+
+@runtime_checkable
+class _ShufflesByEpoch(Protocol):
+    def set_epoch(self, epoch: int, /) -> None: ...
 
 
 @runtime_checkable
@@ -323,23 +289,22 @@ class _Indexed(Protocol):
 def _checked(dataset: Any) -> Iterable[Any]:
     if isinstance(dataset, DistributedIterable):
         raise DataError("received a dataset that is distributed already; distribute the original once")
+    kind = type(dataset).__name__
     numpy = sys.modules.get("numpy")
     if isinstance(dataset, (torch.Tensor, Mapping, str, bytes)) or (numpy and isinstance(dataset, numpy.ndarray)):
         raise DataError(
-            f"received a {type(dataset).__name__}, expected an iterable of global batches; "
+            f"received a {kind}, expected an iterable of global batches; "
             "give a DataLoader, or a list of batches, such as [(x, y)]"
         )
-    # Its items are rows: batches are what a DataLoader makes of them. Data sets that are no torch.utils.data.Dataset,
-    # as Hugging Face's, may have batches as items.
+    # Its items are rows, which a DataLoader makes batches of. Items of datasets that do not inherit from
+    # torch.utils.data.Dataset, such as Hugging Face's, may be batches.
     if isinstance(dataset, Dataset) and not isinstance(dataset, Iterable):
-        kind = type(dataset).__name__
         raise DataError(
             f"received a {kind}, whose items are rows, expected an iterable of global batches; give a DataLoader of "
             f"it, such as DataLoader(dataset, batch_size=64), or batch_size=None where the items of {kind} are batches"
         )
     if not isinstance(dataset, (_Indexed, Iterable)):
         raise DataError(
-            f"received a {type(dataset).__name__}, which cannot be iterated; give an iterable of global batches such "
-            "as a DataLoader"
+            f"received a {kind}, which cannot be iterated; give an iterable of global batches such as a DataLoader"
         )
     return dataset  # type: ignore[return-value]  # what has __getitem__ alone is iterable too, by Python's old protocol

@@ -1,12 +1,12 @@
-"""Reading ahead: a thread takes items from a source before they are asked for.
+"""Reads ahead: a thread takes items from a source before the consumer asks for them.
 
     source -- next() --> [ at most `depth` items ] -- next() --> consumer
               thread                                             its caller
 
-The thread ends with its iterator: when that is exhausted, closed or garbage-collected, and when either side fails.
-The first item is read by the consumer itself, so that what a source draws to begin with (a DataLoader's sampler draws
-its seed then) is drawn in program order; the thread begins with the first item that draws from none of the generators
-that are to be drawn from in program order. ``source_random`` is about what is drawn later.
+The thread ends with its iterator: when the iterator is exhausted, closed or garbage-collected, and when either side
+fails. The consumer reads the first items itself, so that what a source draws to begin with (a DataLoader's sampler
+draws its seed then) is drawn in program order. The thread begins after the first item that draws from none of the
+generators that must be drawn from in program order. ``source_random`` is about what is drawn later.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lockstep.errors import ConfigError, UsageError
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# How long an iterator that is dropped waits for a source in the middle of an item. The thread ends with that item
+# How long an iterator that is dropped waits for a source in the middle of an item. The thread ends after that item
 # anyway; waiting keeps it from running beside the source's next user.
 _END_LIMIT_S = 5.0
 
-DEPTH = 2
-"""How many batches are read ahead where nobody says, of data that may be read ahead."""
+DEFAULT_DEPTH = 2
+"""The number of batches read ahead by default, of data that may be read ahead."""
 
 SKIPPED: Any = object()
 """Stands for an item that the source has given and nobody wants."""
@@ -57,41 +57,40 @@ def read_ahead(
     others: Callable[[], object] | None = None,
     skip: int = 0,
 ) -> ClosableIterator[T]:
-    """The items of ``source`` in order, at most ``depth`` of them read before they are asked for.
+    """Returns the items of ``source`` in order, at most ``depth`` of them read before they are asked for.
 
     Args:
-        source: read by one thread at a time; its errors are raised to the consumer, with their traceback. Items that
-            are ``SKIPPED`` are left out.
-        depth: 0 reads nothing ahead and starts no thread.
-        begun: called once in the consumer's thread, when the source is not to draw from torch's default generator as
-            it stood at the beginning any more: after those items that are passed over, or after the first one.
-        others: gives the states of generators that are to be drawn from in program order. As long as each item changes
-            them, items are read when they are asked for.
-        skip: how many ``SKIPPED`` the source gives at first, if it gives any.
+        source: read by one thread at a time. Its errors are raised to the consumer, with their traceback. ``SKIPPED``
+            items are left out.
+        depth: the number of items to read ahead; 0 starts no thread.
+        begun: called once in the consumer's thread, when the source no longer draws from torch's default generator as
+            it was at the beginning: after the skipped items, or after the first item.
+        others: returns the states of the generators that must be drawn from in program order. As long as each item
+            changes them, items are read when they are asked for.
+        skip: the number of ``SKIPPED`` items that the source gives first, if it gives any.
     """
     checked_depth(depth)
-    begun = begun or _nothing
-    beginning = _Beginning(source, begun, skip)
-    return _PrefetchIterator(beginning, depth, others or _nothing) if depth else _in_turn(beginning)
+    beginning = _Beginning(source, begun or _nothing, skip)
+    return _PrefetchIterator(beginning, depth, others or _nothing) if depth else _read_in_turn(beginning)
 
 
 def checked_depth(depth: Any) -> int:
-    """A number of batches to read ahead.
+    """Returns ``depth``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a number of batches.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ConfigError(f"prefetch={depth!r} is no number of batches; give 0 to read none ahead, or 1 and more")
+        raise ConfigError(f"prefetch={depth!r} is not a number of batches; give 0 to read none ahead, or 1 and more")
     return depth
 
 
 def _nothing() -> None:
-    """For an iteration whose beginning nobody waits for, of a source that draws from no other generators."""
+    """The default of ``begun`` and ``others``."""
 
 
 class _Beginning(Generic[T]):
-    """A source that is read in the consumer's thread, and tells when it has begun."""
+    """A source that is read in the consumer's thread, and reports when it has begun."""
 
     def __init__(self, source: Iterator[T], begun: Callable[[], object], skip: int) -> None:
         self.source = source
@@ -99,33 +98,33 @@ class _Beginning(Generic[T]):
         self._skip = skip
 
     def read(self) -> T:
-        """The next item, SKIPPED or not."""
+        """Returns the next item, ``SKIPPED`` or not."""
         try:
             item = next(self.source)
         except StopIteration:
-            self.tell()
+            self.report()
             raise
         self._skip -= item is SKIPPED
         return item
 
-    def tell_if_over(self, item: T) -> None:
-        """Calls ``begun``, the first time, if ``item`` is wanted or is the last one that is passed over."""
+    def report_after(self, item: T) -> None:
+        """Calls ``begun``, once, if ``item`` is wanted or is the last of the skipped items."""
         if item is not SKIPPED or self._skip == 0:
-            self.tell()
+            self.report()
 
-    def tell(self) -> None:
-        """Calls ``begun``, the first time."""
+    def report(self) -> None:
+        """Calls ``begun``, once."""
         begun, self._begun = self._begun, _nothing
         begun()
 
 
-def _in_turn(beginning: _Beginning[T]) -> Generator[T, None, None]:
+def _read_in_turn(beginning: _Beginning[T]) -> Generator[T, None, None]:
     while True:
         try:
             item = beginning.read()
         except StopIteration:
             return
-        beginning.tell_if_over(item)
+        beginning.report_after(item)
         if item is not SKIPPED:
             yield item
         del item
@@ -146,22 +145,19 @@ class _PrefetchIterator(Generic[T]):
         try:
             return self._take() if self._beginning is None else self._read_here(self._beginning)
         except StopIteration:
-            self._exhausted()
+            random, last = self._random, self._queue.last
+            self.close()
+            if random is not None and last is not None:
+                random.follow(*last)
             raise
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the thread; no items come after it."""
+        """Ends the thread. No items come after it."""
         self._beginning = self._random = None
         self._end()
-
-    def _exhausted(self) -> None:
-        random, last = self._random, self._queue.last
-        self.close()
-        if random is not None and last is not None:
-            random.follow(*last)
 
     def _take(self) -> T:
         item, before, after = self._queue.take()
@@ -174,20 +170,20 @@ class _PrefetchIterator(Generic[T]):
             before = self._others()
             item = beginning.read()
             if self._others() == before:
-                return self._start(beginning, item)
-            beginning.tell_if_over(item)
+                return self._start_thread(beginning, item)
+            beginning.report_after(item)
             if item is not SKIPPED:
                 return item
 
-    def _start(self, beginning: _Beginning[T], item: T) -> T:
+    def _start_thread(self, beginning: _Beginning[T], item: T) -> T:
         source, self._beginning, self._random = beginning.source, None, SourceRandom()
-        beginning.tell()
+        beginning.report()
         self._random.begun()
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
         thread = threading.Thread(
             target=context.run,
-            args=(_read, source, self._queue, self._random),
+            args=(_fill, source, self._queue, self._random),
             name="lockstep-prefetch",
             daemon=True,
         )
@@ -197,7 +193,7 @@ class _PrefetchIterator(Generic[T]):
 
 
 class _Read(NamedTuple, Generic[T]):
-    """An item, and where the source's copy of torch's default generator was before and after it."""
+    """An item, and the state of the source's copy of torch's default generator before and after it."""
 
     item: T
     before: Tensor
@@ -208,7 +204,7 @@ class _Queue(Generic[T]):
     """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call.
 
     Attributes:
-        last: where the copy of the default generator was before and after the source found that it had no more items.
+        last: the states of the copy of the default generator before and after the source found that it had ended.
     """
 
     def __init__(self, depth: int) -> None:
@@ -220,32 +216,32 @@ class _Queue(Generic[T]):
         self._changed = threading.Condition(threading.RLock())
 
     def put(self, item: _Read[T]) -> bool:
-        """Adds an item, then waits for room for another; False if nobody wants one any more."""
+        """Adds an item, then waits until there is space for another one. Returns False if no more is wanted."""
         with self._changed:
             if self._ended:
                 return False
             self._items.append(item)
             self._changed.notify_all()
-            # Waiting for room after adding: the source is asked for an item only when there is a place for it.
+            # The wait comes after adding: the source is asked for an item only when there is a place for it.
             self._changed.wait_for(lambda: self._ended or len(self._items) < self._depth)
             return not self._ended
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody still wants items."""
+        """Whether more items are wanted."""
         return not self._ended
 
     def finish(self, error: BaseException | None) -> None:
-        """No more items come; those added are still handed out, then the error is raised."""
+        """Adds no more items. Those added are still handed out; then ``error`` is raised."""
         with self._changed:
             self._error, self._ended = error, True
             self._changed.notify_all()
 
     def take(self) -> _Read[T]:
-        """The next item; the reading thread, which always finishes, ends the wait.
+        """Returns the next item. The reading thread, which always finishes, ends the wait.
 
         Raises:
-            UsageError: in a process that was forked after the reading began, which has no such thread.
+            UsageError: this process was forked after the reading began, and has no reading thread.
         """
         if os.getpid() != self._process:
             raise UsageError(
@@ -263,14 +259,14 @@ class _Queue(Generic[T]):
         raise StopIteration if error is None else error
 
     def close(self) -> None:
-        """The consumer wants nothing more."""
+        """Is called by the consumer, which wants nothing more."""
         with self._changed:
             self._ended = True
             self._items.clear()
             self._changed.notify_all()
 
 
-def _read(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
+def _fill(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
     error: BaseException | None = None
     try:
         with random.mode():
@@ -291,12 +287,12 @@ def _read(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
 
 def _end_thread(queue: _Queue[T], thread: threading.Thread) -> None:
     queue.close()
-    # The garbage collector may run this in any thread, the reading one included; Ctrl-C may come before the start.
+    # The garbage collector may run this in any thread, including the reading one. Ctrl-C may come before the start.
     if thread is not threading.current_thread() and thread.is_alive():
         try:
             thread.join(_END_LIMIT_S)
         except BaseException:
-            # Ctrl-C in the wait: this runs once, and a thread in the middle of torch's work when the interpreter ends
-            # aborts the process.
+            # Ctrl-C during the wait: this function runs once, and a thread that is inside torch when the interpreter
+            # ends aborts the process.
             thread.join(_END_LIMIT_S)
             raise

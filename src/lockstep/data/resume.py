@@ -1,10 +1,10 @@
-"""Where a source's random numbers stand, so that an iteration can be begun once more as it was begun.
+"""The states of the generators that a source draws from, so that an iteration can be resumed where it was left.
 
-    iteration begins, state noted -> batches 0 .. n-1 handed out -> saved: state and n
-    restored: state set           -> batches 0 .. n-1 passed over -> batch n, as it would have been
+    iteration begins: states taken -> batches 0 .. n-1 used    -> saved: the states and n
+    resumed: states set            -> batches 0 .. n-1 skipped -> batch n, as it would have been
 
-What is noted: torch's default generator, Python's and numpy's, and every ``torch.Generator`` that the data, a
-DataLoader or its samplers hold. A source that keeps another state between iterations is to take it from ``set_epoch``.
+The states are those of torch's default generator, Python's, NumPy's, and every ``torch.Generator`` that the dataset, a
+DataLoader or its samplers hold. A source that keeps other state between iterations must derive it from ``set_epoch``.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from lockstep.errors import ConfigError, DataError
 T = TypeVar("T")
 
 RandomState = dict[str, Tensor]
-"""Generator's name -> its state; only tensors, so that a checkpoint can hold it."""
+"""The name of a generator -> its state. Tensors only, so that a checkpoint can hold it."""
 
 STARTED = "started"
-"""In a state: persistent processes had been started, so the iteration began without drawing a seed for them."""
+"""A key in a state: persistent processes ran already, so the iteration began without drawing a seed for them."""
 
 _DEFAULT = "torch"
 
 
 def sampling_generators(dataset: Any) -> list[torch.Generator]:
-    """The generators that decide the order: those of a DataLoader and of its samplers, each once."""
+    """Returns the generators that decide the order: those of a DataLoader and of its samplers, each once."""
     if not isinstance(dataset, DataLoader):
-        return _unique(_held(dataset)) if isinstance(dataset, Sampler) else []
-    return _unique([*_held(dataset), *_held(dataset.sampler), *_held(dataset.batch_sampler)])
+        return _unique(_held_by(dataset)) if isinstance(dataset, Sampler) else []
+    return _unique([*_held_by(dataset), *_held_by(dataset.sampler), *_held_by(dataset.batch_sampler)])
 
 
 def all_generators(dataset: Any) -> list[torch.Generator]:
-    """Those that decide the order, and those that the data itself holds."""
+    """Returns the generators that decide the order, and those that the dataset itself holds."""
     below = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    return _unique([*sampling_generators(dataset), *_held(below)])
+    return _unique([*sampling_generators(dataset), *_held_by(below)])
 
 
 def random_state(dataset: Any) -> RandomState:
-    """The states of all generators that ``dataset`` may draw from, now."""
+    """Returns the current states of all generators that ``dataset`` may draw from."""
     own = {f"data {index}": generator.get_state() for index, generator in enumerate(all_generators(dataset))}
     return {_DEFAULT: default_state(), **_python_state(), **_numpy_state(), **own}
 
 
 def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
-    """Puts back what ``random_state`` gave, in this process or another.
+    """Restores what ``random_state`` returned, in this process or another.
 
     Raises:
-        DataError: the data holds other generators than the state has.
+        DataError: the dataset holds other generators than the state has.
     """
     generators, own = all_generators(dataset), [name for name in state if name.startswith("data ")]
     if len(generators) != len(own):
@@ -76,15 +76,15 @@ def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
 
 
 def without_default(state: Mapping[str, Tensor]) -> RandomState:
-    """The state without that of torch's default generator, which stays as it is when the rest is put back."""
+    """Returns the state without that of torch's default generator, which then stays as it is on restoring."""
     return {name: value for name, value in state.items() if name != _DEFAULT}
 
 
 def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[], None] | None:
-    """Sets the generators to where an iteration began, if one is to be begun again.
+    """Sets the generators to ``random``, the states at the beginning of an earlier iteration, if given.
 
     Returns:
-        What is to be called when the iteration has begun: it puts torch's default generator, the caller's, back.
+        A function to call when the iteration has begun. It gives torch's default generator back to the caller.
     """
     if random is None:
         return None
@@ -94,28 +94,24 @@ def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[
 
 
 def check_skip(skip: int) -> None:
-    """Refuses what is no number of batches with a ConfigError."""
+    """Raises a ConfigError if ``skip`` is not a number of batches."""
     if type(skip) is not int or skip < 0:
-        raise ConfigError(f"skip={skip!r} is no number of batches; give 0 or more")
+        raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
 
 
-def passing_over(skip: int, source: Iterator[T]) -> Iterator[T]:
-    """The items of ``source``, the first ``skip`` of them ``SKIPPED``.
-
-    Raises:
-        ConfigError: ``skip`` is no number of batches.
-    """
+def skip_first(skip: int, source: Iterator[T]) -> Iterator[T]:
+    """Yields the items of ``source``, with ``SKIPPED`` in place of each of the first ``skip`` items."""
     check_skip(skip)
     return chain((SKIPPED for _ in islice(source, skip)), source) if skip else source
 
 
-def _held(holder: Any) -> Iterator[torch.Generator]:
+def _held_by(holder: Any) -> Iterator[torch.Generator]:
     """The generators among an object's attributes, and among those of samplers that it wraps."""
     for value in getattr(holder, "__dict__", {}).values():
         if isinstance(value, torch.Generator):
             yield value
         elif isinstance(value, Sampler):
-            yield from _held(value)
+            yield from _held_by(value)
 
 
 def _unique(generators: Iterable[torch.Generator]) -> list[torch.Generator]:
@@ -123,8 +119,8 @@ def _unique(generators: Iterable[torch.Generator]) -> list[torch.Generator]:
 
 
 def _python_state() -> RandomState:
-    _, words, spare = random.getstate()
-    return {"python": torch.tensor(words), "python normal": _spare(spare)}
+    _, values, spare = random.getstate()
+    return {"python": torch.tensor(values), "python normal": _spare_normal(spare)}
 
 
 def _set_python_state(state: Mapping[str, Tensor]) -> None:
@@ -138,10 +134,10 @@ def _numpy_state() -> RandomState:
     found = numpy.random.get_state(legacy=False) if numpy else {}
     if found.get("bit_generator") != "MT19937":
         return {}
-    words, position = found["state"]["key"].tolist(), found["state"]["pos"]
+    values, position = found["state"]["key"].tolist(), found["state"]["pos"]
     return {
-        "numpy": torch.tensor([*words, position]),
-        "numpy normal": _spare(found["gauss"] if found["has_gauss"] else None),
+        "numpy": torch.tensor([*values, position]),
+        "numpy normal": _spare_normal(found["gauss"] if found["has_gauss"] else None),
     }
 
 
@@ -149,13 +145,12 @@ def _set_numpy_state(state: Mapping[str, Tensor]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is None or "numpy" not in state:
         return
-    *words, position = state["numpy"].tolist()
+    *values, position = state["numpy"].tolist()
     spare = state["numpy normal"].item()
-    numpy.random.set_state(
-        ("MT19937", words, position, int(not math.isnan(spare)), 0.0 if math.isnan(spare) else spare)
-    )
+    has_spare = not math.isnan(spare)
+    numpy.random.set_state(("MT19937", values, position, int(has_spare), spare if has_spare else 0.0))
 
 
-def _spare(normal: float | None) -> Tensor:
-    """Normal numbers are drawn in pairs; the second one of a pair, or NaN where none is left over."""
-    return torch.tensor(math.nan if normal is None else normal, dtype=torch.float64)
+def _spare_normal(value: float | None) -> Tensor:
+    """Normal numbers are drawn in pairs. This is the second number of a pair, or NaN if none is left over."""
+    return torch.tensor(math.nan if value is None else value, dtype=torch.float64)

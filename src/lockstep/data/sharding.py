@@ -93,8 +93,8 @@ def local_rows(rows: int, workers: Communicator) -> LocalRows:
     """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
 
     Example:
-        >>> from lockstep.collectives.communicator import OneWorker
-        >>> local_rows(4, OneWorker(3))
+        >>> from lockstep.collectives.communicator import SingleWorkerCommunicator
+        >>> local_rows(4, SingleWorkerCommunicator(3))
         LocalRows(start=0, sizes=(2, 1, 1))
     """
     sizes, first = shard_sizes(rows, workers.num_replicas), workers.first_replica

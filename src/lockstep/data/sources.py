@@ -1,6 +1,8 @@
-"""Data whose files or shards are divided among the workers, so that each reads its own only.
+"""What is known of a source: its length, whether it may be read ahead, and whether it can be entered at a later batch.
 
-shard="file": dataset.shard(num_shards=workers, index=worker), as Hugging Face data sets have it
+A DataLoader whose dataset is of a known kind that draws no random numbers, and that collates as torch does, can skip
+batches at its sampler. Every other source is read: a dataset, a sampler or a ``collate_fn`` may draw at any time, from
+any generator.
 """
 
 from __future__ import annotations
@@ -28,36 +30,26 @@ from torch.utils.data import (
 )
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.resume import check_skip, passing_over
+from lockstep.data.resume import check_skip, skip_first
 from lockstep.errors import DataError
 
-# They draw from torch's default generator at their first index, if at all, and not between batches.
+# These draw from torch's default generator at their first index, if at all, and not between batches.
 _DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-
 
 _KNOWN_PACKAGES = ("torch", "builtins", "transformers", "accelerate", "lockstep")
 """Packages whose samplers, and iterables of batches, look at nothing that a training step changes."""
 
 
 def batches_in(dataset: object) -> int | None:
-    """The length of a source, or None where it does not say."""
+    """Returns the length of a source, or None if it does not say."""
     try:
         return len(dataset) if isinstance(dataset, Sized) else None
-    except TypeError:  # a DataLoader over a stream has __len__, which raises
+    except TypeError:  # a DataLoader over an IterableDataset has __len__, which raises
         return None
 
 
-def iterate_from(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
-    """A new iteration of ``dataset``, begun here and now, without its first ``skip`` items or with them SKIPPED."""
-    check_skip(skip)
-    if skip and loads_by_index(dataset) and draws_at_first(dataset):
-        seeds = torch.Generator() if started(dataset) else dataset.generator
-        return iter(rebuilt(dataset, _Later(index_batches(dataset), skip), seeds))
-    return passing_over(skip, iter(dataset))
-
-
 def loads_by_index(dataset: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether this is a DataLoader that makes batches of a map-style data set in torch's own way."""
+    """Whether this is a DataLoader that makes batches of a map-style dataset in torch's own way."""
     return (
         isinstance(dataset, DataLoader)
         and not isinstance(dataset.dataset, IterableDataset)
@@ -67,20 +59,20 @@ def loads_by_index(dataset: Any) -> TypeGuard[DataLoader[Any]]:
     )
 
 
-def read_ahead_unasked(dataset: Any) -> bool:
-    """Whether a source gives the same batches whenever it is asked: reading ahead shows it no other training state.
+def may_read_ahead(dataset: Any) -> bool:
+    """Whether a source gives the same batches whenever it is asked.
 
     A generator, an iterable or a sampler of the user's own may look at what the loop has done so far, as a replay
-    buffer does. Loading processes have copies of their own, which see nothing of it anyway.
+    buffer does. Loading processes have their own copies, which do not see it anyway.
     """
     if not isinstance(dataset, DataLoader):
-        return _draws_nothing(dataset) or _of_hugging_face(dataset) or _package(dataset) == "lockstep"
+        return _draws_nothing(dataset) or _is_hugging_face(dataset) or _package(dataset) == "lockstep"
     samplers = (dataset.sampler, dataset.batch_sampler)
     known = all(_package(each) in _KNOWN_PACKAGES for each in samplers)
     if not known or type(dataset).__iter__ is not DataLoader.__iter__:
         return False
     return (
-        dataset.num_workers > 0 or not isinstance(dataset.dataset, IterableDataset) or _of_hugging_face(dataset.dataset)
+        dataset.num_workers > 0 or not isinstance(dataset.dataset, IterableDataset) or _is_hugging_face(dataset.dataset)
     )
 
 
@@ -90,56 +82,27 @@ def persists(dataset: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def started(dataset: Any) -> bool:
-    """Whether persistent processes have been started: an iteration draws no seed for them any more."""
+    """Whether persistent processes run: then an iteration draws no seed for them."""
     return persists(dataset) and dataset._iterator is not None
 
 
 def start(dataset: Any) -> None:
-    """Starts the persistent processes of a DataLoader that is to go on where another one stopped."""
+    """Starts the persistent processes of a DataLoader that continues where another one stopped."""
     if persists(dataset) and not started(dataset):
         iter(dataset)
 
 
-def index_batches(loader: DataLoader[Any]) -> Iterable[Any]:
-    """What gives the indices of each batch."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def rebuilt(
-    loader: DataLoader[Any], batch_sampler: Iterable[Any], generator: torch.Generator | None
-) -> DataLoader[Any]:
-    """``loader`` with another batch sampler, and another generator for the seeds of its processes; always in order."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the user's own loader has said all that there is to say
-        return DataLoader(
-            loader.dataset,
-            batch_sampler=batch_sampler,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            pin_memory_device=loader.pin_memory_device,
-        )
-
-
-class _Later:
-    """The batches of a batch sampler but for the first ones."""
-
-    def __init__(self, batches: Iterable[Any], skip: int) -> None:
-        self._batches = batches
-        self._skip = skip
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._batches), self._skip, None)
+def iterate_from(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
+    """Begins a new iteration, at once. Its first ``skip`` items are left out or ``SKIPPED``."""
+    check_skip(skip)
+    if skip and loads_by_index(dataset) and draws_at_first(dataset):
+        seeds = torch.Generator() if started(dataset) else dataset.generator
+        return iter(rebuilt_loader(dataset, _SkippingSampler(index_batches(dataset), skip), seeds))
+    return skip_first(skip, iter(dataset))
 
 
 def draws_at_first(loader: DataLoader[Any]) -> bool:
-    """Whether all that is drawn, beside the sampler's own generator, is drawn before the first batch is loaded."""
+    """Whether everything that is drawn, apart from the sampler's own generator, is drawn before the first batch."""
     sampler = loader.batch_sampler
     return (
         type(sampler) is BatchSampler
@@ -147,6 +110,46 @@ def draws_at_first(loader: DataLoader[Any]) -> bool:
         and loader.collate_fn is default_collate
         and _draws_nothing(loader.dataset)
     )
+
+
+def index_batches(loader: DataLoader[Any]) -> Iterable[Any]:
+    """Returns the sampler that gives the indices of each batch."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def rebuilt_loader(
+    loader: DataLoader[Any], batch_sampler: Iterable[Any], generator: torch.Generator | None
+) -> DataLoader[Any]:
+    """Returns ``loader`` with another batch sampler and another generator for the seeds of its processes, in order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user's own loader has given its warnings already
+        return DataLoader(loader.dataset, batch_sampler=batch_sampler, generator=generator, **_loading_of(loader))
+
+
+def _loading_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a DataLoader that say how rows are loaded, not which."""
+    return {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "pin_memory_device": loader.pin_memory_device,
+    }
+
+
+class _SkippingSampler:
+    """The batches of a batch sampler without the first ones."""
+
+    def __init__(self, batches: Iterable[Any], skip: int) -> None:
+        self._batches = batches
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._batches), self._skip, None)
 
 
 def _draws_nothing(dataset: Any) -> bool:
@@ -164,18 +167,14 @@ def _package(thing: Any) -> str:
     return type(thing).__module__.split(".")[0]
 
 
-def _of_hugging_face(dataset: Any) -> bool:
+def _is_hugging_face(dataset: Any) -> bool:
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
 
 
 @runtime_checkable
-class Shardable(Protocol):
-    """Data that gives one of several parts of itself, such as a Hugging Face data set."""
-
-    def shard(self, num_shards: int, index: int) -> Any:
-        """Part ``index``, from 0, of ``num_shards``."""
-        ...
+class _Shardable(Protocol):
+    def shard(self, num_shards: int, index: int) -> Any: ...
 
 
 @runtime_checkable
@@ -185,24 +184,39 @@ class _Counted(Protocol):
 
 
 def shard_files(dataset: Iterable[Any], workers: Communicator) -> Iterable[Any]:
-    """This worker's part of the data; batches are then made of it alone.
+    """Returns this worker's files of the data, for ``shard="file"``. Batches are then made of them alone.
 
     Args:
-        dataset: has ``shard(num_shards=, index=)``; or a DataLoader over data that has it, in file order or shuffled
-            by the DataLoader itself.
+        dataset: data that has ``shard(num_shards=, index=)``, as Hugging Face datasets have, or a DataLoader over such
+            data, in file order or shuffled by the DataLoader itself.
         workers: all workers.
 
     Raises:
-        DataError: data that cannot be divided so.
+        DataError: the data cannot be divided so.
     """
-    if isinstance(dataset, DataLoader):
-        return _own_loader(dataset, workers)
-    part: Iterable[Any] = _own_part(dataset, workers)
-    return part
+    if not isinstance(dataset, DataLoader):
+        part: Iterable[Any] = _own_part(dataset, workers)
+        return part
+    if type(dataset) is not DataLoader:
+        _refuse(f"{type(dataset).__name__} is a subclass of DataLoader")
+    loader: DataLoader[Any] = dataset
+    rows = _own_part(loader.dataset, workers)
+    if workers.size == 1:
+        return loader
+    sampler = None if isinstance(loader.dataset, IterableDataset) else _own_sampler(loader, rows)
+    return DataLoader(
+        rows,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        generator=loader.generator,
+        in_order=loader.in_order,
+        sampler=sampler,
+        **_loading_of(loader),
+    )
 
 
 def _own_part(dataset: Any, workers: Communicator) -> Any:
-    if not isinstance(dataset, Shardable):
+    if not isinstance(dataset, _Shardable):
         _refuse(f"{type(dataset).__name__} has no shard(num_shards=, index=)")
     if isinstance(dataset, _Counted) and dataset.num_shards < workers.size:
         raise DataError(
@@ -212,36 +226,8 @@ def _own_part(dataset: Any, workers: Communicator) -> Any:
     return dataset if workers.size == 1 else dataset.shard(num_shards=workers.size, index=workers.index)
 
 
-def _own_loader(loader: DataLoader[Any], workers: Communicator) -> DataLoader[Any]:
-    if type(loader) is not DataLoader:
-        _refuse(f"{type(loader).__name__} is a DataLoader of another kind")
-    part = _own_part(loader.dataset, workers)
-    if workers.size == 1:
-        return loader
-    order: dict[str, Any] = (
-        {} if isinstance(loader.dataset, IterableDataset) else {"sampler": _own_sampler(loader, part)}
-    )
-    return DataLoader(
-        part,
-        batch_size=loader.batch_size,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-        **order,
-    )
-
-
 def _own_sampler(loader: DataLoader[Any], part: Any) -> SequentialSampler | RandomSampler:
-    """The same order over the part; a sampler of the user's own knows the whole data only."""
+    """The same order over the part. A sampler of the user's own knows the whole data only."""
     sampler = loader.sampler
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         _refuse(f"its DataLoader has a {type(loader.batch_sampler).__name__}, which is about the whole data")
@@ -254,7 +240,7 @@ def _own_sampler(loader: DataLoader[Any], part: Any) -> SequentialSampler | Rand
 
 def _refuse(reason: str) -> NoReturn:
     raise DataError(
-        f'shard="file" cannot divide this data between workers: {reason}; give a Hugging Face data set, or let '
+        f'shard="file" cannot divide this data between workers: {reason}; give a Hugging Face dataset, or let '
         "strategy.distribute_datasets_from_function(fn) read the files of fn's context.input_pipeline_id, or use "
         'shard="batch"'
     )

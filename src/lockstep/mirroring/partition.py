@@ -32,7 +32,7 @@ class Pipelined(Protocol):
         """Forward of a shard, likewise."""
 
 
-class Holding(ABC):
+class PartitionPolicy(ABC):
     """What becomes of a module when it is mirrored."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Holding(ABC):
         """Whether what ``take`` gives is a part, whose other parts are on other workers."""
 
     @property
-    def shares_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """Whether each peer holds a share of the weights and borrows the rest, in passes that all of them make."""
         return False
 
@@ -66,7 +66,7 @@ class Holding(ABC):
         """
 
 
-class WholeModels(Holding):
+class WholeModels(PartitionPolicy):
     """Every worker holds every model."""
 
     def peers(self, workers: Communicator) -> Communicator:

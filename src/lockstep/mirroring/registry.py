@@ -22,10 +22,10 @@ from lockstep.mirroring.gradients.user import HeldHook, hold, release
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
-from lockstep.mirroring.module.propagation import Following
+from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer, Owner
-from lockstep.mirroring.partition import Holding
+from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
@@ -42,12 +42,12 @@ class MirroredObjects:
 
     Args:
         make_exchange: how an optimizer's gradients are summed, given its parameters' copies and the storage groups.
-        holding: what of a model this worker holds.
+        partition: what of a model this worker holds.
     """
 
-    def __init__(self, make_exchange: MakeExchange, holding: Holding) -> None:
+    def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
         self._make_exchange = make_exchange
-        self._holding = holding
+        self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
         self._made = 0  # modules so far
@@ -101,10 +101,10 @@ class MirroredObjects:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
         self._mirror_metrics_in(module, partial(self.mirror_metric, owner, devices=devices, workers=workers))
-        module = self._holding.take(module)
+        module = self._partition.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
-            peers = self._holding.peers(workers)
+            peers = self._partition.peers(workers)
             self.follow()
             mirrored = mirror_module(
                 owner,
@@ -113,10 +113,10 @@ class MirroredObjects:
                 peers,
                 sync_batchnorm=sync_batchnorm,
                 memory_format=memory_format,
-                pipeline=self._holding.pipeline(module),
-                is_part=self._holding.parts,
-                shares_weights=self._holding.shares_weights,
-                peers=self._followings,
+                pipeline=self._partition.pipeline(module),
+                is_part=self._partition.parts,
+                shards_weights=self._partition.shards_weights,
+                peers=self._propagations,
             )
             mirrored.optimizers = self.optimizers
             self._made += 1
@@ -144,7 +144,7 @@ class MirroredObjects:
         Raises:
             UsageError: it holds parameters of modules that are not mirrored here.
         """
-        self._holding.check(optimizer)
+        self._partition.check(optimizer)
         check_agreement(workers, "the optimizer", plain_settings(optimizer))
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
@@ -250,8 +250,8 @@ class MirroredObjects:
 
     def _hold_hooks(self) -> None:
         """The user's hooks on parameters wait for the sum of the gradients."""
-        parts = (module for module in self.modules if not (module.is_part or module.shares_weights))
-        own = [parameter for module in parts if module.has_others for parameter in module.following.weights]
+        parts = (module for module in self.modules if not (module.is_part or module.shards_weights))
+        own = [parameter for module in parts if module.has_others for parameter in module.propagation.weights]
         self._held_hooks = hold(own, self._stepped)
 
     def _stepped(self) -> set[int]:
@@ -269,7 +269,7 @@ class MirroredObjects:
         try:
             with ExitStack() as stack:
                 for module in self.modules:
-                    stack.enter_context(module.following.paused())
+                    stack.enter_context(module.propagation.paused())
                 yield
         finally:
             for module in self.modules:
@@ -278,7 +278,7 @@ class MirroredObjects:
     def follow(self) -> None:
         """Between runs, the same for who asks what all copies have: parts, weights and buffers are alike."""
         for module in self.modules:
-            if module.following.follow():
+            if module.propagation.follow():
                 self._guarded = -1
 
     @contextmanager
@@ -295,7 +295,7 @@ class MirroredObjects:
         finally:
             release(self._held_hooks)
             for module in self.modules:
-                module.following.end(failed=failed)
+                module.propagation.end(failed=failed)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """What looks at each local replica's calls in the next run, after ``align``.
@@ -341,8 +341,8 @@ class MirroredObjects:
         self._looked_at[key] = self._made
         return True
 
-    def _followings(self) -> list[Following]:
-        return [module.following for module in self.modules]
+    def _propagations(self) -> list[Propagation]:
+        return [module.propagation for module in self.modules]
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
         """The id of each parameter of a user's module -> its copies, one per replica."""

@@ -139,7 +139,7 @@ class Ownership:
         self.foreign: list[set[int]] = [set() for _ in range(replicas)]
         self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
-            name_of, divided = type(module.module).__name__, module.is_part or module.shares_weights
+            name_of, divided = type(module.module).__name__, module.is_part or module.shards_weights
             self.divided |= divided
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):

@@ -111,7 +111,7 @@ def _whole_steps(left: int, size: int, *, cut: bool) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class ShardingGroup:
     """Who shares.
 
     Args:
@@ -185,7 +185,7 @@ _Described = Mapping[int, Mapping[str, tuple[Any, str]]]
 """By the number of a parameter, by name: a value that is alike for all its elements, or the dtype of what each has."""
 
 
-class SharedState:
+class ShardedOptimizer:
     """The pieces of one optimizer's parameters.
 
     Args:
@@ -196,7 +196,7 @@ class SharedState:
         shares: the pieces of each worker.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: ShardingGroup) -> None:
         self._parameters = tuple(parameters)
         self._sharing = sharing
         self.shares = divide_state(

@@ -71,7 +71,9 @@ class WorkerMesh:
         config = backends_for(device.type, self._name, nccl=dist.is_nccl_available())
         self._make_current()
         store = membership.store("mesh")
-        self.mesh: DeviceMesh = membership.watched(lambda: self._make(store, grid, config), "the making of the mesh")
+        self.mesh: DeviceMesh = membership.run_with_watchdog(
+            lambda: self._make(store, grid, config), "the making of the mesh"
+        )
         membership.subscribe(lambda _: self.break_off())
         atexit.register(self.close)  # before the membership's own end; else gloo's threads may abort the interpreter's
 

@@ -31,7 +31,7 @@ from lockstep.mirroring.gradients.local import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
-from lockstep.mirroring.partition import Holding, WholeModels
+from lockstep.mirroring.partition import PartitionPolicy, WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
@@ -102,8 +102,8 @@ R = TypeVar("R")
 class Strategy(Executor):
     """How one program runs on many replicas: an executor, and all that follows from it."""
 
-    def __init__(self, make_exchange: MakeExchange = LocalExchange, holding: Holding | None = None) -> None:
-        self._mirrored = MirroredObjects(make_exchange, holding or WholeModels())
+    def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
+        self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
 
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:
@@ -397,7 +397,7 @@ class ThreadedStrategy(Strategy):
         workers: all workers, as this one sees them.
         runner: the replicas' threads.
         make_exchange: how an optimizer's gradients are summed.
-        holding: what of a model this worker holds; None is all of it.
+        partition: what of a model this worker holds; None is all of it.
         guard: what each body is run in, in its replica's thread.
     """
 
@@ -408,10 +408,10 @@ class ThreadedStrategy(Strategy):
         runner: ReplicaRunner,
         make_exchange: MakeExchange = LocalExchange,
         *,
-        holding: Holding | None = None,
+        partition: PartitionPolicy | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(make_exchange, holding)
+        super().__init__(make_exchange, partition)
         self._guard = guard
         self._devices = devices
         self._workers = workers

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lockstep.cluster.local import core_card, divide_cores, place_here
+from lockstep.cluster.local import core_info, divide_cores, own_local_rank
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
@@ -20,7 +20,7 @@ from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteL
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
 from lockstep.mirroring.gradients.local import Copies, GradientExchange, LocalExchange
-from lockstep.mirroring.zero1 import Sharing
+from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, observed
 
@@ -37,7 +37,7 @@ def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
     gpus = list_physical_devices("GPU")
     if not gpus:
         return tuple(list_logical_devices("CPU"))
-    own = {gpus[number].name for number in place_here(cluster).own_gpus(len(gpus))}
+    own = {gpus[number].name for number in own_local_rank(cluster).own_gpus(len(gpus))}
     return tuple(device for device in list_logical_devices("GPU") if device.physical.name in own)
 
 
@@ -77,7 +77,7 @@ def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
     )
 
 
-class Job:
+class WorkerJob:
     """Waits until all workers are there. Every worker must make one.
 
     Args:
@@ -105,7 +105,7 @@ class Job:
         self._gpus: tuple[int, ...] = ()
         self.workers: Communicator = SingleWorkerCommunicator(len(devices))
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
-            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_card()}
+            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_info()}
             self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
             divide_cores(self._membership.infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in self._membership.infos)
@@ -150,11 +150,11 @@ class Job:
             torch.default_generator.set_state(state)
         return int(chiefs) if seed is None else seed
 
-    def team(self, name: str, members: Sequence[int]) -> Communicator:
+    def group(self, name: str, members: Sequence[int]) -> Communicator:
         """Some of the workers, among them this one, as if they were all. Every one of them must ask for it.
 
         Args:
-            name: what the team is called; no worker is in two of one name.
+            name: what the group is called; no worker is in two of one name.
             members: their numbers, ascending.
         """
         if not isinstance(self.workers, DistributedCommunicator) or len(members) == 1:
@@ -172,7 +172,7 @@ class Job:
         """Tells the others that this worker ends with ``error``."""
         # A loss that is not finite all workers raise together, and may go on together.
         if self._membership is not None and not isinstance(error, NonFiniteLossError):
-            self._membership.failed(error)
+            self._membership.report_failure(error)
 
     def when_over(self, stop: Callable[[BaseException], None]) -> None:
         """Has ``stop`` called once, from another thread, when another worker has ended the job."""
@@ -180,16 +180,16 @@ class Job:
             self._membership.subscribe(stop)
 
     def make_exchange(
-        self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], team: Communicator | None = None
+        self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], group: Communicator | None = None
     ) -> GradientExchange:
         """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it.
 
         Args:
             parameters: per parameter its local copies.
             groups: the local replicas by storage.
-            team: the workers over which to sum; None is all.
+            group: the workers over which to sum; None is all.
         """
-        workers = self.workers if team is None else team
+        workers = self.workers if group is None else group
         if not isinstance(workers, DistributedCommunicator):
             return LocalExchange(parameters, groups)
         self._optimizers += 1
@@ -204,23 +204,23 @@ class Job:
         )
 
     def make_sharing(
-        self, parameters: Sequence[Copies], team: Communicator, kinds: Sequence[Hashable]
-    ) -> Sharing | None:
-        """The workers of a team as those who share the state of an optimizer; None where there is one.
+        self, parameters: Sequence[Copies], group: Communicator, kinds: Sequence[Hashable]
+    ) -> ShardingGroup | None:
+        """The workers of a group as those who share the state of an optimizer; None where there is one.
 
         Every one of them must ask for it, right after its ``make_exchange``.
 
         Args:
             parameters: per parameter its local copies, of which there is one.
-            team: they hold the same weights.
+            group: they hold the same weights.
             kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
         """
-        if not isinstance(team, DistributedCommunicator):
+        if not isinstance(group, DistributedCommunicator):
             return None
         name = f"shares of optimizer {self._optimizers}"
-        return Sharing(
-            workers=team,
-            stream=team.new_group(name, parameters[0][0].device),
+        return ShardingGroup(
+            workers=group,
+            stream=group.new_group(name, parameters[0][0].device),
             window_bytes=self._options.bucket_bytes,
             kinds=kinds,
         )
@@ -290,7 +290,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         chosen = observed(resolve_devices(own_devices(self.cluster) if devices is None else devices))
-        job = Job(self.cluster, chosen, timeout_s=timeout_s, options=self.communication)
+        job = WorkerJob(self.cluster, chosen, timeout_s=timeout_s, options=self.communication)
         runner = ReplicaRunner(
             chosen,
             seed=job.agree(seed),

@@ -23,7 +23,7 @@ from lockstep.mirroring.gradients.local import Copies, GradientExchange
 from lockstep.mirroring.gradients.partitioned import PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
-from lockstep.mirroring.partition import Holding, Pipelined
+from lockstep.mirroring.partition import PartitionPolicy, Pipelined
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, choose_mesh_layout
@@ -38,7 +38,7 @@ from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, observed
-from lockstep.strategies.multi_worker import Job, own_devices
+from lockstep.strategies.multi_worker import WorkerJob, own_devices
 
 if TYPE_CHECKING:
     from lockstep.parallel.fsdp import StageWeights
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teams:
-    """The workers.
+class MeshGroups:
+    """The communicators of one worker of a mesh.
 
     Args:
-        grid: how they are arranged.
-        place: where this one is.
-        job: all of them.
-        peers: those that hold the same parts, one per replica.
-        replica: those that hold this replica together.
-        line: those of all stages, of this replica and tensor rank, in the order of the stages; None without a pipeline.
-        twin: this one and that of the other end of the line; None in its middle, and without a pipeline.
+        grid: the mesh.
+        place: this worker's coordinates in it.
+        job: all workers.
+        peers: the workers that hold the same part of the model, one for each replica.
+        replica: the workers that hold this replica.
+        pipeline: the workers of all stages of this replica and tensor rank, in stage order; None without a pipeline.
+        pipeline_ends: the first and the last of them; None for other workers, and without a pipeline.
     """
 
     grid: MeshLayout
@@ -65,15 +65,15 @@ class Teams:
     job: Communicator
     peers: Communicator
     replica: Communicator
-    line: Communicator | None = None
-    twin: Communicator | None = None
+    pipeline: Communicator | None = None
+    pipeline_ends: Communicator | None = None
 
     def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> MeshCommunicator:
-        """The replicas, each seen as one worker.
+        """A communicator in which each replica is one worker.
 
         Args:
-            last: the place in the line of the worker that has the outputs.
-            ends_with: what ends before the teams, and these before the job.
+            last: the stage of the worker that has the outputs.
+            ends_with: called before the groups are closed, which are closed before the job.
         """
         return MeshCommunicator(
             self.job,
@@ -85,29 +85,29 @@ class Teams:
         )
 
     def _close(self) -> None:
-        for team in (self.peers, self.replica, self.line, self.twin):
-            if team is not None:
-                team.close()
+        for group in (self.peers, self.replica, self.pipeline, self.pipeline_ends):
+            if group is not None:
+                group.close()
 
 
-def make_teams(job: Job, grid: MeshLayout) -> Teams:
-    """This worker's teams, made in an order in which none waits for another in a circle. Every worker must call it.
+def make_groups(job: WorkerJob, grid: MeshLayout) -> MeshGroups:
+    """Makes this worker's groups, in an order that cannot deadlock. Every worker must call it.
 
     Args:
-        job: which all have joined.
-        grid: of as many workers.
+        job: the job that all workers have joined.
+        grid: a mesh of as many workers.
     """
     index = job.workers.index
-    place, line = grid.place(index), grid.line(index)
-    ends = (line[0], line[-1])
-    return Teams(
+    place, stages = grid.place(index), grid.line(index)
+    ends = (stages[0], stages[-1])
+    return MeshGroups(
         grid=grid,
         place=place,
         job=job.workers,
-        peers=job.team("peers", grid.peers(index)),
-        replica=job.team("replica", grid.members(place.replica)),
-        line=job.team("line", line) if grid.pipeline > 1 else None,
-        twin=job.team("twin", ends) if grid.pipeline > 1 and index in ends else None,
+        peers=job.group("peers", grid.peers(index)),
+        replica=job.group("replica", grid.members(place.replica)),
+        pipeline=job.group("pipeline", stages) if grid.pipeline > 1 else None,
+        pipeline_ends=job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None,
     )
 
 
@@ -178,19 +178,19 @@ class ParallelStrategy(ThreadedStrategy):
         self.grid: MeshLayout = choose_mesh_layout(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
         pipelining = choose_pipeline_config(schedule, microbatches, self.grid.pipeline, stages_per_worker)
         devices = observed(resolve_devices([own_devices(self.cluster)[0] if device is None else device]))
-        job = self._job = Job(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
+        job = self._job = WorkerJob(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
         _check_sequence_parallel(sequence_parallel, self.grid.tensor)
         sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
         seed = job.agree(seed, [str(self.grid), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
         self._shard_optimizer = shard_optimizer
-        self._teams = make_teams(job, self.grid)
-        own_seed = _stage_seed(seed, self._teams.place.stage)
+        self._groups = make_groups(job, self.grid)
+        own_seed = _stage_seed(seed, self._groups.place.stage)
         runner = ReplicaRunner(
             devices,
             seed=own_seed,
             timeout_s=self.communication.timeout_s,
-            first_replica=self._teams.place.replica,
+            first_replica=self._groups.place.replica,
             failing=job.fail,
         )
         job.when_over(runner.abort)
@@ -201,11 +201,11 @@ class ParallelStrategy(ThreadedStrategy):
         self._mesh = make_mesh(job.workers, self.grid, timeout_s=self.communication.timeout_s, device=own_device)
         self._own = replica_generator(own_seed, -1 - job.workers.index)
         self._parts = ModelParts(
-            self._teams, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters, own=self._own,
+            self._groups, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters, own=self._own,
             device=own_device, seed=seed, sequence_parallel=sequence_parallel,
         )  # fmt: skip
-        view = self._teams.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
-        super().__init__(devices, view, runner, self._exchange_of, holding=self._parts, guard=self._explaining)
+        view = self._groups.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
+        super().__init__(devices, view, runner, self._exchange_of, partition=self._parts, guard=self._explaining)
 
     def parallelize(
         self, module: nn.Module, tensor_plan: TensorPlan = "auto", pipeline_split: PipelineSplit = "auto"
@@ -237,9 +237,9 @@ class ParallelStrategy(ThreadedStrategy):
         return f"ParallelStrategy({self.grid}, worker {self._job.workers.index} of {self._job.workers.size})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
-        firsts, shared = [copies[0] for copies in parameters], self._parts.shares_weights
+        firsts, shared = [copies[0] for copies in parameters], self._parts.shards_weights
         # Of shared weights the gradients have been summed by the backward pass.
-        peers = SingleWorkerCommunicator(1) if shared else self._teams.peers
+        peers = SingleWorkerCommunicator(1) if shared else self._groups.peers
         between_replicas = self._job.make_exchange(parameters, groups, peers)
         if self._mesh is None and self.devices[0].kind == "GPU":
             return between_replicas  # nobody to exchange with: nothing need pass through the host
@@ -249,10 +249,10 @@ class ParallelStrategy(ThreadedStrategy):
         return PartExchange(
             between_replicas,
             workers=self.workers,
-            holders=self._teams.job if shared else self._teams.replica,
+            holders=self._groups.job if shared else self._groups.replica,
             counted=self._parts.counted(firsts),
             tied=self._parts.tied(firsts),
-            twin=self._teams.twin,
+            tied_group=self._groups.pipeline_ends,
             sharing=sharing,
         )
 
@@ -286,11 +286,11 @@ def _check_sequence_parallel(asked: bool, tensor: int) -> None:
         )
 
 
-class ModelParts(Holding):
+class ModelParts(PartitionPolicy):
     """This worker's parts of models.
 
     Args:
-        teams: the workers.
+        groups: the workers.
         mesh: of all; None where there is one worker.
         pipelining: how pipelines run.
         shard_parameters: whether each replica holds a share of the weights.
@@ -302,7 +302,7 @@ class ModelParts(Holding):
 
     def __init__(
         self,
-        teams: Teams,
+        groups: MeshGroups,
         mesh: WorkerMesh | None,
         *,
         pipelining: PipelineConfig,
@@ -312,9 +312,9 @@ class ModelParts(Holding):
         seed: int,
         sequence_parallel: bool = False,
     ) -> None:
-        self._teams, self._grid, self._place, self._mesh = teams, teams.grid, teams.place, mesh
+        self._groups, self._grid, self._place, self._mesh = groups, groups.grid, groups.place, mesh
         self._pipelining = pipelining
-        self._shard_parameters = shard_parameters and teams.grid.data > 1
+        self._shard_parameters = shard_parameters and groups.grid.data > 1
         self._device = device
         self._draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
@@ -323,7 +323,7 @@ class ModelParts(Holding):
 
     def peers(self, workers: Communicator) -> Communicator:
         """Those with the same part, one per replica."""
-        return self._teams.peers
+        return self._groups.peers
 
     def take(self, module: nn.Module) -> nn.Module:
         """This worker's part; of a plain module that by "auto"."""
@@ -335,7 +335,7 @@ class ModelParts(Holding):
         return self._mesh is not None
 
     @property
-    def shares_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """Where they are divided among several replicas."""
         return self._shard_parameters
 
@@ -418,7 +418,7 @@ class ModelParts(Holding):
             division,
             names=names,
             ties=ties,
-            line=self._teams.line,
+            line=self._groups.pipeline,
             tied=self._tied_of(module, ties),
             pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
         )
@@ -440,9 +440,9 @@ class ModelParts(Holding):
         tensors = [*module.parameters(), *module.buffers()]
         there = [each for each in tensors if not each.is_meta]
         blank = f"{len(tensors) - len(there)} tensors on the meta device"
-        check_agreement(self._teams.job, "the model", [*signature(module), blank])
+        check_agreement(self._groups.job, "the model", [*signature(module), blank])
         with torch.no_grad():
-            self._teams.job.broadcast("the chief's weights", there)
+            self._groups.job.broadcast("the chief's weights", there)
         if len(there) == len(tensors):
             return None
         self._drawn += 1  # so that two models whose modules have the same names begin with different weights
@@ -476,7 +476,7 @@ class ModelParts(Holding):
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
         """The first of its names here of each weight that another stage holds too."""
-        line = self._teams.line
+        line = self._groups.pipeline
         own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         stages = [] if line is None else all_gather_object(line, "the names of the stages", sorted(own))
         found = []

@@ -84,7 +84,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
         else:
             # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch
             # norm over all replicas, or weights that are sharded.
-            if rows or module.has_sync_batchnorm or module.shares_weights:
+            if rows or module.has_sync_batchnorm or module.shards_weights:
                 batch = unpack_labelled(item)
                 args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
@@ -105,7 +105,7 @@ def _train_in_stages(
     setup: TrainSetup, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int
 ) -> tuple[Count, Count]:
     """The sums of this replica's shard if this worker has the last stage of the pipeline; else 0."""
-    if not rows and not setup.module.shares_weights:
+    if not rows and not setup.module.shards_weights:
         return 0.0, 0.0
     batch = unpack_labelled(item)
     sums = _MicrobatchSums(setup, state, batch)
@@ -140,7 +140,7 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
 def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutput:
     """The loss and metrics of this replica's shard. The caller has switched gradients off."""
     rows = batch_rows(item)
-    if not rows and not setup.module.shares_weights:
+    if not rows and not setup.module.shards_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
     batch = unpack_labelled(item)
     if setup.module.pipeline is not None:
@@ -160,7 +160,7 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
     """The module's outputs for this replica's shard. The caller has switched gradients off."""
     x = unpack_inputs(item)
     rows = batch_rows(x)
-    if not rows and not module.shares_weights:
+    if not rows and not module.shards_weights:
         return Prediction(rows=0)
     with precision.autocast():
         if module.pipeline is None:

@@ -103,7 +103,7 @@ def again(strategy: Any, model: ls.Model, state: dict[str, Any]) -> dict[str, An
 
 def backward(module: Any, optimizer: Any, x: dict[str, Tensor], y: Tensor) -> None:
     """A step of one's own, up to the sums. Those who borrow each other's weights all call the module."""
-    if len(y) or module.shares_weights:
+    if len(y) or module.shards_weights:
         loss(module(**x), y).sum().backward()
     optimizer.sum_gradients()
 

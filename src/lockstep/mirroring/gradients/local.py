@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.mirroring.gradients.bucket_plan import plan_runs, views_of
 from lockstep.mirroring.optim.nonfinite import Number
-from lockstep.mirroring.zero1 import Sharing
+from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext
 
 SumBetween = Literal["nccl", "copies"]
@@ -240,7 +240,7 @@ class GradientExchange(ABC):
         return False
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> ShardingGroup | None:
         """The workers among whom the optimizer's state is divided; None where each keeps all of it."""
         return None
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.mirroring.gradients.local import GradientExchange, Settings
-from lockstep.mirroring.zero1 import Sharing
+from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext
 
 
@@ -28,7 +28,7 @@ class PartExchange(GradientExchange):
         holders: the workers that hold the summed gradients together.
         counted: the numbers of the parameters whose gradients count here for the norm of the whole model's.
         tied: those that another stage holds too, in an order that is the same there.
-        twin: this worker and the one of that other stage; None where there is none.
+        tied_group: this worker and the one that holds the same tied weights; None where there is none.
         sharing: those who hold this part, where they divide the optimizer's state; None where each keeps all of it.
     """
 
@@ -40,12 +40,12 @@ class PartExchange(GradientExchange):
         holders: Communicator,
         counted: frozenset[int],
         tied: Sequence[nn.Parameter] = (),
-        twin: Communicator | None = None,
-        sharing: Sharing | None = None,
+        tied_group: Communicator | None = None,
+        sharing: ShardingGroup | None = None,
     ) -> None:
         self._sharing = sharing
         self._tied = tuple(tied)
-        self._twin = twin
+        self._tied_group = tied_group
         self._between_replicas = between_replicas
         self._workers = workers
         self._holders = holders
@@ -72,10 +72,10 @@ class PartExchange(GradientExchange):
 
     def _sum_tied(self) -> None:
         """One weight that two stages hold has the sum of both gradients, with the same bits on both."""
-        if self._twin is None or not self._tied:
+        if self._tied_group is None or not self._tied:
             return
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._tied]
-        summed = self._twin.all_reduce("gradients of tied weights", gradients)
+        summed = self._tied_group.all_reduce("gradients of tied weights", gradients)
         for parameter, gradient in zip(self._tied, summed, strict=True):
             parameter.grad = gradient
 
@@ -89,6 +89,6 @@ class PartExchange(GradientExchange):
         return self._workers.is_chief
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> ShardingGroup | None:
         """Those who hold this part, where they divide the state."""
         return self._sharing

@@ -24,7 +24,7 @@ from lockstep.mirroring.module.batch_norm import (
 from lockstep.mirroring.module.buffers import BufferAverages, OutsideChanges, weights_digest
 from lockstep.mirroring.module.compile import Compilation, CompiledCopies
 from lockstep.mirroring.module.copies import Copying, home_of, storage_groups, uses_channels_last
-from lockstep.mirroring.module.propagation import Following
+from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.optim.misuse import watch_plain_steps
 from lockstep.mirroring.partition import Pipelined
 from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -68,10 +68,10 @@ class MirroredModule(nn.Module):
         copies: one per replica; the first is the user's module.
         groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
         workers: over whose replicas buffers are averaged.
-        following: has the copies follow what is set on the user's module.
+        propagation: brings what is set on the user's module to all copies.
         pipeline: how a step passes through it, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
-        shares_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
+        shards_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
         sync_batchnorm: whether statistics of a batch have to be those of the global batch.
 
     Attributes:
@@ -90,11 +90,11 @@ class MirroredModule(nn.Module):
         copies: Sequence[nn.Module],
         groups: Sequence[Sequence[int]],
         workers: Communicator,
-        following: Following,
+        propagation: Propagation,
         pipeline: Pipelined | None = None,
         *,
         is_part: bool = False,
-        shares_weights: bool = False,
+        shards_weights: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__()
@@ -103,10 +103,10 @@ class MirroredModule(nn.Module):
         self._copies = tuple(copies)
         self._groups = tuple(tuple(group) for group in groups)
         self._workers = workers
-        self.following = following
+        self.propagation = propagation
         self.pipeline = pipeline
         self.is_part = is_part
-        self.shares_weights = shares_weights
+        self.shards_weights = shards_weights
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
         self.optimizers: Iterable[HoldsBack] = ()
         self._buffer_averages = BufferAverages(self._copies, workers)
@@ -179,7 +179,7 @@ class MirroredModule(nn.Module):
         Raises:
             ConfigError: a module whose forward is a collective, or a part of a model.
         """
-        if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shares_weights):
+        if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shards_weights):
             raise ConfigError(
                 "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
                 "torch.compile cannot follow; leave compile_module out"
@@ -202,7 +202,7 @@ class MirroredModule(nn.Module):
         Raises:
             CollectiveError: a worker has others.
         """
-        if not self._workers.is_single and not self.shares_weights:
+        if not self._workers.is_single and not self.shards_weights:
             self._workers.add_digest(weights_digest(self.module))
             self._workers.all_gather_numbers("comparison of the weights")
 
@@ -214,12 +214,12 @@ class MirroredModule(nn.Module):
         Returns:
             Whether any copy has other weights or parts than before, or weights in other memory.
         """
-        moved = self.following.begin()
+        moved = self.propagation.begin()
         if moved:
             self._outside_changes.look_again()
         moved |= self._outside_changes.run_begins()
-        fresh = self.following.take_fresh()
-        if fresh and not self._workers.is_single and not self.shares_weights:
+        fresh = self.propagation.take_fresh()
+        if fresh and not self._workers.is_single and not self.shards_weights:
             self._take_from_chief(fresh)
         return moved
 
@@ -255,7 +255,7 @@ class MirroredModule(nn.Module):
             UsageError: called inside a replica.
         """
         self._outside("sync_buffers")
-        self.following.follow()
+        self.propagation.follow()
         self._outside_changes.spread()
         with torch.no_grad():
             for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
@@ -273,7 +273,7 @@ class MirroredModule(nn.Module):
             always: also where no run since the last time can have changed them.
         """
         if not self._workers.is_single and (always or self._buffer_averages.trained):
-            self.following.follow()
+            self.propagation.follow()
             self._outside_changes.spread()
             with torch.no_grad():
                 self._buffer_averages.exchange()
@@ -496,9 +496,9 @@ class MirroredModule(nn.Module):
             raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
 
     def _spread(self) -> None:
-        self.following.follow()
+        self.propagation.follow()
         with torch.no_grad():
-            weights = [] if self.shares_weights else list(self.module.parameters())
+            weights = [] if self.shards_weights else list(self.module.parameters())
             self._workers.broadcast("loaded weights", [*weights, *self.module.buffers()])
             for leader in (group[0] for group in self._groups[1:]):
                 for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
@@ -513,7 +513,7 @@ class MirroredModule(nn.Module):
         return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        self.following.follow()
+        self.propagation.follow()
         with torch.no_grad():
             self._outside_changes.spread()
             copies, means = list(self._buffer_copies()), self._buffer_averages.read()
@@ -538,8 +538,8 @@ def mirror_module(
     memory_format: MemoryFormat,
     pipeline: Pipelined | None = None,
     is_part: bool = False,
-    shares_weights: bool = False,
-    peers: Callable[[], Iterable[Following]] = tuple,
+    shards_weights: bool = False,
+    peers: Callable[[], Iterable[Propagation]] = tuple,
 ) -> MirroredModule:
     """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
 
@@ -552,7 +552,7 @@ def mirror_module(
         memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
         pipeline: how a step passes through the module, where it cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
-        shares_weights: whether each of ``workers`` has a share of the weights, its own.
+        shards_weights: whether each of ``workers`` has a share of the weights, its own.
         peers: gives those of all modules mirrored by the owner, so that modules that share a layer go on sharing it.
 
     Raises:
@@ -573,7 +573,7 @@ def mirror_module(
     layout = _layout(module, memory_format)
     with allocating_on(devices[0]):
         _place(module, devices[0], layout)
-    if not workers.is_single and not shares_weights:
+    if not workers.is_single and not shards_weights:
         check_agreement(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
@@ -585,16 +585,16 @@ def mirror_module(
         copies,
         groups,
         workers,
-        Following(
+        Propagation(
             copies,
             [device.torch_device for device in devices],
             groups,
             peers,
-            alone=len(copies) == 1 and (workers.is_single or is_part or shares_weights),
+            alone=len(copies) == 1 and (workers.is_single or is_part or shards_weights),
         ),
         pipeline,
         is_part=is_part,
-        shares_weights=shares_weights,
+        shards_weights=shards_weights,
         sync_batchnorm=sync_batchnorm,
     )
 
@@ -603,7 +603,7 @@ def _copies(
     module: nn.Module,
     devices: Sequence[LogicalDevice],
     groups: Sequence[Sequence[int]],
-    peers: Callable[[], Iterable[Following]],
+    peers: Callable[[], Iterable[Propagation]],
 ) -> list[nn.Module]:
     source = {member: group[0] for group in groups for member in group}
     copyings: dict[int, Copying] = {}

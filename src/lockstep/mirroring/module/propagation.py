@@ -27,9 +27,9 @@ from lockstep.mirroring.module.snapshot import (
     OF_HOOKS,
     OWN,
     Distinct,
+    ModuleSnapshot,
     Place,
     Slots,
-    Watched,
     equal,
     is_atom,
     mark_of,
@@ -39,7 +39,7 @@ from lockstep.mirroring.module.snapshot import (
 _ABSENT: Any = object()
 
 
-class Following:
+class Propagation:
     """Has the copies of one mirrored module follow the user's.
 
     Args:
@@ -55,7 +55,7 @@ class Following:
         copies: Sequence[nn.Module],
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
-        peers: Callable[[], Iterable[Following]],
+        peers: Callable[[], Iterable[Propagation]],
         *,
         alone: bool = False,
     ) -> None:
@@ -67,7 +67,7 @@ class Following:
         self._peers = peers
         self._name = type(copies[0]).__name__
         self._open = False
-        self._owners: dict[int, Watched] = {}
+        self._owners: dict[int, ModuleSnapshot] = {}
         self._known: set[int] = set()
         self._fresh: list[tuple[torch.Tensor, ...]] = []
         self._take()
@@ -177,7 +177,7 @@ class Following:
         self._owners.clear()
         parts = [(mine, tuple(twins)) for mine, *twins in zip(*self._parts, strict=True)]
         # A part that is one object in all copies, a mirrored metric, sees to its replicas itself.
-        self._watched = [Watched(mine, twins, self._owners) for mine, twins in parts if mine not in twins]
+        self._watched = [ModuleSnapshot(mine, twins, self._owners) for mine, twins in parts if mine not in twins]
         self._weights = [list(duplicate.parameters()) for duplicate in self._copies]
         self._check_alike("parameters", self._weights)
         buffers = [list(duplicate.buffers()) for duplicate in self._copies]
@@ -218,7 +218,7 @@ class Following:
                     "it on the module outside strategy.run, where all copies follow"
                 )
 
-    def _keep(self, differing: Sequence[Watched]) -> None:
+    def _keep(self, differing: Sequence[ModuleSnapshot]) -> None:
         """Takes all as it is, where parts and weights are those of before."""
         lost: set[int] = set()
         for each in differing:
@@ -252,7 +252,7 @@ class Following:
             return False
         return all(mark_of(each) == seen for each, seen in self._plain)
 
-    def _bring_plain(self, differing: Sequence[Watched]) -> bool:
+    def _bring_plain(self, differing: Sequence[ModuleSnapshot]) -> bool:
         """Brings all that differs to all copies, if it is nothing but plain values, as of a schedule; else False."""
         changes = [each.plain_changes() for each in differing]
         if (
@@ -266,7 +266,7 @@ class Following:
                 own.update(those or {})
         return True
 
-    def _bring(self, replica: int, differing: Sequence[Watched], copyings: dict[int, Copying]) -> None:
+    def _bring(self, replica: int, differing: Sequence[ModuleSnapshot], copyings: dict[int, Copying]) -> None:
         """Brings to one copy what differs."""
         known: dict[int, Any] = {}
         for following in (self, *self._peers()):
@@ -330,11 +330,11 @@ class Change:
     Args:
         watched: the part.
         twin: the copy.
-        theirs: the copy's containers, as ``Watched.twin_contents`` gives them.
+        theirs: the copy's containers, as ``ModuleSnapshot.twin_contents`` gives them.
         copying: makes this replica's copy of what is new.
     """
 
-    def __init__(self, watched: Watched, twin: nn.Module, theirs: Sequence[Any], copying: Copying) -> None:
+    def __init__(self, watched: ModuleSnapshot, twin: nn.Module, theirs: Sequence[Any], copying: Copying) -> None:
         self._watched = watched
         self._twin = twin
         self._theirs = theirs

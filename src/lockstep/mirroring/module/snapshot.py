@@ -211,7 +211,7 @@ def _shallow(content: Container) -> Container:
     return deque(content) if isinstance(content, deque) else content
 
 
-class Watched:
+class ModuleSnapshot:
     """One part of the user's module, and the other replicas' copies of it.
 
     Attributes:
@@ -228,7 +228,7 @@ class Watched:
         owners: whose each container is that several parts hold, by id.
     """
 
-    def __init__(self, part: nn.Module, twins: tuple[nn.Module, ...], owners: dict[int, Watched]) -> None:
+    def __init__(self, part: nn.Module, twins: tuple[nn.Module, ...], owners: dict[int, ModuleSnapshot]) -> None:
         self.part = part
         self.twins = twins
         self._owners = owners

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local import Copies
 from lockstep.mirroring.optim.misuse import IN_LOCKSTEP, refuse_plain_step
 from lockstep.mirroring.optim.nonfinite import on_device, skipped_too
-from lockstep.mirroring.zero1 import SharedState, Sharing
+from lockstep.mirroring.zero1 import ShardedOptimizer, ShardingGroup
 
 # Adagrad's kernel for CUDA was looked up in torch 2.13; the others have had theirs for long.
 FUSED: tuple[type[Optimizer], ...] = (
@@ -121,7 +121,7 @@ class HeldState:
     values: Mapping[str, Any]
 
 
-class Updaters:
+class StorageOptimizers:
     """The user's optimizer and its copies for the other storages.
 
     Args:
@@ -137,7 +137,7 @@ class Updaters:
         optimizer: Optimizer,
         parameters: Sequence[Sequence[nn.Parameter]],
         leaders: Sequence[int],
-        sharing: Sharing | None = None,
+        sharing: ShardingGroup | None = None,
         *,
         on_gpus: bool = False,
     ) -> None:
@@ -148,7 +148,7 @@ class Updaters:
         self._parameters = parameters
         self._known = {id(copies[0]) for copies in parameters}
         self._leaders = tuple(leaders)
-        self._shared = None if sharing is None else SharedState([copies[0] for copies in parameters], sharing)
+        self._shared = None if sharing is None else ShardedOptimizer([copies[0] for copies in parameters], sharing)
         self.reset()
 
     @property
@@ -354,7 +354,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     return issubclass(type(parameter), nn.Parameter) and torch.is_floating_point(parameter)
 
 
-class EveryStorage(Optimizer):
+class AmpAdapter(Optimizer):
     """The parameters of every storage, stepped together or not at all.
 
     Args:
@@ -371,7 +371,7 @@ class EveryStorage(Optimizer):
 
     def __init__(
         self,
-        updaters: Updaters,
+        updaters: StorageOptimizers,
         parameters: Sequence[Copies],
         leaders: Sequence[int],
         skip: bool | torch.Tensor,

@@ -294,7 +294,7 @@ class MirroredOptimizer(Optimizer):
         """
         own = {id(copies[0]) for copies in self._parameters}
         steps = any(id(parameter) in own for parameter in module.parameters())
-        return self._holding(replicas) if steps else nullcontext()
+        return self._partition(replicas) if steps else nullcontext()
 
     @contextmanager
     def _holding(self, replicas: Sequence[int]) -> Iterator[None]:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lockstep.mirroring.gradients.local import Copies, GradientExchange, divide, gradients_of
 from lockstep.mirroring.gradients.user import hooked, run_hooks
-from lockstep.mirroring.optim.kernels import EveryStorage, Updaters
+from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers
 from lockstep.mirroring.optim.misuse import plain_settings
 from lockstep.mirroring.optim.nonfinite import Number, Skips, check_finite, divisor, on_device, summed
 from lockstep.replicas.context import ReplicaContext
@@ -171,7 +171,7 @@ class LockstepUpdate:
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
-        self.updaters = Updaters(optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus)
+        self.updaters = StorageOptimizers(optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus)
         self._on_gpus = on_gpus
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
@@ -363,7 +363,7 @@ class LockstepUpdate:
         """The rest of an fp16 update, in one thread: torch's scaler wants to see all gradients at once."""
 
         def finish(_: list[None]) -> StepResult:
-            everything = EveryStorage(self.updaters, self._parameters, self._leaders, opened.skipped)
+            everything = AmpAdapter(self.updaters, self._parameters, self._leaders, opened.skipped)
             gradients = {leader: gradients_of(self._parameters, leader) for leader in self._leaders}
             for each in gradients.values():
                 divide(each, divisor(opened.count))

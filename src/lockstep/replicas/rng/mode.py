@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._device
 from torch.overrides import TorchFunctionMode
 
 from lockstep.replicas.context import get_replica_context

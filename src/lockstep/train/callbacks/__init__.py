@@ -1,4 +1,8 @@
-"""Callbacks of Model: one a file, with Keras's hooks, names and arguments."""
+"""Callbacks of Model, with Keras's hooks, names and arguments.
+
+``base`` has Callback, LambdaCallback, and CallbackList, which calls them: begin there. The others are the callbacks
+that Keras users know: checkpoints, early stopping, loggers, and the progress bar.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of callbacks: Keras's hooks and names, all doing nothing."""
+"""The base class of callbacks, LambdaCallback, the list that calls them, and what several callbacks share."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from lockstep.train.logs import copy_logs
 if TYPE_CHECKING:
     from lockstep.train.model import Model
 
-
 Logs = Mapping[str, float]
-"""What hooks receive: plain numbers by name, such as ``{"loss": 0.3, "val_loss": 0.4}``; empty where there are none.
+"""What hooks receive: numbers by name, such as ``{"loss": 0.3, "val_loss": 0.4}``; empty for hooks without numbers.
 
-On a GPU the numbers of a batch are read when a hook looks at one: only then does the program wait for the device.
+On a GPU, the program waits for the numbers of a batch only when a hook looks at one.
 """
 
 _BATCH_END_HOOKS = ("on_train_batch_end", "on_batch_end")
@@ -39,8 +38,8 @@ class Callback:
     """Code that runs at set moments of fit, evaluate and predict, in the caller's thread and outside the replicas.
 
     Override the hooks you need. ``self.model`` is the Model and ``self.params`` a dict with "epochs", "steps" (None
-    where unknown) and "verbose". Setting ``self.model.stop_training = True`` ends fit after the current batch; among
-    several workers one of them is enough, and all end after the next.
+    if unknown) and "verbose". Setting ``self.model.stop_training = True`` ends fit after the current batch; with
+    several workers it is enough that one of them sets it, and all end after the next batch.
 
     Example:
         >>> class Shout(Callback):
@@ -48,12 +47,12 @@ class Callback:
         ...         print(epoch, logs["loss"])
     """
 
-    #: Whether it has something to do on the chief alone, as what writes files or prints. Its hooks are not called on
-    #: other workers, so it must not call anything that all workers have to call, such as ``model.state_dict()``.
+    #: Whether the hooks are called on the chief only, as for callbacks that write files or print. Such a callback must
+    #: not call anything that all workers have to call, such as ``model.state_dict()``.
     chief_only = False
 
-    #: Callbacks with a higher number are called after those with a lower one, whatever their place in the list: what
-    #: saves the state of others has to see what they have made of the hook.
+    #: Callbacks with a higher number are called after those with a lower one, whatever their order in the list. A
+    #: callback that saves the state of others must come after them.
     comes_after = 0
 
     def __init__(self) -> None:
@@ -62,35 +61,35 @@ class Callback:
 
     @property
     def model(self) -> Model:
-        """The Model that runs this callback; there is one from ``set_model`` on."""
+        """The Model that runs this callback, once ``set_model`` was called."""
         if self._model is None:
             raise AttributeError(f"{type(self).__name__} has no model yet; hand it to fit(callbacks=[...])")
         return self._model
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Receives the parameters of the run before it begins."""
+        """Called with the parameters of the run before it begins."""
         self.params = params
 
     def set_model(self, model: Model) -> None:
-        """Receives the Model before the run begins."""
+        """Called with the Model before the run begins."""
         self._model = model
 
     def wants_batch_logs(self) -> bool:
-        """Whether this batch's ``on_train_batch_end`` needs the metrics too, which cost a merge of all replicas.
+        """Whether this batch's ``on_train_batch_end`` needs the metrics, which are then merged over all replicas.
 
-        Without it the logs of a batch hold the loss alone. By default: whether the class overrides that hook.
+        Otherwise the logs of the batch hold the loss only. By default: whether the class overrides that hook.
         """
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in _BATCH_END_HOOKS)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback carries from epoch to epoch, for whole checkpoints: numbers, texts, tensors, containers."""
+        """What the callback keeps from epoch to epoch, for checkpoints: numbers, strings, tensors, and containers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what ``state_dict`` gave, after ``on_train_begin``, when a training goes on from a checkpoint."""
+        """Restores what ``state_dict`` returned. Called after ``on_train_begin`` when a checkpoint is restored."""
 
     def close(self) -> None:
-        """Releases what the callback holds, such as files. Called at any end of a run, after an error or Ctrl-C too."""
+        """Releases files and the like. Called at every end of a run, also after an error or Ctrl-C."""
 
     def on_train_begin(self, logs: Logs) -> None:
         """Called when fit begins."""
@@ -102,14 +101,14 @@ class Callback:
         """Called before the first batch of an epoch; epochs count from 0."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Called after an epoch and its validation, with the numbers of the whole epoch."""
+        """Called after an epoch and its validation, with the numbers of the epoch."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
-        """Called before a global batch of fit; calls ``on_batch_begin`` unless overridden."""
+        """Called before a global batch of fit. By default it calls ``on_batch_begin``."""
         self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after a global batch of fit, with the numbers of the epoch so far; calls ``on_batch_end``."""
+        """Called after a global batch of fit, with the numbers of the epoch so far. It calls ``on_batch_end``."""
         self.on_batch_end(batch, logs)
 
     def on_batch_begin(self, batch: int, logs: Logs) -> None:
@@ -143,135 +142,16 @@ class Callback:
         """Called after a global batch of predict."""
 
 
-def given_path(path: Any, argument: str) -> str:
-    """The path as a text.
-
-    Args:
-        path: a text or a ``pathlib.Path``.
-        argument: its name in the message, such as "CSVLogger(filename)".
-
-    Raises:
-        ConfigError: it is empty, or no path.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(f"{argument} is {path!r}; give the path of a file or folder")
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(
-            f"{argument} is {text!r}, which names nothing; give a path, or '.' if the working directory is meant"
-        )
-    return text
-
-
-Mode = Literal["auto", "min", "max"]
-
-
-class Monitor:
-    """One name of the logs and what is better for it.
-
-    Args:
-        name: such as "val_loss".
-        mode: "min", "max", or "auto": min for a loss, and what the metric of that name says of itself
-            (torchmetrics' ``higher_is_better``).
-        min_delta: a change smaller than this is no progress; its sign is ignored.
-        owner: the callback's name, for messages.
-
-    Raises:
-        ConfigError: an unknown mode.
-    """
-
-    def __init__(self, name: str, *, mode: Mode, owner: str, min_delta: float = 0.0) -> None:
-        if mode not in ("auto", "min", "max"):
-            raise ConfigError(f"{owner}(mode={mode!r}) is unknown; choose 'auto', 'min' or 'max'")
-        self.name = name
-        self._mode = mode
-        self._owner = owner
-        self._min_delta = abs(min_delta)
-        self._maximise = {"max": True, "min": False}.get(mode)
-
-    def begin(self, metrics: Mapping[str, Any]) -> None:
-        """Settles what "auto" means, given the Model's metrics."""
-        if self._mode != "auto":
-            return
-        plain = self.name.removeprefix("val_")
-        self._maximise = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
-
-    @property
-    def direction(self) -> Literal["min", "max"] | None:
-        """What is better; None where "auto" could not tell."""
-        return None if self._maximise is None else ("max" if self._maximise else "min")
-
-    def read(self, logs: Logs) -> float | None:
-        """The monitored number; None, with a warning that lists the names that exist, where the logs lack it."""
-        if self.name in logs:
-            return logs[self.name]
-        names = ", ".join(logs) or "none"
-        warnings.warn(f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {names}", stacklevel=2)
-        return None
-
-    def require(self, logs: Logs, *, validated: bool) -> float | None:
-        """The monitored number; None in an epoch that was not validated, where it is a number of the validation.
-
-        Args:
-            logs: of an epoch.
-            validated: whether some epochs of this fit are.
-
-        Raises:
-            ConfigError: the logs lack it; the message lists the names that exist.
-        """
-        if self.name in logs:
-            return logs[self.name]
-        if validated and self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
-            return None
-        advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
-        raise ConfigError(
-            f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}. "
-            f"Give one of these names as monitor{advice}"
-        )
-
-    def is_better(self, value: float, reference: float | None) -> bool:
-        """Whether ``value`` beats ``reference`` by more than ``min_delta``; NaN beats nothing, all else beats None.
-
-        Raises:
-            ConfigError: mode is "auto" and the metric does not say which direction is better.
-        """
-        if self._maximise is None:
-            raise ConfigError(
-                f"{self._owner} cannot tell whether {self.name!r} is better high or low; give mode='max' or 'min'"
-            )
-        if math.isnan(value):
-            return False
-        if reference is None:
-            return True
-        return (value - reference if self._maximise else reference - value) > self._min_delta
-
-
 Hook = Callable[..., Any]
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions: any hook of ``Callback``, with Keras's names and arguments.
+    """A callback made of functions, one for each hook of ``Callback`` that is given, with the hook's arguments.
 
-    Args:
-        on_epoch_begin: called with (epoch, logs).
-        on_epoch_end: called with (epoch, logs).
-        on_train_begin: called with (logs).
-        on_train_end: called with (logs).
-        on_train_batch_begin: called with (batch, logs).
-        on_train_batch_end: called with (batch, logs).
-        on_batch_begin: the older name of ``on_train_batch_begin``.
-        on_batch_end: the older name of ``on_train_batch_end``.
-        on_test_begin: called with (logs).
-        on_test_end: called with (logs).
-        on_test_batch_begin: called with (batch, logs).
-        on_test_batch_end: called with (batch, logs).
-        on_predict_begin: called with (logs).
-        on_predict_end: called with (logs).
-        on_predict_batch_begin: called with (batch, logs).
-        on_predict_batch_end: called with (batch, logs).
+    ``on_batch_begin`` and ``on_batch_end`` are the older names of the hooks ``on_train_batch_...``.
 
     Raises:
-        ConfigError: what is no function, or one hook under both of its names.
+        ConfigError: a hook is not a function, or is given under both of its names.
 
     Example:
         >>> callback = LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))
@@ -297,39 +177,28 @@ class LambdaCallback(Callback):
         on_predict_batch_begin: Hook | None = None,
         on_predict_batch_end: Hook | None = None,
     ) -> None:
+        given = {name: hook for name, hook in locals().items() if name.startswith("on_") and hook is not None}
         super().__init__()
-        self._take(on_epoch_begin=on_epoch_begin, on_epoch_end=on_epoch_end)
-        self._take(on_train_begin=on_train_begin, on_train_end=on_train_end)
-        self._take(on_train_batch_begin=on_train_batch_begin, on_batch_begin=on_batch_begin)
-        self._take(on_train_batch_end=on_train_batch_end, on_batch_end=on_batch_end)
-        self._take(on_test_begin=on_test_begin, on_test_end=on_test_end)
-        self._take(on_test_batch_begin=on_test_batch_begin, on_test_batch_end=on_test_batch_end)
-        self._take(on_predict_begin=on_predict_begin, on_predict_end=on_predict_end)
-        self._take(on_predict_batch_begin=on_predict_batch_begin, on_predict_batch_end=on_predict_batch_end)
+        for name, hook in given.items():
+            if not callable(hook):
+                raise ConfigError(f"LambdaCallback({name}={hook!r}) is not a function; give one, or leave it out")
+            setattr(self, name, hook)
         for end in ("begin", "end"):
-            if {f"on_batch_{end}", f"on_train_batch_{end}"} <= vars(self).keys():
+            if {f"on_batch_{end}", f"on_train_batch_{end}"} <= given.keys():
                 raise ConfigError(
                     f"LambdaCallback got on_train_batch_{end} and on_batch_{end}, its older name; give one of them"
                 )
-        self._wants_batch_logs = not {"on_batch_end", "on_train_batch_end"}.isdisjoint(vars(self))
+        self._wants_batch_logs = not given.keys().isdisjoint(_BATCH_END_HOOKS)
 
     def wants_batch_logs(self) -> bool:
         """Whether ``on_train_batch_end`` was given, by either name."""
         return self._wants_batch_logs
 
-    def _take(self, **hooks: Hook | None) -> None:
-        for name, hook in hooks.items():
-            if hook is None:
-                continue
-            if not callable(hook):
-                raise ConfigError(f"LambdaCallback({name}={hook!r}) is no function; give one, or leave it out")
-            setattr(self, name, hook)
-
 
 class CallbackList:
-    """Calls a hook of every callback, in the order given but for those that come after the others.
+    """The callbacks of one run, called in the given order, then by ``comes_after``. Closes them when its block ends.
 
-    As a context manager it closes them all at the end.
+    An exception of a callback becomes a CallbackError, here and nowhere else.
 
     Args:
         callbacks: instances of Callback.
@@ -337,7 +206,7 @@ class CallbackList:
         params: handed to each callback: "epochs", "steps", "verbose".
 
     Raises:
-        ConfigError: an item is no Callback.
+        ConfigError: an item is not a Callback.
     """
 
     def __init__(self, callbacks: Sequence[Callback], *, model: Model, params: Mapping[str, Any]) -> None:
@@ -347,8 +216,8 @@ class CallbackList:
         here = [callback for callback in callbacks if is_chief or not callback.chief_only]
         self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
-            _guarded(callback, "set_params", dict(params))
-            _guarded(callback, "set_model", model)
+            _call(callback, "set_params", dict(params))
+            _call(callback, "set_model", model)
 
     def __enter__(self) -> Self:
         return self
@@ -359,21 +228,30 @@ class CallbackList:
         # The stack closes every callback even if one fails, and chains a failure to the error that ended the run.
         with ExitStack() as stack:
             for callback in reversed(self._callbacks):
-                stack.callback(partial(_guarded, callback, "close"))
+                stack.callback(partial(_call, callback, "close"))
 
     def wants_batch_logs(self) -> bool:
         """Whether any callback needs the metrics of this batch."""
-        return any(_guarded(callback, "wants_batch_logs") for callback in self._callbacks)
+        return any(_call(callback, "wants_batch_logs") for callback in self._callbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The callbacks' own states, by class and, from the second of a class on, number."""
-        return {name: _guarded(callback, "state_dict") for name, callback in self._named()}
+        """The state of each callback, by its class name, with a number from the second of a class on."""
+        return {name: _call(callback, "state_dict") for name, callback in self._named()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Gives the callbacks their states; those without one stay as they are."""
+        """Restores the states. Callbacks without one stay as they are."""
         for name, callback in self._named():
             if state.get(name):
-                _guarded(callback, "load_state_dict", state[name])
+                _call(callback, "load_state_dict", state[name])
+
+    def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
+        """Calls a hook of every callback, each with its own copy of the logs.
+
+        Raises:
+            CallbackError: a callback raised. The error names callback and hook; its cause is the exception.
+        """
+        for callback in self._callbacks:
+            _call(callback, hook, *args, copy_logs(logs))
 
     def _named(self) -> list[tuple[str, Callback]]:
         seen: Counter[str] = Counter()
@@ -384,22 +262,13 @@ class CallbackList:
             named.append((kind if seen[kind] == 1 else f"{kind} {seen[kind]}", callback))
         return named
 
-    def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
-        """Calls the hook named ``hook``; each callback gets its own copy of the logs.
 
-        Raises:
-            CallbackError: a callback raised; the error names it and its hook, and its exception is the cause.
-        """
-        for callback in self._callbacks:
-            _guarded(callback, hook, *args, copy_logs(logs))
-
-
-def _guarded(callback: Callback, hook: str, *args: Any) -> Any:
+def _call(callback: Callback, hook: str, *args: Any) -> Any:
     method: Callable[..., Any] = getattr(callback, hook)
     try:
         return method(*args)
     except (CallbackError, MissingExtraError, CheckpointError, ClusterError, NonFiniteLossError):
-        raise  # the others are no fault of the callback, and say themselves what to do
+        raise  # not the callback's fault; these errors say what to do
     except Exception as error:
         raise CallbackError(
             f"callback {type(callback).__name__}.{hook} raised {type(error).__name__}: {error}; "
@@ -408,7 +277,101 @@ def _guarded(callback: Callback, hook: str, *args: Any) -> Any:
 
 
 def _check(callback: Any) -> None:
-    if isinstance(callback, Callback):
-        return
-    what = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-    raise ConfigError(f"callbacks holds {what}; give instances of lockstep.Callback")
+    if not isinstance(callback, Callback):
+        kind = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
+
+
+def check_path(path: Any, argument: str) -> str:
+    """The path that a callback was given, as a string. ``argument`` names it in messages.
+
+    Raises:
+        ConfigError: it is empty, which file systems take for the working directory, or not a path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"{argument} is {path!r}; give the path of a file or folder")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"{argument} is {text!r}; give a path, or '.' for the working directory")
+    return text
+
+
+Mode = Literal["auto", "min", "max"]
+
+
+class Monitor:
+    """A name of the logs that a callback monitors, and which direction is better for it.
+
+    Args:
+        name: such as "val_loss".
+        mode: "min", "max", or "auto": min for a loss, else the metric's own ``higher_is_better``, as in torchmetrics.
+        min_delta: a smaller change is no improvement; its sign is ignored.
+        owner: the callback's name, for messages.
+
+    Raises:
+        ConfigError: the mode is unknown.
+    """
+
+    def __init__(self, name: str, *, mode: Mode, owner: str, min_delta: float = 0.0) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ConfigError(f"{owner}(mode={mode!r}) is unknown; choose 'auto', 'min' or 'max'")
+        self.name = name
+        self._mode = mode
+        self._owner = owner
+        self._min_delta = abs(min_delta)
+        self._maximise = {"max": True, "min": False}.get(mode)
+
+    def begin(self, metrics: Mapping[str, Any]) -> None:
+        """Resolves "auto" with the Model's metrics."""
+        if self._mode == "auto":
+            plain = self.name.removeprefix("val_")
+            self._maximise = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
+
+    @property
+    def direction(self) -> Literal["min", "max"] | None:
+        """The better direction; None if "auto" could not tell."""
+        return None if self._maximise is None else ("max" if self._maximise else "min")
+
+    def read(self, logs: Logs) -> float | None:
+        """The monitored number; None, with a warning, if the logs lack it."""
+        if self.name in logs:
+            return logs[self.name]
+        names = ", ".join(logs) or "none"
+        warnings.warn(f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {names}", stacklevel=2)
+        return None
+
+    def require(self, logs: Logs, *, validated: bool) -> float | None:
+        """The monitored number of an epoch; None if it is one of the validation and the epoch was not validated.
+
+        Args:
+            logs: of the epoch.
+            validated: whether some epochs of this fit are validated.
+
+        Raises:
+            ConfigError: the logs lack it.
+        """
+        if self.name in logs:
+            return logs[self.name]
+        if validated and self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
+            return None
+        advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
+        raise ConfigError(
+            f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}. "
+            f"Give one of these names as monitor{advice}"
+        )
+
+    def is_better(self, value: float, reference: float | None) -> bool:
+        """Whether ``value`` improves on ``reference`` by more than ``min_delta``. NaN never does, all else beats None.
+
+        Raises:
+            ConfigError: mode is "auto" and the metric does not say which direction is better.
+        """
+        if self._maximise is None:
+            raise ConfigError(
+                f"{self._owner} cannot tell whether {self.name!r} is better high or low; give mode='max' or 'min'"
+            )
+        if math.isnan(value):
+            return False
+        if reference is None:
+            return True
+        return (value - reference if self._maximise else reference - value) > self._min_delta

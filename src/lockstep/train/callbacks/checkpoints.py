@@ -1,7 +1,7 @@
-"""BackupAndRestore: a fit that is started again goes on where it stopped, whatever stopped it.
+"""ModelCheckpoint saves weights or checkpoints during fit. BackupAndRestore resumes an interrupted fit.
 
-fit begins -> newest backup restored, if there is one -> batches -> saved every epoch or so many batches -> removed
-                                                             `-- SIGTERM on any worker: all save, all exit
+fit begins -> newest backup restored, if there is one -> batches -> saved at save_freq -> removed when fit ends
+                                                         `-- SIGTERM on any worker: all save, all exit
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ from lockstep.checkpoint.format import RECORD, check_kind, run_of
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.collectives.communicator import ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, given_path
+from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, check_path
 from lockstep.train.callbacks.progress import write_line
 
 
 class ModelCheckpoint(Callback):
-    """Saves during fit, always or only the best. Arguments as in Keras; on several workers the chief writes.
+    """Saves during fit, always or only the best. Arguments as in Keras. With several workers the chief writes.
 
-    With ``save_weights_only``: safetensors files, whole or absent. Without: whole checkpoints, which
-    ``model.load_checkpoint`` restores, one folder a step inside ``filepath``.
+    With ``save_weights_only`` it writes safetensors files, atomically. Without it, checkpoints that
+    ``model.load_checkpoint`` restores, one folder per step inside ``filepath``.
 
     Args:
-        filepath: the weights file; may hold ``{epoch}`` (from 1), ``{batch}`` (from 1, with an integer ``save_freq``)
-            and names of the logs, with formats: ``"weights-{epoch:02d}-{val_loss:.3f}.safetensors"``. Folders are made.
-            For whole checkpoints the folder that they are in.
-        monitor: the name that says which is best.
-        verbose: 1 writes a line for each that is saved.
+        filepath: the weights file, which may hold ``{epoch}`` (from 1), ``{batch}`` (from 1, with an integer
+            ``save_freq``) and names of the logs, with formats: ``"weights-{epoch:02d}-{val_loss:.3f}.safetensors"``.
+            Folders are made. For checkpoints, the folder that they are in.
+        monitor: the name of the logs that says which is best.
+        verbose: 1 writes a line for each save.
         save_best_only: save only when ``monitor`` has improved.
-        save_weights_only: False saves whole checkpoints.
-        mode: "min", "max", or "auto" to let the metric say.
+        save_weights_only: False saves checkpoints.
+        mode: "min", "max", or "auto" to choose by the metric.
         save_freq: "epoch", or every this many global batches, counted over all epochs. With gradient accumulation a
-            whole checkpoint waits for the update.
-        initial_value_threshold: the value that the first must beat with ``save_best_only``.
-        keep: how many of the last whole checkpoints stay, beside the best by ``monitor`` where the logs have it; None
-            keeps all.
-        asynchronous: whole checkpoints are written by a thread while training goes on; see ``CheckpointManager``.
+            checkpoint waits for the update.
+        initial_value_threshold: the value to beat first, with ``save_best_only``.
+        keep: how many of the last checkpoints stay, beside the best by ``monitor`` if the logs have it; None keeps all.
+        asynchronous: a thread writes checkpoints while training goes on; see ``CheckpointManager``.
 
     Raises:
         ConfigError: ``filepath`` is empty, ``save_freq`` is neither "epoch" nor a positive integer, or ``keep`` or
-            ``asynchronous`` is given for weights alone.
+            ``asynchronous`` is given with ``save_weights_only``.
 
     Example:
         >>> callback = ModelCheckpoint("best.safetensors", monitor="val_loss", save_best_only=True)
@@ -75,7 +74,7 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(keep={keep!r}, asynchronous={asynchronous!r}) is for whole checkpoints; give "
                 "save_weights_only=False, or leave them out"
             )
-        self.filepath = given_path(filepath, "ModelCheckpoint(filepath)")
+        self.filepath = check_path(filepath, "ModelCheckpoint(filepath)")
         self.monitor = monitor
         self.verbose = verbose
         self.save_best_only = save_best_only
@@ -85,7 +84,7 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self.best = initial_value_threshold
         if not save_weights_only:
-            self.comes_after = 1  # so that it saves what others have made of the epoch
+            self.comes_after = 1  # so that it saves the states of the others after their hooks
         self._watch = Monitor(monitor, mode=mode, owner="ModelCheckpoint")
         self._manager: CheckpointManager | None = None
         self._epoch = 0
@@ -93,11 +92,9 @@ class ModelCheckpoint(Callback):
         self._due = False
 
     def wants_batch_logs(self) -> bool:
-        """True for the batches after which it saves."""
         return self.save_freq != "epoch" and (self._due or (self._batches_seen + 1) % self.save_freq == 0)
 
     def on_train_begin(self, logs: Logs) -> None:
-        """Learns which direction is better, and where whole checkpoints go."""
         self._watch.begin(self.model.metrics)
         self._batches_seen, self._due = 0, False
         if not self.save_weights_only:
@@ -110,11 +107,9 @@ class ModelCheckpoint(Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """Notes the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Saves where ``save_freq`` is a number of batches and that many have passed."""
         self._batches_seen += 1
         self._due |= self.save_freq != "epoch" and self._batches_seen % self.save_freq == 0
         if self._due and (self._manager is None or self.model.training_state.at_update):
@@ -122,27 +117,22 @@ class ModelCheckpoint(Callback):
             self._save({**logs, "batch": batch + 1}, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Saves where ``save_freq`` is "epoch", or where a batch's save waits for the last update."""
         if self.save_freq == "epoch" or self._due:
             self._due = False
             self._save(logs, logs)
 
     def on_train_end(self, logs: Logs) -> None:
-        """Waits for a checkpoint that is being written."""
         if self._manager is not None:
             self._manager.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best number so far, and the batches counted."""
         return {"best": self.best, "batches": self._batches_seen, "due": self._due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting where ``state_dict`` was taken."""
         check_kind(state, {"best": float | None, "batches": int, "due": bool}, "ModelCheckpoint")
         self.best, self._batches_seen, self._due = state["best"], state["batches"], state["due"]
 
     def close(self) -> None:
-        """Lets a checkpoint that is being written be finished, also after an error."""
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.finish_writing()
@@ -166,7 +156,7 @@ class ModelCheckpoint(Callback):
         return manager.save(state.position.step, monitored=logs.get(self.monitor))
 
     def _improved(self, logs: Logs) -> bool:
-        """Whether the monitored number is the best so far; True where it is absent, as in Keras."""
+        """Whether the monitored number is the best so far; True if it is absent, as in Keras."""
         value = self._watch.read(logs)
         if value is None:
             return True
@@ -186,10 +176,9 @@ class ModelCheckpoint(Callback):
 
 
 SAVED_AND_STOPPED = 75
-"""The exit code of a process that SIGTERM has made save and end: EX_TEMPFAIL of sysexits.h, "try again later".
+"""The exit code of a process that saved and ended on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later".
 
-Neither 0, since the training is not done, nor 143, which is what a process ends with that had no time to save: whoever
-starts it can tell the three apart.
+It is neither 0, as the training is not done, nor 143, the code of a process that ended on SIGTERM without saving.
 """
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -198,15 +187,15 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class BackupAndRestore(Callback):
     """Saves the state of training so that ``fit``, called again after any interruption, goes on where it stopped.
 
-    Weights, optimizer, scheduler, random numbers, the place in the data, history, and the other callbacks' states are
-    in the backup: on the same replicas the resumed training is bit-equal to one that was never interrupted. It goes on
-    with another number of workers or replicas too, with the numbers of one device. Arguments as in Keras.
+    The backup holds weights, optimizer, scheduler, random states, the position in the data, history, and the states of
+    the other callbacks. On the same replicas the resumed training is bit-equal to one that was never interrupted. On
+    another number of workers or replicas it goes on too, with the numbers of one device. Arguments as in Keras.
 
-    SIGTERM, on any worker, while fit runs: all workers save after the same batch and end with exit code 75.
+    On SIGTERM to any worker during fit, all workers save after the same batch and exit with code 75.
 
     Args:
-        backup_dir: the folder of the backups; for this callback and this training alone. What else is in it is neither
-            replaced nor removed, and the folder itself is removed only if the callback has made it.
+        backup_dir: the folder of the backups, for this callback and this training alone. Other files in it are neither
+            replaced nor removed, and the folder is removed only if the callback made it.
         save_freq: "epoch", or every this many global batches, counted over all epochs; False saves on SIGTERM only.
             With gradient accumulation a save waits for the update.
         double_checkpoint: keep the backup before the last one too.
@@ -231,7 +220,7 @@ class BackupAndRestore(Callback):
         super().__init__()
         if save_freq is not False and save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
             raise ConfigError(f"BackupAndRestore(save_freq={save_freq!r}); give 'epoch', a number of batches, or False")
-        self.backup_dir = given_path(backup_dir, "BackupAndRestore(backup_dir)")
+        self.backup_dir = check_path(backup_dir, "BackupAndRestore(backup_dir)")
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
@@ -241,69 +230,60 @@ class BackupAndRestore(Callback):
         self._due = self._ending = self._ended = False
 
     def wants_batch_logs(self) -> bool:
-        """False: it looks at no number."""
         return False
 
     def on_train_begin(self, logs: Logs) -> None:
-        """Restores the newest backup, if there is one, and begins to listen for SIGTERM."""
         self._due = self._ending = self._ended = False
         keep = 2 if self.double_checkpoint else 1
         self._manager = CheckpointManager(self.model.checkpoint(), self.backup_dir, keep=keep)
-        self._made_folder = not self._manager.folder.exists()  # or as the backup says that is restored
+        self._made_folder = not self._manager.folder.exists()  # a restored backup knows better
         restored = self._manager.restore_or_initialize()
-        # Another name than that of the training: ModelCheckpoint's checkpoints of it are not this callback's.
+        # Not the run's own name: ModelCheckpoint's checkpoints of the same run are not backups.
         self._manager.run = f"{self.model.training_state.run} backup"
         workers = self.model.strategy.workers
         workers.all_gather_numbers("beginning of a fit with a backup")  # a signal that came too late for the fit before
         workers.clear_flags(ControlFlags.SAVE)
         self._signal.listen(lambda: workers.set_flags(ControlFlags.SAVE))
         if restored is not None and self.params.get("verbose"):
-            self._say(f"going on from {restored}: {self._place()}")
+            self._write(f"going on from {restored}: {self._place()}")
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Saves where ``save_freq`` is a number of batches and that many have passed, or where SIGTERM has come."""
         state = self.model.training_state
         self._due |= type(self.save_freq) is int and state.position.step % self.save_freq == 0
-        self._hear()
+        self._receive_signal()
         if (self._due or self._ending) and state.at_update:
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Saves where ``save_freq`` is "epoch", or where SIGTERM has come since the last batch."""
         self.model.strategy.workers.all_gather_numbers("end of an epoch with a backup")
-        self._hear()
+        self._receive_signal()
         if self.save_freq == "epoch" or self._due or self._ending:
             self._save()
 
     def on_train_end(self, logs: Logs) -> None:
-        """Removes the backups, if it is to."""
         self._ended = True
         if self.delete_checkpoint and self._manager is not None:
             self._manager.remove_own(with_folder=self._made_folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the folder is the callback's own."""
         return {"made_folder": self._made_folder}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Knows the folder again that ``state_dict`` was of."""
         self._made_folder = state["made_folder"]
 
     def close(self) -> None:
-        """Gives SIGTERM back to whom it belonged; one that came when training had ended is sent there once more."""
         self._manager = None
-        self._signal.give_back(again=self._ended)
+        self._signal.restore(again=self._ended)
 
-    def _hear(self) -> None:
-        """Whether SIGTERM has come to some worker: all hear of it at the same point of the program."""
+    def _receive_signal(self) -> None:
+        """Learns whether SIGTERM has reached some worker, at the same point of the program on all of them."""
         workers = self.model.strategy.workers
         if ControlFlags.SAVE in workers.agreed_flags:
             self._ending = True
             workers.clear_flags(ControlFlags.SAVE)
         elif self._signal.came and not self._ending:
-            workers.set_flags(
-                ControlFlags.SAVE
-            )  # once more: the first may have come in the middle of an exchange, and been lost
+            # Once more: the signal may have come in the middle of an exchange, and its flag been lost.
+            workers.set_flags(ControlFlags.SAVE)
 
     def _save(self) -> None:
         if self._manager is None:
@@ -314,55 +294,55 @@ class BackupAndRestore(Callback):
         path = self._manager.save(step)
         self._due = False
         if self._ending:
-            self._say(f"SIGTERM: saved {self._place()} to {path}; start again to go on")
+            self._write(f"SIGTERM: saved {self._place()} to {path}; start again to go on")
             raise SystemExit(SAVED_AND_STOPPED)
 
     def _place(self) -> str:
         place = self.model.training_state.position
         return f"epoch {place.epoch + 1}, {place.batch} batches done"
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         if self.model.strategy.workers.is_chief:
             write_line(text)
 
 
 def _check_place(place: Path, run: str) -> None:
-    """Refuses to replace what is not the callback's own; a checkpoint whose record is damaged can be nobody's."""
+    """Refuses to replace a checkpoint that is not the callback's own. A damaged one may be replaced."""
     damaged = (place / RECORD).exists() and run_of(place) is None
     if place.exists() and not damaged and run_of(place) != run:
         raise CheckpointError(
-            f"BackupAndRestore would replace {place}, which it has not made; give it a folder of its own as backup_dir"
+            f"BackupAndRestore would replace {place}, which it did not write; give it a folder of its own as backup_dir"
         )
 
 
 class _Termination:
-    """SIGTERM for the length of a fit. Only the main thread can listen."""
+    """Handles SIGTERM for the length of a fit. Only the main thread can."""
 
     def __init__(self) -> None:
         self.came = False
         self._listens = False
-        self._former: Handler = None
+        self._previous: Handler = None
 
-    def listen(self, wish: Callable[[], None]) -> None:
-        """Notes the signal from now on, and calls ``wish`` when it comes."""
+    def listen(self, received: Callable[[], None]) -> None:
+        """Calls ``received`` when the signal comes."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             self.came = True
-            wish()
+            received()
 
         self.came = False
         if threading.current_thread() is threading.main_thread() and not self._listens:
-            self._former = signal.signal(signal.SIGTERM, handle)
+            self._previous = signal.signal(signal.SIGTERM, handle)
             self._listens = True
 
-    def give_back(self, *, again: bool) -> None:
-        """Puts the former handler back; with ``again``, it gets the signal that came.
+    def restore(self, *, again: bool) -> None:
+        """Restores the former handler, and with ``again`` sends it the signal if it came.
 
-        A former handler that Python did not install cannot be put back; then the default one is.
+        A handler that Python did not install cannot be restored; the default one takes its place.
         """
         if not self._listens:
             return
         self._listens = False
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._former is None else self._former)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
         if self.came and again:
             signal.raise_signal(signal.SIGTERM)

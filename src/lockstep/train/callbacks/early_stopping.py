@@ -25,18 +25,18 @@ class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` epochs. Arguments as in Keras.
 
     Args:
-        monitor: a name of the logs; a name that they lack is an error at the end of the first epoch.
+        monitor: a name of the logs; if they lack it, the first epoch ends with an error.
         min_delta: a smaller change is no improvement.
         patience: epochs without improvement after which training stops.
         verbose: 1 writes a line when it stops or restores.
-        mode: "min", "max", or "auto" to choose by the name.
+        mode: "min", "max", or "auto" to choose by the metric.
         baseline: a value to beat; epochs that do not beat it count as no improvement.
         restore_best_weights: load the weights of the best epoch at the end of training; kept in memory, on the CPU.
-        start_from_epoch: epochs before this one are not looked at.
+        start_from_epoch: epochs before this one are ignored.
 
     Attributes:
         best: the best value so far; None before the first.
-        stopped_epoch: the epoch after which training stopped; 0 if it did not.
+        stopped_epoch: the epoch after which training was stopped; 0 if it was not.
         best_epoch: the epoch with the best value.
 
     Example:
@@ -71,17 +71,11 @@ class EarlyStopping(Callback):
         self._best_weights: dict[str, Tensor] | None = None
 
     def on_train_begin(self, logs: Logs) -> None:
-        """Forgets an earlier run, so that one instance serves several."""
         self.best, self._best_weights = None, None
         self.wait = self.stopped_epoch = self.best_epoch = 0
         self._watch.begin(self.model.metrics)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Looks at the epoch's number, and stops training when patience is at its end.
-
-        Raises:
-            ConfigError: the logs lack the number; or "auto" cannot tell which direction is better.
-        """
         if epoch < self.start_from_epoch:
             return
         value = self._watch.require(logs, validated=bool(self.params.get("validated")))
@@ -90,7 +84,7 @@ class EarlyStopping(Callback):
         self.wait += 1
         if self._watch.is_better(value, self.best):
             self._keep(epoch, value)
-            # As in Keras, only a value that beats the baseline too starts the wait anew.
+            # As in Keras, only a value that also beats the baseline resets the wait.
             if self._watch.is_better(value, self.baseline):
                 self.wait = 0
         elif self.wait >= self.patience and epoch > 0:
@@ -98,7 +92,6 @@ class EarlyStopping(Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Logs) -> None:
-        """Says that training stopped early, and loads the best weights if asked to."""
         says = self.verbose and self.model.strategy.workers.is_chief
         if self.stopped_epoch and says:
             write_line(f"epoch {self.stopped_epoch + 1}: early stopping")
@@ -108,19 +101,16 @@ class EarlyStopping(Callback):
             self.model.load_state_dict(self._best_weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and weights so far, and how long ago that was."""
         names = ("best", "wait", "stopped_epoch", "best_epoch")
         return {"weights": self._best_weights, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on waiting where ``state_dict`` was taken."""
         check_kind(state, _SAVED, "EarlyStopping")
         self._best_weights = state["weights"]
         self.best, self.wait = state["best"], state["wait"]
         self.stopped_epoch, self.best_epoch = state["stopped_epoch"], state["best_epoch"]
 
     def close(self) -> None:
-        """Drops the kept weights."""
         self._best_weights = None
 
     def _keep(self, epoch: int, value: float) -> None:

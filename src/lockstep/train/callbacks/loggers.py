@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO
 from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.train.callbacks.base import Callback, Logs, given_path
+from lockstep.train.callbacks.base import Callback, Logs, check_path
 
 
 class CSVLogger(Callback):
@@ -36,20 +36,18 @@ class CSVLogger(Callback):
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         super().__init__()
-        self.filename = Path(given_path(filename, "CSVLogger(filename)"))
+        self.filename = Path(check_path(filename, "CSVLogger(filename)"))
         self.separator = separator
         self.append = append
         self._file: TextIO | None = None
         self._columns: list[str] = []
 
     def on_train_begin(self, logs: Logs) -> None:
-        """Opens the file, and reads the columns of one that is continued."""
         self.filename.parent.mkdir(parents=True, exist_ok=True)
         self._columns = self._existing_columns() if self.append else []
         self._file = self.filename.open("a" if self.append else "w", newline="", encoding="utf-8")
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Writes the epoch's line, and the head before the first."""
         if self._file is None:
             return
         writer = csv.writer(self._file, delimiter=self.separator, lineterminator="\n")
@@ -61,18 +59,15 @@ class CSVLogger(Callback):
         self._file.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """How long the file is."""
         return {"bytes": self._file.tell()} if self._file is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cuts off, with ``append``, the lines of epochs that are trained once more."""
         check_kind(state, {"bytes": int} if state else dict, "CSVLogger")
         if self.append and self._file is not None and self._file.tell() > state["bytes"]:
             self._file.truncate(state["bytes"])
             self._columns = self._existing_columns()
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -120,23 +115,20 @@ class TensorBoard(Callback):
         known = update_freq in ("epoch", "batch") or (type(update_freq) is int and update_freq > 0)
         if not known:
             raise ConfigError(f"TensorBoard(update_freq={update_freq!r}) is unknown; give 'epoch', 'batch' or a number")
-        self.log_dir = Path(given_path(log_dir, "TensorBoard(log_dir)"))
+        self.log_dir = Path(check_path(log_dir, "TensorBoard(log_dir)"))
         self.update_freq = update_freq
         self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
         self._step = 0
         self._writers: dict[str, Any] = {}
 
     def wants_batch_logs(self) -> bool:
-        """True for the batches that are written."""
         return bool(self._every) and (self._step + 1) % int(self._every or 1) == 0
 
     def on_train_begin(self, logs: Logs) -> None:
-        """Opens the writer of the training part."""
         self._step = 0
         self._writer("train")
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Writes the batch's scalars where ``update_freq`` asks for them."""
         wanted = self.wants_batch_logs()
         self._step += 1
         if wanted:
@@ -144,7 +136,6 @@ class TensorBoard(Callback):
                 self._writer("train").add_scalar(f"batch_{name}", value, self._step)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Writes the epoch's scalars and flushes them."""
         for name, value in logs.items():
             run = "validation" if name.startswith("val_") else "train"
             self._writer(run).add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
@@ -159,7 +150,6 @@ class TensorBoard(Callback):
             writer.flush()
 
     def close(self) -> None:
-        """Closes the event files."""
         for writer in self._writers.values():
             writer.close()
         self._writers = {}

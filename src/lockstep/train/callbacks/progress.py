@@ -1,8 +1,4 @@
-"""ProgressBar: what a person sees while a run goes on. Nothing else of this room writes there.
-
-On a terminal, with tqdm installed, a live line follows each epoch; when that ends, and anywhere else, the epoch is one
-plain line, which no width cuts off.
-"""
+"""ProgressBar: one line per epoch on standard output, and a live line meanwhile on a terminal with tqdm."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ _BAR_UNKNOWN = "{desc} {n_fmt} steps [{elapsed}]{postfix}"
 
 def write_line(text: str) -> None:
     """Writes a line to standard output, above a live progress line if there is one."""
-    tqdm = sys.modules.get("tqdm")  # without tqdm loaded there is no live line to spare
+    tqdm = sys.modules.get("tqdm")  # if it is not loaded there is no live line
     if tqdm is None:
         sys.stdout.write(text + "\n")
     else:
@@ -35,7 +31,7 @@ class ProgressBar(Callback):
     """Shows step time, examples a second, loss, metrics and the time left. ``fit(verbose=...)`` makes one by default.
 
     Args:
-        verbose: 1 a live line where standard output is a terminal, else one line per epoch; 2 one line per epoch.
+        verbose: 1 for a live line if standard output is a terminal, 2 for plain lines only.
 
     Example:
         >>> callback = ProgressBar(verbose=2)
@@ -55,54 +51,42 @@ class ProgressBar(Callback):
         self._epoch_line = ""
 
     def wants_batch_logs(self) -> bool:
-        """True when the live line is due for another drawing."""
         return self._bar is not None and time.monotonic() - self._drawn >= _REDRAW_S
 
-    def on_train_begin(self, logs: Logs) -> None:
-        """Notes that evaluation is now a part of fit, and shown on the epoch's line."""
+    def on_train_begin(self, logs: Logs) -> None:  # evaluations inside fit are shown on the epoch's line
         self._training = True
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """Begins the epoch's live line."""
         self._begin(f"epoch {epoch + 1}/{self.params.get('epochs', '?')}", self.params.get("steps"))
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Moves the live line on."""
         self._advance(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Replaces the live line by a plain one with the numbers of the epoch."""
         self._finish(logs)
 
     def on_test_begin(self, logs: Logs) -> None:
-        """Begins a live line for evaluate; inside fit the epoch's line stays."""
         if not self._training:
             self._begin("evaluate", self.params.get("steps"))
 
     def on_test_batch_end(self, batch: int, logs: Logs) -> None:
-        """Moves evaluate's live line on."""
         if not self._training:
             self._advance(logs)
 
     def on_test_end(self, logs: Logs) -> None:
-        """Ends evaluate's line; inside fit the results stand on the epoch's line."""
         if not self._training:
             self._finish(logs)
 
     def on_predict_begin(self, logs: Logs) -> None:
-        """Begins a live line for predict."""
         self._begin("predict", self.params.get("steps"))
 
     def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
-        """Moves predict's live line on."""
         self._advance(logs)
 
     def on_predict_end(self, logs: Logs) -> None:
-        """Ends predict's line."""
         self._finish(logs)
 
     def close(self) -> None:
-        """Leaves the terminal on a new line, also after an error."""
         self._training = False
         self._close_bar()
 
@@ -123,10 +107,10 @@ class ProgressBar(Callback):
         self._bar.n += 1
         if self.wants_batch_logs():
             self._drawn = time.monotonic()
-            self._bar.set_postfix_str(self._describe(self._in_time(logs)))
+            self._bar.set_postfix_str(self._describe(self._arrived(logs)))
 
-    def _in_time(self, logs: Logs) -> Logs:
-        """Numbers that nothing has to be waited for: those of a drawing before, where a GPU is still at these."""
+    def _arrived(self, logs: Logs) -> Logs:
+        """The newest numbers that can be shown without waiting for a GPU."""
         if not isinstance(logs, LazyLogs) or logs.arrived:
             return logs
         if self._late is None:
@@ -155,14 +139,14 @@ class ProgressBar(Callback):
 
 
 def _bar_maker() -> Callable[..., Any] | None:
-    """A function that makes a tqdm bar on standard output; None where that is no terminal or tqdm is missing."""
+    """A function that makes a tqdm bar on standard output; None if that is not a terminal or tqdm is missing."""
     if not sys.stdout.isatty():
         return None
     try:
         tqdm = require("tqdm", "train").tqdm
     except MissingExtraError:
         return None
-    # Without its monitor thread: it would outlive the run, and we redraw at our own pace.
+    # Without tqdm's monitor thread, which would outlive the run.
     bar_class = type("Bar", (tqdm,), {"monitor_interval": 0})
 
     def make(**options: Any) -> Any:

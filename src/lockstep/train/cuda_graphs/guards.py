@@ -55,7 +55,7 @@ def check_setup(setup: TrainSetup) -> None:
     """
     if setup.config.precision == "fp16":
         raise NotCapturableError('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
-    if setup.module.pipeline is not None or setup.module.shares_weights:
+    if setup.module.pipeline is not None or setup.module.shards_weights:
         raise NotCapturableError("the model is divided among workers")
     for part in setup.module.module.modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
