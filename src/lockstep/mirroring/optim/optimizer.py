@@ -294,10 +294,10 @@ class MirroredOptimizer(Optimizer):
         """
         own = {id(copies[0]) for copies in self._parameters}
         steps = any(id(parameter) in own for parameter in module.parameters())
-        return self._partition(replicas) if steps else nullcontext()
+        return self._held_back(replicas) if steps else nullcontext()
 
     @contextmanager
-    def _holding(self, replicas: Sequence[int]) -> Iterator[None]:
+    def _held_back(self, replicas: Sequence[int]) -> Iterator[None]:
         block = object()
         self._held.add(block)
         self._was_held = True
