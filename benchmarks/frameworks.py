@@ -156,11 +156,11 @@ def versions_of(peer: Peer, places: Places) -> str:
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise ConfigError(
-            f"{python} lacks a package: {reason[0]}; remove its folder and make bench SUITE=peers"
+            f"{python} lacks a package: {reason[0]}; remove its folder, then run make bench SUITE=peers"
         ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"{python} does not run: {error}; remove its folder and run make bench SUITE=peers"
+            f"{python} does not run: {error}; remove its folder, then run make bench SUITE=peers"
         ) from error
     return ", ".join(f"{name} {is_}" for name, is_ in zip(peer.packages, json.loads(done.stdout), strict=True))
 

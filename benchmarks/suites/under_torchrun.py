@@ -11,8 +11,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.laps import LapRecord, Laps
-from benchmarks.trainer.steps import train_original
+from benchmarks.step_timer import LapRecord, Laps
+from benchmarks.suites.trainer_loop import train_original
 from lockstep.parent_death import die_with
 
 
