@@ -24,8 +24,8 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from lockstep._torch_compat import Store, gloo_group, nccl_group
 from lockstep.errors import CollectiveError
 from lockstep.membership.membership import Membership
 
@@ -115,7 +115,6 @@ def _tcp_sockets() -> Iterator[socket.socket]:
 
 
 LOOK_EVERY = timedelta(milliseconds=250)
-_GLOO_THREADS = 2
 
 
 class ProcessGroup:
@@ -232,12 +231,8 @@ class ProcessGroup:
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Membership) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # By default gloo listens on the address of the machine's host name, whatever that is.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.address)]
-    options._threads = _GLOO_THREADS
-    options._timeout = timedelta(seconds=timeout_s) + IS_LATER
-    made = dist.ProcessGroupGloo(store, rank, size, options)
+    timeout = timedelta(seconds=timeout_s) + IS_LATER
+    made = gloo_group(store, rank, size, address=membership.address, timeout=timeout)
     GroupConnections(store, rank, size, membership.lost_after_s * SHARE_UNANSWERED).forget()
     return made
 
@@ -256,10 +251,8 @@ _END_LIMIT_S = 10.0
 
 def connect_nccl(store: Store, rank: int, size: int, *, timeout_s: float, gpu: torch.device) -> Any:
     """A group whose members, each with its GPU, have all been there. It may hang: call it watched."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s) + IS_LATER
     torch.cuda.set_device(gpu)  # of the calling thread
-    made = dist.ProcessGroupNCCL(store, rank, size, options)
+    made = nccl_group(store, rank, size, timeout=timedelta(seconds=timeout_s) + IS_LATER)
     made.eager_connect_single_device(gpu)
     return made
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 
+from lockstep._torch_compat import tree_map
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice
 from lockstep.data.prefetch import ClosableIterator

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch._C._distributed_c10d import Store
-
+from lockstep._torch_compat import Store
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.heartbeat import Heartbeat, Peers

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
+from lockstep._torch_compat import PrefixStore, Store
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError, UsageError
 from lockstep.membership.failure_report import FailureReport, describe_exception, last_traceback_lines

@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 import torch
-from torch._C._distributed_c10d import Store
 
+from lockstep._torch_compat import Store
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import FailureReport, describe_exception
@@ -110,7 +110,6 @@ class WorkerInfo:
     terms: Mapping[str, str]
 
     def to_json(self) -> str:
-        """The text that is kept in the store."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_map
-
+from lockstep._torch_compat import tree_map
 from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.per_replica import merge, select
 from lockstep.collectives.reduce import ReduceOp, all_gather, all_reduce
