@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Sampler
 
-from benchmarks.trial import Batch, Workload
+import lockstep as ls
+from benchmarks.loops import split_cpu, trained_parameters
+from benchmarks.processes import Seat
+from benchmarks.step_timer import Laps
+from benchmarks.trial import Batch, Trial, Workload
 from lockstep.recipes.reviews.batches import LengthGroupedSampler
 from lockstep.recipes.reviews.config import ReviewsConfig, reviews
 from lockstep.recipes.reviews.task import ReviewsTask, build_collator, build_reviews
+from lockstep.recipes.reviews.trainer import ReviewsTrainer
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
