@@ -40,11 +40,11 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named",
         "test_a_worker_has_this_process_s_variables_and_its_share_of_the_cores",
     ),
-    "membership/test_roll_call.py": (
+    "membership/test_rendezvous.py": (
         "test_all_come_in_any_order_and_know_of_each_other",
         "test_a_process_of_another_job_is_refused_and_disturbs_nobody",
     ),
-    "membership/test_watch.py": (
+    "membership/test_heartbeat.py": (
         "test_a_worker_that_goes_silent_is_lost_on_all_others",
         "test_the_chief_is_lost_with_its_store",
     ),

@@ -18,8 +18,7 @@ def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:
     with closing(OutputForwarder(tmp_path, logs=None, sink=make_sink(output))) as forwarder:
         pipes_of = {worker: forwarder.open(worker, 0, named=False) for worker in {each[0] for each in said}}
         for worker, stream, data in said:
-            path = pipes_of[worker].out if stream == "out" else pipes_of[worker].err
-            with Path(path).open("wb", buffering=0) as pipe:
+            with Path(pipes_of[worker][stream]).open("wb", buffering=0) as pipe:
                 pipe.write(data)
 
 
@@ -49,7 +48,7 @@ def test_logs_hold_both_forwarder_and_restarts_have_their_own(tmp_path: Path):
     with closing(OutputForwarder(tmp_path, logs=tmp_path, sink=make_sink("none"))) as forwarder:
         for attempt in (0, 1):
             pipes = forwarder.open(3, attempt, named=True)
-            for path, data in ((pipes.out, b"out\n"), (pipes.err, b"err\n")):
+            for path, data in ((pipes["out"], b"out\n"), (pipes["err"], b"err\n")):
                 handle = os.open(path, os.O_WRONLY)
                 os.write(handle, data)
                 os.close(handle)
@@ -112,7 +111,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_all_is_passed_on(
     (tmp_path / "worker-0.log").symlink_to("/dev/full")
     with (
         closing(OutputForwarder(tmp_path, logs=tmp_path, sink=make_sink("chief"))) as forwarder,
-        Path(forwarder.open(0, 0, named=False).out).open("wb", buffering=0) as pipe,
+        Path(forwarder.open(0, 0, named=False)["out"]).open("wb", buffering=0) as pipe,
     ):
         pipe.write(b"a\n")
         pipe.write(b"b\n")

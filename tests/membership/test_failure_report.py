@@ -10,7 +10,7 @@ from lockstep.membership.failure_report import (
     FailureReport,
     JobStatus,
     describe_exception,
-    describe_silence,
+    describe_loss,
     last_traceback_lines,
 )
 from lockstep.membership.membership import join
@@ -46,10 +46,10 @@ def test_a_long_message_is_cut():
 
 
 def test_a_loss_says_for_how_long_and_what_it_last_did():
-    assert describe_silence("worker 1", 12.34, "step 3").startswith(
+    assert describe_loss("worker 1", "no heartbeat for 12.3 s", "step 3").startswith(
         "worker 1 is lost: no heartbeat for 12.3 s (last status: step 3)."
     )
-    assert "(last status: unknown)" in describe_silence("worker 1", 1.0, "")
+    assert "(last status: unknown)" in describe_loss("worker 1", "no answer", "")
 
 
 def test_an_ending_is_read_as_it_was_written_and_one_that_cannot_be_read_still_ends():

@@ -4,27 +4,15 @@ import pytest
 import torch
 
 from lockstep.verify.compare import GradientFit, fit_gradients, summed_gradients
-from lockstep.verify.trace import UpdateRecord
+from lockstep.verify.trace import StepTrace, UpdateRecord
 
 PARTS = ({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, -1.0])})
 BEFORE = {"w": torch.tensor([10.0, 20.0])}
 
 
 def update(*gradients: dict[str, torch.Tensor], counts: tuple[float, ...] = (1.0, 0.0)) -> UpdateRecord:
-    return UpdateRecord(
-        step=1,
-        batches=(),
-        changed_before={},
-        outputs=(),
-        losses=(),
-        totals=(),
-        counts=counts,
-        gradients=gradients,
-        parameters={},
-        changed_after={},
-        buffers={},
-        draws=False,
-    )
+    replicas = (StepTrace(gradients=own, count=count) for own, count in zip(gradients, counts, strict=False))
+    return UpdateRecord(step=1, replicas=tuple(replicas), buffers={})
 
 
 def explaining(reference: torch.Tensor, shards: tuple[int, ...] | None = (3, 1)) -> dict[str, GradientFit]:

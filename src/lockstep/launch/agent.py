@@ -93,7 +93,7 @@ class WorkerSetup(LogsSpecs):
         for local, variables in envs.items():
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             pipes = self._forwarder.open(worker, attempt, named=not self._opened_by_agent)
-            outs[local], errs[local] = (pipes.out, pipes.err) if self._opened_by_agent else ("", "")
+            outs[local], errs[local] = (pipes["out"], pipes["err"]) if self._opened_by_agent else ("", "")
             variables.update({**self._resources[local], GUARD_VARIABLE: self._guard.path})
         return LogsDest(outs, errs, {}, {}, dict.fromkeys(envs, ""), "", "")
 

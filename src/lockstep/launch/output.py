@@ -140,19 +140,6 @@ def make_sink(output: Literal["chief", "all", "none"]) -> OutputSink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerPipes:
-    """The two pipes of one worker, as paths to open for writing.
-
-    Args:
-        out: for its standard output.
-        err: for its standard error.
-    """
-
-    out: str
-    err: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Source:
     worker: int
     stream: Stream
@@ -179,13 +166,16 @@ class OutputForwarder:
         self._thread = threading.Thread(target=self._forward, name="lockstep-launch-output", daemon=True)
         self._thread.start()
 
-    def open(self, worker: int, attempt: int, *, named: bool) -> WorkerPipes:
+    def open(self, worker: int, attempt: int, *, named: bool) -> dict[Stream, str]:
         """Makes the pipes of a worker and begins to read them.
 
         Args:
             worker: its rank among the workers of all hosts.
             attempt: how often the workers were restarted.
             named: whether the worker opens them by their paths; otherwise this process opens them and hands them over.
+
+        Returns:
+            The paths of its two pipes, to open for writing.
         """
         files = WorkerPaths(self._folder, worker, attempt)
         log = None
@@ -200,7 +190,7 @@ class OutputForwarder:
                 self._writing_ends.append(writing)
                 self._sources[reading] = _Source(worker=worker, stream=stream, log=log)
         os.write(self._wake_write, b"+")
-        return WorkerPipes(out=paths["out"], err=paths["err"])
+        return paths
 
     def close(self) -> None:
         """Forwards what has been printed and not read yet, and ends the thread.

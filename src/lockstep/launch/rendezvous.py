@@ -58,7 +58,6 @@ class OneHost(Hosts):
     """A single launcher. Its store listens on a free port of 127.0.0.1."""
 
     def meet(self, on_status: StatusCallback) -> RendezvousHandler:
-        """Serves the store."""
         store = serve_store(listen(_LOOPBACK, 0, "the launcher"))
         store.set_timeout(_READ_TIMEOUT)
         return FixedRendezvous(store, host=_LOOPBACK, job_id=_new_job_id())
@@ -92,7 +91,6 @@ class FixedHosts(Hosts):
             )
 
     def meet(self, on_status: StatusCallback) -> RendezvousHandler:
-        """Serves the store on the first host, reaches it from the others, and waits until all are there."""
         host, port = parse_address(self.hosts[0])
         deadline = _deadline(self.timeout_s, on_status)
         if self.index == 0:
@@ -128,7 +126,6 @@ class ElasticHosts(Hosts):
             raise ConfigError(f"nodes={self.least}:{self.most} was given, expected LEAST:MOST such as 1:4")
 
     def meet(self, on_status: StatusCallback) -> RendezvousHandler:
-        """Serves the store where the address is this machine's and free, and reaches it elsewhere."""
         host, port = parse_address(self.address)
         found = LauncherStore.serve_or_find(host, port, self.job, _deadline(self.timeout_s, on_status))
         handler: RendezvousHandler = ElasticRendezvous.from_backend(
@@ -302,13 +299,11 @@ class FixedRendezvous(RendezvousHandler):
         self._served: Store | None = None
 
     def get_backend(self) -> str:
-        """A name for torch's records of events."""
-        return "lockstep"
+        return "lockstep"  # for torch's event records
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers use this store; none of them serves one."""
-        return True
+        return True  # none of the workers serves one
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Serves the store of the next attempt, or learns where it is."""
@@ -323,11 +318,10 @@ class FixedRendezvous(RendezvousHandler):
         return RendezvousInfo(store, self._index, self._hosts, where)
 
     def is_closed(self) -> bool:
-        """Never: the launchers of a fixed list may always start their workers again."""
-        return False
+        return False  # the launchers of a fixed list may always start their workers again
 
     def set_closed(self) -> None:
-        """Does nothing: nobody else could join."""
+        return  # nobody else could join
 
     def num_nodes_waiting(self) -> int:
         """Always 0, since nobody else can join. The agent asks at every look, so this is where a failure is found.
@@ -391,8 +385,7 @@ class FixedRendezvous(RendezvousHandler):
         return self._job_id
 
     def shutdown(self) -> bool:
-        """Does nothing: the store ends with the last reference to it."""
-        return True
+        return True  # the store ends with the last reference to it
 
     def _read_cause(self) -> str:
         return self._store.get(_GAVE_UP).decode() if self._store.check([_GAVE_UP]) else ""

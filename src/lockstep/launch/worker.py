@@ -30,26 +30,14 @@ from lockstep.parent_death import die_with
 MODULE, SCRIPT = "module", "script"
 _EXIT_LIMIT_S = 3.0  # for the interpreter after a program has failed; torch's groups wait for half an hour
 _HIDDEN = (__file__, runpy.__file__ or "", "<frozen runpy>")
+# What torch's agent sets for every worker.
 _AGENT_VARIABLES = frozenset(
     {
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "ROLE_NAME",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "WORLD_SIZE",
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WORLD_SIZE"),
     }
-)  # what torch's agent sets for every worker
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,6 @@ class FailureReport:
     traceback: str = ""
 
     def to_json(self) -> str:
-        """The text that is kept in the store."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -120,19 +119,11 @@ def describe_exception(name: str, error: BaseException, status: str) -> str:
     return f"{name} failed with {type(error).__name__}{': ' if message else ''}{message}{notes}{where}"
 
 
-def describe_silence(name: str, silent_s: float, status: str) -> str:
-    """The reason for a worker whose heartbeat has stopped."""
+def describe_loss(name: str, how: str, status: str) -> str:
+    """The reason for a lost worker, such as one without a heartbeat for some seconds."""
     return (
-        f"{name} is lost: no heartbeat for {silent_s:.1f} s (last status: {status or 'unknown'}). "
+        f"{name} is lost: {how} (last status: {status or 'unknown'}). "
         "It was killed or stopped, or its network failed; look at its output and its machine"
-    )
-
-
-def describe_lost_store(name: str, how: str, status: str) -> str:
-    """The reason for the worker that serves the store when the store is gone."""
-    return (
-        f"{name}, which serves the job's store, is lost: {how} (last status: {status or 'unknown'}). "
-        "It was killed or stopped, or the network to it failed; look at its output and its machine"
     )
 
 

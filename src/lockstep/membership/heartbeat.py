@@ -20,9 +20,8 @@ from lockstep.membership.failure_report import (
     JobStatus,
     describe_broken_connection,
     describe_early_exit,
+    describe_loss,
     describe_lost_launcher,
-    describe_lost_store,
-    describe_silence,
 )
 from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read
 
@@ -55,7 +54,6 @@ class Heartbeat:
     acknowledged: bool = False
 
     def to_json(self) -> str:
-        """The text that is kept in the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -332,7 +330,8 @@ class HeartbeatMonitor:
         if (silent_s := now_s - self._last_exchange_s) > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
         elif (lost := self._peers.longest_silent(now_s, patience_s)) is not None:
-            reason = describe_silence(self._names[lost], self._peers.silence_s(lost, now_s), self._peers.status(lost))
+            how = f"no heartbeat for {self._peers.silence_s(lost, now_s):.1f} s"
+            reason = describe_loss(self._names[lost], how, self._peers.status(lost))
             report = FailureReport(worker=lost, reporter=self._rank, reason=reason)
             self.job.fail(self._publish(report, self._beat_s))
 
@@ -341,7 +340,8 @@ class HeartbeatMonitor:
         if self._launcher is None and self._peers.has_ended(0):
             self._chief_ended = True
         elif self._launcher is None:
-            reason = describe_lost_store(self._names[0], how, self._peers.status(0))
+            name = f"{self._names[0]}, which serves the job's store,"
+            reason = describe_loss(name, how, self._peers.status(0))
             self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
         else:
             reason = describe_lost_launcher(self._launcher, how)

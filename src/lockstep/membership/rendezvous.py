@@ -110,7 +110,6 @@ class WorkerInfo:
     terms: Mapping[str, str]
 
     def to_json(self) -> str:
-        """The text that is kept in the store."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod

@@ -59,8 +59,10 @@ class NotHereError(ClusterError):
 class StoreKeys:
     """The keys of one run of a job.
 
-    Args:
-        prefix: the beginning of all its keys.
+    PREFIX/rank/0 ...        who came: the ``WorkerInfo`` of the first process that claimed the rank
+    PREFIX/heartbeat/0 ...   each worker's ``Heartbeat``, written again and again
+    PREFIX/complete          all infos, once every rank is claimed and all agree
+    PREFIX/failure           the ``FailureReport``, if the run ended early; the first one is kept
     """
 
     prefix: str
@@ -72,20 +74,16 @@ class StoreKeys:
 
     @property
     def complete(self) -> str:
-        """The key of all workers' infos, written when the rendezvous is complete."""
         return f"{self.prefix}/complete"
 
     @property
     def failure(self) -> str:
-        """The key of the ``FailureReport``."""
         return f"{self.prefix}/failure"
 
     def rank(self, rank: int) -> str:
-        """The key of a worker's info; the first process that claims a rank has it."""
         return f"{self.prefix}/rank/{rank}"
 
     def heartbeat(self, rank: int) -> str:
-        """The key of a worker's heartbeat."""
         return f"{self.prefix}/heartbeat/{rank}"
 
     def write_failure(self, store: Store, report: FailureReport) -> FailureReport:

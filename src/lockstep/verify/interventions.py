@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lockstep._torch_compat import VF, BatchNormBase, DropoutBase, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.sharding import has_rows, shard_sizes
-from lockstep.data.structure import rows_of, take_rows
+from lockstep.data.sharding import shard_sizes
+from lockstep.data.structure import leaf_has_rows, rows_of, take_rows
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
@@ -221,4 +221,4 @@ def one_shard(shard: int | None, number: int) -> Iterator[None]:
 
 
 def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica) and len(leaf) == 1 and has_rows(leaf[0])
+    return isinstance(leaf, PerReplica) and len(leaf) == 1 and leaf_has_rows(leaf[0])

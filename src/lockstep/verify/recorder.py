@@ -32,7 +32,7 @@ from lockstep.verify.interventions import (
     intervene_before_run,
     local_batch_norms,
 )
-from lockstep.verify.trace import EndRecord, Message, ReplicaTrace, StartRecord, tensors_with_rows, update_record
+from lockstep.verify.trace import EndRecord, Message, ReplicaTrace, StartRecord, UpdateRecord, tensors_with_rows
 
 
 class Weights:
@@ -275,9 +275,10 @@ class Recorder(Observer):
             (trace.current.changed_before if done is None else done.changed_after).update(changed)
         buffers = weights.buffers() if completed > self._sent else {}
         for step in range(self._sent, completed):
-            traces = [trace.take_update(step) for trace in self._traces]
+            traces = tuple(trace.take_update(step) for trace in self._traces)
             only = self._run.only_replica
-            self._send(update_record(step + 1, traces if only is None else [traces[only]], buffers))
+            replicas = traces if only is None else (traces[only],)
+            self._send(UpdateRecord(step=step + 1, replicas=replicas, buffers=buffers))
         self._sent = completed
 
 
