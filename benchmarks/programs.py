@@ -30,7 +30,7 @@ from benchmarks.laps import LapRecord
 from benchmarks.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
 from benchmarks.trial import Trial
 from lockstep.errors import ReplicaError
-from lockstep.parent_death import Lifeline
+from lockstep.parent_death import ParentDeathGuard
 
 _PACKAGES = (Path(lockstep.__file__).parent, Path(__file__).parent)
 _CREDENTIALS = struct.Struct("3i")  # what Linux tells of a Unix socket's other end: process, user, group
@@ -65,7 +65,7 @@ class Program(Launcher):
             (folder / package.name).symlink_to(package)
         if self.takes_batches:
             write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
-        lifeline = Lifeline()
+        lifeline = ParentDeathGuard()
         job = {**self._job(trial, folder, inputs), "lifeline": lifeline.path}
         variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
@@ -107,12 +107,12 @@ class _Member:
 
 
 class _ProgramTeam(Team):
-    def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: Lifeline) -> None:
+    def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: ParentDeathGuard) -> None:
         self._trial = trial
         self._members: list[_Member] = []
         self._done = False
         with ExitStack() as stack:
-            stack.callback(lifeline.cut)
+            stack.callback(lifeline.kill)
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(_socket(folder)))
             self._listener.listen()

@@ -21,7 +21,7 @@ from benchmarks.laps import LapRecord, Laps
 from benchmarks.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, limit_of, too_slow
 from benchmarks.trial import Trial
 from lockstep.errors import ReplicaError
-from lockstep.parent_death import Lifeline, hang_on
+from lockstep.parent_death import ParentDeathGuard, die_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class _SpawnedTeam(Team):
         self._trial = trial
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        self._lifeline = Lifeline()
+        self._lifeline = ParentDeathGuard()
         self._done = False
         with ExitStack() as stack:
             hosts = None if launcher.link is None else stack.enter_context(two_hosts(launcher.link))
@@ -126,7 +126,7 @@ class _SpawnedTeam(Team):
         limit = time.monotonic() + (END_LIMIT_S if self._done else 0.0)
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
-        self._lifeline.cut()  # also those that were asked to end and have not, and whatever they had started
+        self._lifeline.kill()  # also those that were asked to end and have not, and whatever they had started
         for process in self._processes:
             process.join()
             process.close()
@@ -154,7 +154,7 @@ def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None
     """The life of one process of a trial: train, report inside the last step, wait there until all were measured."""
 
     os.setsid()
-    hang_on(seat.lifeline)
+    die_with(seat.lifeline)
 
     def report(record: LapRecord) -> None:
         connection.send(record)

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
-    frozenset({"errors"}),
+    frozenset({"errors", "_torch_compat"}),
     frozenset({"extras", "atomic_files", "parent_death"}),
     # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
     frozenset({"config", "cluster", "plan"}),
@@ -209,6 +209,22 @@ def drives_gpus(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: {name}"  # type: ignore[attr-defined]
 
 
+def uses_private_torch(source: Source) -> Iterator[str]:
+    """Private names of torch stand in one module, where each is probed."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and _is_private_torch(name := dotted(node)):
+            yield f"{node.lineno}: {name}"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                if _is_private_torch(f"{node.module}.{alias.name}"):
+                    yield f"{node.lineno}: {node.module}.{alias.name}"
+
+
+def _is_private_torch(name: str) -> bool:
+    first, *parts = name.split(".")
+    return first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts)
+
+
 def is_too_long(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -255,6 +271,13 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
     "print": (prints, PRINTS, ("train/a.py", "print(1)\n"), "1: print"),
     "stderr": (prints, PRINTS, ("train/a.py", "sys.stderr.write('')\n"), "1: sys.stderr"),
     "driver": (drives_gpus, DRIVES_GPUS, ("data/a.py", "torch.cuda.Stream()\n"), "1: torch.cuda.Stream"),
+    "private torch": (uses_private_torch, ("_torch_compat.py",), ("train/a.py", "torch._C\n"), "1: torch._C"),
+    "private import": (
+        uses_private_torch,
+        ("_torch_compat.py",),
+        ("train/a.py", "from torch.utils._pytree import tree_map\n"),
+        "1: torch.utils._pytree.tree_map",
+    ),
     "length": (
         is_too_long,
         (),

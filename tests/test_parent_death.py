@@ -1,4 +1,4 @@
-"""Processes that hang on a line end when it is cut, when its maker ends, and when it was gone before they came."""
+"""Guarded processes end when the guard kills them, when its maker ends, and when it was gone before they came."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parent_death import Lifeline
+from lockstep.parent_death import ParentDeathGuard
 
 FILE = Path(__file__).parents[1] / "src" / "lockstep" / "parent_death.py"
 LIMIT_S = 30.0
 # The file alone, as programs in environments without torch load it. A child of its own stays in its group.
 HANG = f"""
 import os, runpy, signal, sys
-runpy.run_path({str(FILE)!r})["hang_on"](sys.argv[1])
+runpy.run_path({str(FILE)!r})["die_with"](sys.argv[1])
 os.fork()
 os.write(1, b"%d\\n" % os.getpid())
 signal.pause()
 """
 MAKE = f"""
 import os, runpy, subprocess, sys
-line = runpy.run_path({str(FILE)!r})["Lifeline"]()
-subprocess.Popen([sys.executable, "-c", {HANG!r}, line.path], start_new_session=True)
+guard = runpy.run_path({str(FILE)!r})["ParentDeathGuard"]()
+subprocess.Popen([sys.executable, "-c", {HANG!r}, guard.path], start_new_session=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
-def lifeline() -> Iterator[Lifeline]:
-    made = Lifeline()
+def guard() -> Iterator[ParentDeathGuard]:
+    made = ParentDeathGuard()
     yield made
-    made.cut()
+    made.kill()
 
 
 @contextmanager
@@ -62,32 +62,32 @@ def all_end(handles: list[int], limit_s: float = LIMIT_S) -> bool:
     return all(ended)
 
 
-def test_the_whole_group_ends_when_the_line_is_cut(lifeline: Lifeline):
-    with start(HANG, lifeline.path, start_new_session=True) as process:
+def test_the_whole_group_ends_when_the_guard_kills(guard: ParentDeathGuard):
+    with start(HANG, guard.path, start_new_session=True) as process:
         handles = hanging(process, 2)
 
-        lifeline.cut()
+        guard.kill()
 
         assert all_end(handles)
     assert process.returncode == -signal.SIGKILL
 
 
-def test_what_a_process_that_ended_has_left_behind_ends_too(lifeline: Lifeline):
-    with start(HANG, lifeline.path, start_new_session=True) as process:
+def test_what_a_process_that_ended_has_left_behind_ends_too(guard: ParentDeathGuard):
+    with start(HANG, guard.path, start_new_session=True) as process:
         handles = hanging(process, 2)
         process.kill()
         process.wait(LIMIT_S)
 
-        lifeline.cut()
+        guard.kill()
 
         assert all_end(handles)
 
 
-def test_who_is_not_the_first_of_its_group_ends_alone(lifeline: Lifeline):
-    with start(HANG, lifeline.path) as process:  # the group is this test's own
+def test_who_is_not_the_first_of_its_group_ends_alone(guard: ParentDeathGuard):
+    with start(HANG, guard.path) as process:  # the group is this test's own
         handles = hanging(process, 2)
 
-        lifeline.cut()
+        guard.kill()
 
         assert process.wait(LIMIT_S) == -signal.SIGKILL
         (forked,) = [handle for handle in handles if not select.select([handle], [], [], 0)[0]]
@@ -95,7 +95,7 @@ def test_who_is_not_the_first_of_its_group_ends_alone(lifeline: Lifeline):
         assert all_end(handles)
 
 
-def test_all_end_with_the_maker_of_the_line():
+def test_all_end_with_the_maker_of_the_guard():
     with start(MAKE, stdin=subprocess.PIPE) as maker:
         handles = hanging(maker, 2)
 
@@ -104,9 +104,9 @@ def test_all_end_with_the_maker_of_the_line():
         assert all_end(handles)
 
 
-def test_who_comes_too_late_ends_at_once(lifeline: Lifeline):
-    path = lifeline.path
-    lifeline.cut()
+def test_who_comes_too_late_ends_at_once(guard: ParentDeathGuard):
+    path = guard.path
+    guard.kill()
 
     with start(HANG, path, start_new_session=True) as process:
         assert process.communicate(timeout=LIMIT_S)[0] == ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 # Files whose tests are slow, except for the tests named.
 SLOW_FILES: dict[str, tuple[str, ...]] = {
     "cli/test_backup.py": (),
+    "cli/test_batch_size.py": (),
     "cli/test_bench_pipeline.py": (),
     "cli/test_run.py": (
         "test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log",
@@ -25,11 +26,41 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_ctrl_c_ends_a_run_in_one_line",
     ),
     "cli/test_train_reviews.py": ("test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files",),
+    "data/test_position.py": (),
+    "integrations/test_transformers_checkpoints.py": ("test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout",),
+    "integrations/test_transformers_evaluation.py": (),
+    "integrations/test_transformers_use.py": (
+        "test_it_takes_the_strategy_given_or_in_scope_or_all_devices",
+        "test_what_cannot_work_is_refused_in_one_line",
+        "test_without_rows_no_forward_pass_runs_and_the_numbers_are_those_of_one_device",
+    ),
+    "integrations/test_transformers_workers.py": (),
     "launch/test_launch.py": (
         "test_the_chief_s_result_comes_back",
         "test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named",
         "test_a_worker_has_this_process_s_variables_and_its_share_of_the_cores",
     ),
+    "membership/test_rendezvous.py": (
+        "test_all_come_in_any_order_and_know_of_each_other",
+        "test_a_process_of_another_job_is_refused_and_disturbs_nobody",
+    ),
+    "membership/test_heartbeat.py": (
+        "test_a_worker_that_goes_silent_is_lost_on_all_others",
+        "test_the_chief_is_lost_with_its_store",
+    ),
+    "parallel/test_scores_shared.py": (),
+    "recipes/images/test_largest.py": (),
+    "recipes/images/test_resume.py": (),
+    "recipes/images/test_run.py": (
+        "test_three_replicas_compute_what_one_device_computes",
+        "test_any_number_of_replicas_and_workers_sees_the_same_pictures",
+    ),
+    "recipes/mlm/test_largest.py": (),
+    "recipes/mlm/test_resume.py": (),
+    "recipes/mlm/test_run.py": ("test_two_replicas_learn_and_are_tested",),
+    "recipes/reviews/test_run.py": ("test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads",),
+    "recipes/text/test_python_text.py": (),
+    "strategies/test_batch_size.py": (),
     "strategies/test_batch_size_memory.py": (),
     "strategies/test_cores.py": (),
     "strategies/test_multi_worker_choices.py": (),
@@ -46,6 +77,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_a_checkpoint_that_another_layout_has_loaded_and_saved_is_the_same",
     ),
     "strategies/test_parallel_faults.py": ("test_a_worker_that_is_lost_in_mid_step_is_named",),
+    "strategies/test_parallel_inputs.py": (),
     "strategies/test_parallel_meta.py": (),
     "strategies/test_parallel_recomputed.py": (),
     "strategies/test_parallel_schedules.py": (),
@@ -62,18 +94,22 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
 
 # Single tests that are slow.
 SLOW_TESTS: dict[str, tuple[str, ...]] = {
+    "checkpoint/test_folder.py": ("test_a_folder_without_permission_is_one_line",),
     "cli/test_bench.py": ("test_one_command_measures_prints_and_leaves_three_files",),
     "mirroring/test_compiled.py": ("test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",),
+    "recipes/memory/test_parity.py": ("test_two_workers_learn_as_one_device",),
     "scaling/test_page.py": (
         "test_a_browser_shows_every_number_and_all_plots",
         "test_a_narrow_window_shows_the_same_and_nothing_sticks_out",
         "test_a_browser_refuses_what_the_page_would_ask_for",
     ),
     "strategies/test_shares_programs.py": ("test_masked_language_modelling_on_four_shares",),
+    "train/test_resume.py": ("test_a_record_with_values_of_another_type_is_passed_over_by_name",),
 }
 
-# Of a file that starts grids of workers: the parameters of the tests that are not slow.
+# Of these files: the parameters of the tests that are not slow; "" for a test without.
 NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "test_readme.py": ("", "README.md", "README.md-0", "bash", "python"),
     "strategies/test_parallel.py": (
         "bert-tensor2",
         "gpt2-tensor2",

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from lockstep.errors import ReplicaError
-from lockstep.parent_death import Lifeline, hang_on
+from lockstep.parent_death import ParentDeathGuard, die_with
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
-    lifeline = Lifeline()
+    lifeline = ParentDeathGuard()
     process = context.Process(target=_answer, args=(function, lifeline.path, far), daemon=True)
     process.start()
     far.close()
@@ -37,7 +37,7 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
     except EOFError:
         raise ReplicaError("the process that looks at the device ended without an answer") from None
     finally:
-        lifeline.cut()  # with whatever it has started
+        lifeline.kill()  # with whatever it has started
         process.kill()  # one that had not come to hang on it yet
         process.join()
         process.close()
@@ -49,7 +49,7 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
 
 def _answer(function: Callable[[], object], lifeline: str, connection: Connection) -> None:
     os.setsid()
-    hang_on(lifeline)
+    die_with(lifeline)
     try:
         connection.send((function(), ""))
     except Exception as error:

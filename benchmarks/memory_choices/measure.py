@@ -21,7 +21,7 @@ from benchmarks.memory_choices.roster import Choice, ReviewsWork
 from lockstep import config
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
-from lockstep.parent_death import Lifeline, hang_on
+from lockstep.parent_death import ParentDeathGuard, die_with
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import trained_parameters, with_choices
 from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
@@ -85,7 +85,7 @@ def measured(trial: MemoryTrial) -> Measured:
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
-    line = Lifeline()
+    line = ParentDeathGuard()
     process = context.Process(target=_answer, args=(trial, far, line.path), daemon=True)
     process.start()
     far.close()
@@ -99,13 +99,13 @@ def measured(trial: MemoryTrial) -> Measured:
         process.join(_END_LIMIT_S)  # it is saying why
         raise ReplicaError(f"{trial.choice.name} ended before its last step; its own message is above") from None
     finally:
-        line.cut()
+        line.kill()
         process.join()
     return answer
 
 
 def _answer(trial: MemoryTrial, far: Connection, line: str) -> None:
-    hang_on(line)
+    die_with(line)
     (cpu,) = config.list_physical_devices("CPU")
     shares = [config.LogicalDeviceConfiguration() for _ in range(trial.work.replicas)]
     config.set_logical_device_configuration(cpu, shares)

@@ -61,7 +61,7 @@ class Job:
 def take_job() -> Job:
     """The job on the command line, the only argument. From here on this process ends with the benchmark."""
     job = Job(**json.loads(sys.argv[1]))
-    _load(Path(job.source) / "lockstep" / "parent_death.py").hang_on(job.lifeline)
+    _load(Path(job.source) / "lockstep" / "parent_death.py").die_with(job.lifeline)
     return job
 
 

@@ -15,7 +15,7 @@ from benchmarks.laps import Laps
 from benchmarks.spawned import Seat
 from benchmarks.trainer.work import ReviewsWork, reviews_work
 from benchmarks.trial import Trial
-from lockstep.recipes.reviews.train import build_collator
+from lockstep.recipes.reviews.task import build_collator
 from lockstep.recipes.reviews.trainer import ReviewsTrainer
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from benchmarks.laps import LapRecord, Laps
 from benchmarks.trainer.steps import train_original
-from lockstep.parent_death import hang_on
+from lockstep.parent_death import die_with
 
 
 def main() -> None:
     """Trains, and reports inside the last step; stays there until the harness has read its memory."""
     job: dict[str, Any] = json.loads(sys.argv[1])
-    hang_on(job["lifeline"])
+    die_with(job["lifeline"])
     with socket.socket(socket.AF_UNIX) as harness:
         harness.connect(job["socket"])
 

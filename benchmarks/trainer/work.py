@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.trial import Batch, Workload
-from lockstep.recipes.reviews.batches import GroupedOrder
+from lockstep.recipes.reviews.batches import LengthGroupedSampler
 from lockstep.recipes.reviews.config import ReviewsConfig, reviews
-from lockstep.recipes.reviews.train import ReviewsTask, build_collator, build_reviews
+from lockstep.recipes.reviews.task import ReviewsTask, build_collator, build_reviews
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -44,7 +44,7 @@ class ReviewsWork:
     arguments: TrainingArguments
 
     @property
-    def order(self) -> GroupedOrder:
+    def order(self) -> LengthGroupedSampler:
         """The rows of an epoch, batch by batch: of every 128, the first half is the first replica's or process's."""
         return _order(self.config, self.task)
 
@@ -74,8 +74,8 @@ def reviews_work(*, shares: int, steps: int) -> Iterator[ReviewsWork]:
         yield ReviewsWork(config=config, task=build_reviews(config), arguments=arguments)
 
 
-def _order(config: ReviewsConfig, task: ReviewsTask) -> GroupedOrder:
-    return GroupedOrder(task.train, batch_size=ROWS, window=config.length_window, seed=config.seed)
+def _order(config: ReviewsConfig, task: ReviewsTask) -> LengthGroupedSampler:
+    return LengthGroupedSampler(task.train, batch_size=ROWS, window=config.length_window, seed=config.seed)
 
 
 def _model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Optional packages, imported where they are used: their absence is one line that names the extra to install."""
+"""Optional packages, imported where they are used; a missing one is an error that names the extra to install."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Processes end with what started them, however that ends: the kernel sees to it, so no thread has to get a turn.
+"""A guard that kills processes when the process that made it ends, however that ends. Linux only.
 
-    starter: holds the writing end of a pipe --.
-                                                `--> reading end, open in each process that hangs on it
-    starter ends, or cuts the line -> SIGKILL for all of them and their process groups, a DataLoader's processes too
+    maker: holds the writing end of a pipe --.
+                                              `--> reading end, open in each guarded process
+    the maker ends or calls kill() -> SIGKILL for all of them and their process groups, a DataLoader's processes too
 
-Needs Python alone: programs in environments without torch load this very file. Linux only.
+The kernel sends the signal, so no thread has to run for it. This module needs only Python: programs in environments
+without torch load this file by its path.
 """
 
 from __future__ import annotations
@@ -18,50 +19,47 @@ from weakref import finalize
 _F_SETSIG = 10
 
 
-class Lifeline:
-    """What other processes hang on. Whoever made it calls ``cut``; the end of this process does the same."""
+class ParentDeathGuard:
+    """Kills the processes that call ``die_with(path)`` when ``kill`` is called or this process ends."""
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
         finalize(self, os.close, self._reading)
-        self._is_cut = False
+        self._killed = False
 
     @property
     def path(self) -> str:
-        """For ``hang_on``, in any process of the same user on this machine."""
+        """The argument of ``die_with``, in any process of the same user on this machine."""
         return f"/proc/{os.getpid()}/fd/{self._reading}"
 
-    def cut(self) -> None:
-        """Ends, at once, all processes that hang on it and what is left of their groups. Idempotent.
-
-        The path goes on to name a line that is cut, for who comes too late.
-        """
-        if not self._is_cut:
-            self._is_cut = True
+    def kill(self) -> None:
+        """Kills all guarded processes and what is left of their groups, also any that come later. Idempotent."""
+        if not self._killed:
+            self._killed = True
             os.close(self._writing)
 
 
-def hang_on(path: str) -> None:
-    """Has this process killed when a ``Lifeline`` is cut, now if it has been; the first of a group with its group.
+def die_with(path: str) -> None:
+    """Has this process killed with the maker of a guard, or now if it is gone; a group leader with its group.
 
     Args:
-        path: of the line.
+        path: the guard's path.
     """
     try:
         reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # open from here to the end of this process
-    except OSError:  # there is no such process any more, or not this pipe
-        _kill()
+    except OSError:  # the process or the pipe no longer exists
+        _kill_self()
     else:
-        end_with_pipe(reading)
+        die_with_pipe(reading)
 
 
-def end_with_pipe(reading_end: int) -> None:
-    """Has this process killed when the last writing end of a pipe closes; the first of a group with its group.
+def die_with_pipe(reading_end: int) -> None:
+    """Has this process killed when the last writing end of a pipe closes; a group leader with its group.
 
-    Processes that inherit the reading end keep the line whole when this one has ended before them.
+    Processes that inherit the reading end stay guarded when this one has ended before them.
 
     Args:
-        reading_end: open to the end of this process. Nothing more is written to the pipe.
+        reading_end: stays open to the end of this process. Nothing more is written to the pipe.
     """
     leads = os.getpgrp() == os.getpid()
     fcntl.fcntl(reading_end, fcntl.F_SETOWN, -os.getpid() if leads else os.getpid())
@@ -70,8 +68,8 @@ def end_with_pipe(reading_end: int) -> None:
     closed_before = select.poll()
     closed_before.register(reading_end, select.POLLHUP)
     if any(event & select.POLLHUP for _, event in closed_before.poll(0)):
-        _kill()
+        _kill_self()
 
 
-def _kill() -> None:
+def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -98,7 +98,7 @@ def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_locks
 
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[-7] == "lockstep: the last words of worker 1:"
+    assert lines[-7] == "lockstep: the last output of worker 1:"
     assert lines[-6:-4] == ["Traceback (most recent call last):", '  File "program.py", line 14, in <module>']
     assert lines[-2] == "ValueError: no such file"
     (folder,) = (tmp_path / "lockstep-logs").iterdir()
@@ -337,7 +337,7 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
         (["--workers", "0", "program.py"], "workers=0 was given, expected at least 1"),
         (["--max-restarts", "-1", "program.py"], "max_restarts=-1 was given, expected 0 or more"),
         (["--stop-s", "0", "program.py"], "stop_s=0.0 was given, expected seconds above 0"),
-        (["--gpus-per-worker", "99", "program.py"], "99 GPUs for each of 1 workers were asked for"),
+        (["--gpus-per-worker", "99", "program.py"], "99 GPUs were given for each of 1 workers"),
         (["--hosts", "a:1,b:1", "program.py"], "--hosts and --index go together"),
         (["--hosts", "a:1,b:1", "--index", "2", "program.py"], "index=2 was given for 2 hosts, expected 0 to 1"),
         (["--hosts", "a:1,a:1", "--index", "0", "program.py"], "hosts=a:1,a:1 names one twice"),

@@ -106,7 +106,7 @@ def test_the_traceback_of_the_process_that_failed_is_shown(run_lockstep: Run, tm
     done = run_lockstep("run", "--workers", "2", "breaks.py", str(EXAMPLES / script), "trained")
 
     assert done.returncode == 1
-    told = done.stderr[done.stderr.index("lockstep: the last words of worker 1:\n") :].splitlines()
+    told = done.stderr[done.stderr.index("lockstep: the last output of worker 1:\n") :].splitlines()
     assert told[1] == "Traceback (most recent call last):"
     assert any(str(EXAMPLES / script) in line for line in told)
     assert told[-2] == "ValueError: no such picture"

@@ -47,14 +47,14 @@ def test_host_and_port(address: str, parts: tuple[str, int]):
         (" hosta:20000", r"' hosta:20000' has no host name"),
         ("-hosta:20000", r"has no host name"),
         ("hosta,hostb:20000", r"has no host name"),
-        ("::1:2000", r"'::1:2000' has more than one colon; an IPv6 address stands in brackets: '\[fd00::1\]:20000'"),
+        ("::1:2000", r"'::1:2000' has more than one colon; write an IPv6 address in brackets: '\[fd00::1\]:20000'"),
         ("a:1:2", r"more than one colon"),
         ("[hosta]:2000", r"'\[hosta\]:2000' has no IP address before its port \(.*\); write '\[fd00::1\]:20000'"),
         ("[]:2000", r"has no IP address"),
         ("300.1.1.1:2000", r"has no IP address before its port \(.*\); write '10.0.0.1:20000'"),
         ("10.0.0:2000", r"has no IP address"),
-        ("0.0.0.0:2000", r"'0.0.0.0:2000' is every address of a host, and none that others can reach; write the one"),
-        ("[::]:2000", r"is every address of a host"),
+        ("0.0.0.0:2000", r"'0.0.0.0:2000' means every address of a host, which others cannot reach; write the one"),
+        ("[::]:2000", r"means every address of a host"),
     ],
 )
 def test_a_malformed_address_is_shown_with_a_right_one(address: object, message: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.local import own_threads, sharing_cores
+from lockstep.cluster.local import count_core_sharers, threads_per_worker
 
 ALL, LOW, HIGH = 0b1111, 0b0011, 0b1100
 
@@ -22,7 +22,7 @@ ALL, LOW, HIGH = 0b1111, 0b0011, 0b1100
 def test_who_shares_the_cores_of_a_worker(cards: list[tuple[int, int]], sharing: list[int]):
     told = [{"host": host, "cores": cores} for host, cores in cards]
 
-    assert [sharing_cores(told, index) for index in range(len(told))] == sharing
+    assert [count_core_sharers(told, index) for index in range(len(told))] == sharing
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_who_shares_the_cores_of_a_worker(cards: list[tuple[int, int]], sharing:
     ],
 )
 def test_the_threads_of_a_worker(environment: dict[str, str], threads: int, workers: int, expected: int):
-    assert own_threads(environment, threads=threads, default=8, workers=workers) == expected
+    assert threads_per_worker(environment, threads=threads, default=8, workers=workers) == expected

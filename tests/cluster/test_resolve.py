@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lockstep.cluster.resolve import DeclaredJob, cluster_from_environment, declared_job, find_job, resolve_cluster
+from lockstep.cluster.resolve import cluster_from_environment, declared_job, find_job, resolve_cluster
 from lockstep.config import DeviceRegistry
 from lockstep.errors import ClusterError, UsageError
 from lockstep.strategies.mirrored import MirroredStrategy
@@ -82,10 +82,10 @@ def test_contradictions_and_halves_are_refused(environment: dict[str, str], mess
 @pytest.mark.parametrize(
     ("environment", "job"),
     [
-        (TWO_WORKERS, DeclaredJob(source="TF_CONFIG", workers=2)),
-        (TORCHRUN, DeclaredJob(source="torchrun", workers=2)),
-        (SLURM, DeclaredJob(source="SLURM", workers=3)),
-        ({**SLURM, **EXPORTED}, DeclaredJob(source="SLURM", workers=3)),
+        (TWO_WORKERS, ("TF_CONFIG", 2)),
+        (TORCHRUN, ("torchrun", 2)),
+        (SLURM, ("SLURM", 3)),
+        ({**SLURM, **EXPORTED}, ("SLURM", 3)),
         (EVALUATOR, None),
         (ALONE, None),
         ({"TF_CONFIG": "{}"}, None),
@@ -94,8 +94,10 @@ def test_contradictions_and_halves_are_refused(environment: dict[str, str], mess
         ({"SLURM_NTASKS": "8"}, None),
     ],
 )
-def test_only_a_process_among_several_that_train_is_in_a_job(environment: dict[str, str], job: DeclaredJob | None):
-    assert find_job(environment) == job
+def test_only_a_process_among_several_that_train_is_in_a_job(environment: dict[str, str], job: tuple[str, int] | None):
+    found = find_job(environment)
+
+    assert (found and (found.source, found.num_workers)) == job
 
 
 def test_this_process_own_environment_is_read(monkeypatch: pytest.MonkeyPatch):
@@ -103,7 +105,7 @@ def test_this_process_own_environment_is_read(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, value)
 
     assert cluster_from_environment() == resolve_cluster(TWO_WORKERS)
-    assert declared_job() == DeclaredJob(source="TF_CONFIG", workers=2)
+    assert declared_job() == resolve_cluster(TWO_WORKERS)
 
 
 def test_mirrored_strategy_names_the_other_class(monkeypatch: pytest.MonkeyPatch, fresh_devices: DeviceRegistry):

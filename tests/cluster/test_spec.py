@@ -70,7 +70,7 @@ def test_it_is_frozen():
         ({"workers": None}, r"workers=None is no list of addresses"),
         ({"workers": ("hosta:1", "hostb")}, r"workers\[1\]: 'hostb' lacks a port; write 'hosta:20000'"),
         ({"workers": ("hosta:1", 2)}, r"workers\[1\]: 2 is no address"),
-        ({"workers": ("hosta:1", "b:1", "HOSTA:01")}, r"workers\[0\] and workers\[2\] are both 'HOSTA:01'; give every"),
+        ({"workers": ("hosta:1", "b:1", "HOSTA:01")}, r"workers\[0\] and workers\[2\] are both 'HOSTA:01'; give each"),
         ({"workers": ("", "hostb:1")}, r"workers\[0\] is empty, but the others must find the chief; for example"),
         ({"index": 2}, r"index=2 is no place in the cluster; give from 0 to 1, one per worker"),
         ({"index": -1}, r"index=-1 is no place in the cluster"),

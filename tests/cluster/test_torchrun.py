@@ -114,7 +114,7 @@ def test_what_is_there_is_shown_beside_what_is_missing():
         ({"MASTER_PORT": "9" * 5000}, r"MASTER_PORT='9{119}\.\.\.; it must be"),
         ({"MASTER_ADDR": "host a"}, r"torchrun: MASTER_ADDR='host a' is no host: .*has no host name before its colon"),
         ({"MASTER_ADDR": "hosta:29500"}, r"torchrun: MASTER_ADDR='hosta:29500' is no host"),
-        ({"MASTER_ADDR": "0.0.0.0"}, r"torchrun: MASTER_ADDR='0.0.0.0' is no host: .*none that others can reach"),
+        ({"MASTER_ADDR": "0.0.0.0"}, r"torchrun: MASTER_ADDR='0.0.0.0' is no host: .*which others cannot reach"),
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, r"torchrun: TORCHELASTIC_RESTART_COUNT='x'; it must be a whole number"),
         ({"TORCHELASTIC_RUN_ID": "a\nb"}, r"torchrun: TORCHELASTIC_RUN_ID='a.*b' is no job id"),
     ],

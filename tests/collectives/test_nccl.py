@@ -65,7 +65,7 @@ class Member:
     def store(self, prefix: str) -> str:
         return prefix
 
-    def watched(self, call: Callable[[], Any], waiting_in: str) -> Any:
+    def run_with_watchdog(self, call: Callable[[], Any], waiting_in: str) -> Any:
         return call()
 
     def subscribe(self, callback: Callable[[ClusterError], None]) -> None:
@@ -75,7 +75,7 @@ class Member:
         if self.lost is not None:
             raise self.lost
 
-    def elsewhere(self) -> str:
+    def describe_other_statuses(self) -> str:
         return "worker 1 was last in a run of step"
 
     def lose(self) -> None:

@@ -45,7 +45,7 @@ def test_resolving_devices_uses_them(cpu):
     config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
     assert [device.name for device in config.resolve_devices(["cpu:1"])] == ["cpu:1"]
     config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
-    with pytest.raises(RuntimeError, match="cpu:0 cannot be divided anew"):
+    with pytest.raises(RuntimeError, match="cpu:0 cannot be divided again"):
         config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
 
 

@@ -101,7 +101,7 @@ def test_in_use_the_same_configuration_is_accepted_and_another_refused(two_gpus)
     two_gpus.mark_in_use(two_gpus.logical_devices("GPU")[1:2])
     two_gpus.configure(gpu, shares(2048, 2048))
     for other in (shares(2048, 1024), shares(2048), shares(2048, 2048, 2048)):
-        with pytest.raises(RuntimeError, match=r"gpu:0 cannot be divided anew: gpu:0 is in use .* before the first st"):
+        with pytest.raises(RuntimeError, match=r"gpu:0 cannot be divided again: gpu:0 is in use .* before the first s"):
             two_gpus.configure(gpu, other)
     assert two_gpus.configuration(gpu) == tuple(shares(2048, 2048))
 
@@ -122,14 +122,14 @@ def test_a_device_in_use_leaves_the_others_free(two_gpus):
     two_gpus.mark_in_use(two_gpus.logical_devices("GPU")[:1])
     two_gpus.configure(second, shares(1024, 1024))
     two_gpus.configure(two_gpus.physical_devices("CPU")[0], shares(None, None))
-    with pytest.raises(UsageError, match="gpu:0 cannot be divided anew"):
+    with pytest.raises(UsageError, match="gpu:0 cannot be divided again"):
         two_gpus.configure(first, shares(1024))
 
 
 def test_a_split_that_would_rename_a_device_in_use_is_refused(two_gpus):
     first, _ = two_gpus.physical_devices("GPU")
     two_gpus.mark_in_use(two_gpus.logical_devices("GPU")[1:])
-    with pytest.raises(UsageError, match=r"gpu:0 cannot be divided anew: gpu:1 is in use by a strategy and would chan"):
+    with pytest.raises(UsageError, match=r"gpu:0 cannot be divided again: gpu:1 is in use by a strategy and would cha"):
         two_gpus.configure(first, shares(1024, 1024))
     two_gpus.configure(first, shares(1024))
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.failures import Failure, Record, first_failure
+from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure
 
 
-def record(at_ns: int, error: str = "ValueError: x") -> Record:
-    return Record(at_ns=at_ns, error=error, traceback="")
+def record(at_ns: int, error: str = "ValueError: x") -> FailureRecord:
+    return FailureRecord(at_ns=at_ns, error=error, traceback="")
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_workers_that_the_launcher_ended_did_not_fail():
         (None, None, "ended with exit code None", 1),
     ],
 )
-def test_what_is_said_about_it(code: int | None, record_: Record | None, what: str, shell: int):
-    failure = Failure(worker=0, attempt=0, exit_code=code, at_ns=0, record=record_)
+def test_what_is_said_about_it(code: int | None, record_: FailureRecord | None, what: str, shell: int):
+    failure = WorkerFailure(worker=0, attempt=0, exit_code=code, at_ns=0, record=record_)
 
     assert (failure.what, failure.shell_code) == (what, shell)
 
@@ -66,19 +66,19 @@ def raised() -> ValueError:
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path):
     path = tmp_path / "failure.json"
-    written = Record.of(raised(), hide=())
+    written = FailureRecord.of(raised(), hide=())
 
     written.write(path)
 
-    assert Record.read(path) == written
+    assert FailureRecord.read(path) == written
     assert written.error == "ValueError: two lines"
     assert written.traceback.startswith("Traceback (most recent call last):")
     assert [file.name for file in tmp_path.iterdir()] == ["failure.json"]
 
 
 def test_frames_of_the_launcher_are_left_out():
-    assert 'raise ValueError("two' in Record.of(raised(), hide=("elsewhere.py",)).traceback
-    assert "in raised" in Record.of(raised(), hide=(__file__,)).traceback  # all of them: better whole than nothing
+    assert 'raise ValueError("two' in FailureRecord.of(raised(), hide=("elsewhere.py",)).traceback
+    assert "in raised" in FailureRecord.of(raised(), hide=(__file__,)).traceback  # never an empty one
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"at_ns": 1}'])
@@ -87,4 +87,4 @@ def test_a_record_that_was_not_written_whole_is_none(text: str | None, tmp_path:
     if text is not None:
         path.write_text(text)
 
-    assert Record.read(path) is None
+    assert FailureRecord.read(path) is None

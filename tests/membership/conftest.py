@@ -153,11 +153,11 @@ class Requests:
             raise ValueError(text)
         except ValueError as error:
             error.add_note("raised in replica 3 (cpu:1)")
-            self.member.failed(error)
+            self.member.report_failure(error)
 
     def fail_with_last(self) -> None:
         """Fails with what the last look found, as whoever waited does."""
-        self.member.failed(self._last)
+        self.member.report_failure(self._last)
 
     def fork(self) -> None:
         """Forks a process that ends as an interpreter does, with its exit handlers."""
@@ -167,7 +167,7 @@ class Requests:
         os.waitpid(pid, 0)
 
     def doing(self, text: str) -> None:
-        self.member.doing(text)
+        self.member.set_status(text)
 
     def close(self) -> float:
         began = time.monotonic()

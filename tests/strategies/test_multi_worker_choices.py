@@ -173,7 +173,7 @@ def one_does_not_come(strategy: ls.Strategy) -> None:
         return
     strategy.workers.set_status("a walk in the park")
     with suppress(ls.errors.ClusterError):  # when the chief has given up
-        strategy.workers.membership.watched(lambda: torch.multiprocessing.Event().wait(), "the park")
+        strategy.workers.membership.run_with_watchdog(lambda: torch.multiprocessing.Event().wait(), "the park")
 
 
 # What the chief returned.

@@ -175,7 +175,7 @@ def name(worker: int) -> str:
 
 
 def lost(worker: int, doing: str) -> str:
-    return rf"^lockstep\.errors\.ClusterError: {name(worker)}.* is lost: .*what it last did: {doing}"
+    return rf"^lockstep\.errors\.ClusterError: {name(worker)}.* is lost: .*last status: {doing}"
 
 
 @pytest.mark.parametrize(("loop", "doing"), [(own_loop, IN_STEP), (fit, IN_FIT)])
@@ -257,7 +257,7 @@ def test_a_worker_that_exits_in_mid_training_is_named(start_job: Any, loop: Loop
     job = start_job(loop, worker, place, "exits")
 
     assert job[worker].end() == 0
-    early = rf"{name(worker)} has ended while {name(1 - worker)} still waits for it .*what it last did: .*; every"
+    early = rf"{name(worker)} has ended while {name(1 - worker)} still waits for it .*last status: .*; every"
     assert_ends(job[1 - worker], early)
 
 

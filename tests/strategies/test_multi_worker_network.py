@@ -236,7 +236,7 @@ def test_a_host_whose_link_is_cut_is_named_and_names_the_others(
 
     others = set(range(hosts)) - {far}
     for other in others:
-        assert_ends(job[other], f"{name(far)}.* is lost: .*what it last did: ", since=since)
+        assert_ends(job[other], f"{name(far)}.* is lost: .*last status: ", since=since)
     assert_ends(job[far], *(f"{name(other)}.* is lost: " for other in others), since=since)
 
 
@@ -248,7 +248,7 @@ def test_two_hosts_that_reach_the_chief_but_not_each_other_are_named(start: Any,
 
     network.separate(1, 2)
 
-    pairs = [f"{name(one)} and {name(other)} do not reach each other any more" for one, other in ((1, 2), (2, 1))]
+    pairs = [f"{name(one)} and {name(other)} can no longer reach each other" for one, other in ((1, 2), (2, 1))]
     for worker in job:
         assert_ends(worker, *pairs, since=since)
     assert len({worker.error for worker in job}) == 1

@@ -54,7 +54,7 @@ def test_the_cause_is_found_and_tested(
         ("dropout", "dropout (1)"),
         ("noise", "more than dropout"),
         ("mean_over_shard", "2 times the gradient of the whole batch"),
-        ("undistributed", "each of the 2 replicas was given the whole batch of 8 rows"),
+        ("undistributed", "each of the 2 replicas got the whole batch of 8 rows"),
         ("batch_size", "8 rows on 2 replicas, 4 on one"),
         ("order", "the same rows, in another order"),
         ("decay_by_hand", "weight, bias"),

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from lockstep._torch_compat import tree_map
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.format import (
     RECORD,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from lockstep._torch_compat import tree_map
 from lockstep.checkpoint.format import SHARED, STATE, TensorRef
 from lockstep.checkpoint.sharded_io import TensorReader, TensorShard
 from lockstep.checkpoint.state_adapters import (

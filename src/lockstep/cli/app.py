@@ -1,7 +1,7 @@
-"""The tree of commands. A command only describes a job; ``main`` runs it, outside typer, so that errors are ours.
+"""The tree of commands. A command returns a job; ``entry_point`` runs it outside typer, so that errors are ours.
 
-A command's file is imported when the command is called; until then its name and its line of help stand for it. So
-``lockstep --help`` and the plan of a named model do not wait for torch.
+A command's module is imported only when the command is called; until then its name and help line represent it. So
+``lockstep --help`` and the plan of a well-known model do not wait for torch.
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ from lockstep.errors import ConfigError
 Job = Callable[[], int | InWorkers]
 
 
-def parse(words: Sequence[str]) -> Job | int:
-    """The job that ``words`` ask for, or the exit code where all has been said already, as after ``--help``.
+def parse(arguments: Sequence[str]) -> Job | int:
+    """Parses the arguments after ``lockstep``.
+
+    Returns:
+        The job, or the exit code if there is nothing to run, as after ``--help``.
 
     Raises:
-        ConfigError: words that are no command or no flag, or a value that is not of its flag's type.
+        ConfigError: an unknown command or flag, or a value of the wrong type.
     """
-    called = next((word for word in words if not word.startswith("-")), None)
+    called = next((argument for argument in arguments if not argument.startswith("-")), None)
     command = get_command(_app(called))
     try:
-        job: Job | int = command.main(args=list(words), prog_name="lockstep", standalone_mode=False)
+        job: Job | int = command.main(args=list(arguments), prog_name="lockstep", standalone_mode=False)
     except typer.TyperException as error:
-        raise ConfigError(f"{error.format_message().rstrip('.')}; see {_path(error)} --help") from error
+        context = getattr(error, "ctx", None)
+        path = "lockstep" if context is None else context.command_path
+        raise ConfigError(f"{error.format_message().rstrip('.')}; see {path} --help") from error
     return job
 
 
-def _path(error: typer.TyperException) -> str:
-    """The command that refused its words, as it was called."""
-    context = getattr(error, "ctx", None)
-    return "lockstep" if context is None else str(context.command_path)
-
-
 def _app(called: str | None) -> typer.Typer:
-    """The tree, in which the command that is called has its own flags and commands."""
+    """The tree, in which only the command that is called has its own flags and subcommands."""
     app = typer.Typer(add_completion=False, epilog=_TRAIN_EXAMPLE)
     app.callback()(_root)
-    for name, (says, add) in COMMANDS.items():
+    for name, (help_line, add) in COMMANDS.items():
         if name == called:
             add(app)
         else:
-            app.command(name, help=says)(_not_called)
+            app.command(name, help=help_line)(_not_called)
     return app
 
 
@@ -56,7 +55,7 @@ def _not_called() -> None: ...
 
 
 _TRAIN_EXAMPLE = "Example: lockstep train mlm --devices cpu:4"
-# The program's own flags come after its name, and are not looked at.
+# The arguments after a program's name belong to the program.
 _BEFORE_A_PROGRAM: dict[str, Any] = {"allow_interspersed_args": False}
 
 
@@ -105,7 +104,7 @@ def _run(app: typer.Typer) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[typer.Typer], None]]] = {
     "train": ("Train one of the recipes.", _train),
     "devices": ("Show the physical devices, and the logical devices that --devices makes of them.", _devices),
-    "data": ("Say what the data of a recipe holds.", _data),
+    "data": ("Show what the data of a recipe contains.", _data),
     "bench": ("Measure how fast a recipe trains.", _bench),
     "plan": (
         "Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.",
@@ -117,7 +116,7 @@ COMMANDS: dict[str, tuple[str, Callable[[typer.Typer], None]]] = {
     ),
     "run": ("Run a program in several worker processes, on this host or together with others.", _run),
 }
-"""Name -> its line of help, and what adds the command."""
+"""Name -> its line of help, and a function that adds the command."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -129,7 +128,7 @@ def _print_version(wanted: bool) -> None:
 def _root(
     *,
     traceback: Annotated[
-        bool, typer.Option("--traceback", help="On an error, show where it was raised too. May stand anywhere.")
+        bool, typer.Option("--traceback", help="On an error, print the traceback too. May stand anywhere.")
     ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)

@@ -10,16 +10,20 @@ import typer
 
 from lockstep import config
 from lockstep.replicas.device.driver import gpu_driver
-from lockstep.replicas.device.memory import MB, DeviceMemory
+from lockstep.replicas.device.memory import MB
 from lockstep.replicas.device.streams import device_memory_of
 from lockstep.report import text_table
 
-DEVICES_HELP = (
-    "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 picks by name; "
-    "cpu or gpu takes all of that kind. Without it: every GPU, or else the CPU."
+DEVICES_SPEC = (
+    "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 names devices; "
+    "cpu or gpu takes all of that kind."
 )
-LOGICAL = ("logical", "of", "share")
-DevicesFlag = Annotated[str | None, typer.Option("--devices", metavar="SPEC", help=DEVICES_HELP, show_default=False)]
+DevicesFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="SPEC", help=f"{DEVICES_SPEC} Default: every GPU, or else the CPU.", show_default=False
+    ),
+]
 
 
 def devices(*, devices: DevicesFlag = None) -> Callable[[], int]:
@@ -36,10 +40,10 @@ def devices(*, devices: DevicesFlag = None) -> Callable[[], int]:
 
 
 def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
-    """The logical devices that a ``--devices`` flag means, divided as it asks; None means what a strategy takes.
+    """The logical devices for the value of ``--devices``, divided as it says; None means a strategy's default.
 
     Raises:
-        ConfigError: a form that is not there, or a device or a share that this machine cannot give.
+        ConfigError: the value cannot be parsed, or this machine has no such device or share.
     """
     if spec is None:
         return config.resolve_devices(None)
@@ -47,65 +51,53 @@ def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
 
 
 def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
-    """One row for every physical device: its name, what it is, what it has to share, and of a GPU what is taken.
-
-    That counts the memory of every program on the GPU, and what CUDA takes for itself.
-    """
-    headings, rows = ["physical", "is", "has"], [[p.name, _product(p), _whole(p)] for p in physical]
-    if any(p.kind == "GPU" for p in physical):
-        headings, rows = [*headings, "taken"], [[*row, _taken(p)] for row, p in zip(rows, physical, strict=True)]
-    return text_table(headings, rows)
+    """A row for each physical device: its name, product and size, and for GPUs the memory taken by all programs."""
+    drivers = [gpu_driver(device) for device in physical]
+    headings, rows = ["physical", "is", "has"], []
+    for device, driver in zip(physical, drivers, strict=True):
+        cores = len(os.sched_getaffinity(0))
+        row = [
+            device.name,
+            "CPU" if driver is None else driver.product(device.torch_device),
+            f"{cores} core{'s' * (cores > 1)}" if device.memory is None else f"{device.memory} MB",
+        ]
+        if driver is not None:
+            free, total = driver.free_and_total(device.torch_device)
+            row.append(_mb(total - free))
+        elif any(drivers):
+            row.append("-")
+        rows.append(row)
+    return text_table([*headings, "taken"] if any(drivers) else headings, rows)
 
 
 def logical_table(logical: Sequence[config.LogicalDevice]) -> str:
-    """One row for every logical device: its name, what it is a share of, and how large the share is."""
-    return text_table(LOGICAL, [_logical_row(device) for device in logical])
+    """A row for each logical device: its name, its physical device, and its share of it."""
+    return text_table(_LOGICAL, [_logical_row(device) for device in logical])
 
 
 def memory_table(logical: Sequence[config.LogicalDevice]) -> str:
-    """``logical_table``, and of GPUs and their shares what this process has there: of tensors now, and at the most."""
+    """``logical_table``, with this process's memory on GPUs: of tensors now, and at the peak."""
     memories = [device_memory_of(device) for device in logical]
     if not any(memories):
         return logical_table(logical)
-    rows = [[*_logical_row(device), *_memory(memory)] for device, memory in zip(logical, memories, strict=True)]
-    return text_table([*LOGICAL, "in use", "peak"], rows)
+    rows = [
+        [*_logical_row(device), *(["-", "-"] if memory is None else [_mb(memory.in_use), _mb(memory.peak)])]
+        for device, memory in zip(logical, memories, strict=True)
+    ]
+    return text_table([*_LOGICAL, "in use", "peak"], rows)
+
+
+_LOGICAL = ("logical", "of", "share")
 
 
 def _logical_row(device: config.LogicalDevice) -> list[str]:
-    return [device.name, device.physical.name, _share(device)]
-
-
-def _product(physical: config.PhysicalDevice) -> str:
-    driver = gpu_driver(physical)
-    return "CPU" if driver is None else driver.product(physical.torch_device)
-
-
-def _whole(physical: config.PhysicalDevice) -> str:
-    return _cores(len(os.sched_getaffinity(0))) if physical.memory is None else f"{physical.memory} MB"
-
-
-def _taken(physical: config.PhysicalDevice) -> str:
-    driver = gpu_driver(physical)
-    if driver is None:
-        return "-"
-    free, total = driver.free_and_total(physical.torch_device)
-    return _mb(total - free)
-
-
-def _memory(memory: DeviceMemory | None) -> list[str]:
-    return ["-", "-"] if memory is None else [_mb(memory.in_use), _mb(memory.peak)]
+    if device.memory_limit is not None:
+        share = f"{device.memory_limit} MB"
+    else:
+        shares = len(config.get_logical_device_configuration(device.physical) or [device])
+        share = "all of it" if shares == 1 else f"1 of {shares}"
+    return [device.name, device.physical.name, share]
 
 
 def _mb(size: int) -> str:
     return f"{size / MB:.0f} MB"
-
-
-def _share(device: config.LogicalDevice) -> str:
-    if device.memory_limit is not None:
-        return f"{device.memory_limit} MB"
-    shares = len(config.get_logical_device_configuration(device.physical) or [device])
-    return "all of it" if shares == 1 else f"1 of {shares}"
-
-
-def _cores(number: int) -> str:
-    return "1 core" if number == 1 else f"{number} cores"

@@ -1,9 +1,9 @@
-"""A command that divides a model among workers, and was started without any: it is run again in workers of its own.
+"""A command that divides a model among workers but was started without any: it runs again in workers of its own.
 
-    lockstep train mlm --pipeline 2 --tensor 2        one process: parses, and starts
-        worker 0 ... worker 3                         the same words, as under lockstep run
+    lockstep train mlm --pipeline 2 --tensor 2        one process parses the arguments, and starts
+        worker 0 ... worker 3                         which run with the same arguments, as under lockstep run
 
-The workers live in sessions of their own: Ctrl-C reaches this process, which ends them.
+The workers are in sessions of their own: Ctrl-C reaches only this process, which ends them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import ClusterError, LockstepError
 
-# What every worker would import for itself, seconds each, is imported once in the process that they are forked from.
+# Imported once in the process that the workers are forked from; in each worker they would take seconds.
 _PRELOADED = (
     "lockstep.cli.app",
     "torch.distributed.pipelining",
@@ -25,16 +25,12 @@ _PRELOADED = (
 
 @dataclass(frozen=True, kw_only=True)
 class InWorkers:
-    """What a command returns that is to be run again.
-
-    Args:
-        workers: in how many processes.
-    """
+    """Returned by a job that is to run again in ``workers`` processes."""
 
     workers: int
 
-    def run(self, again: Callable[[Sequence[str]], object], words: Sequence[str]) -> int:
-        """Calls ``again(words)`` in all of them, of which the chief is heard; returns what it returned, an exit code.
+    def run(self, command: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> int:
+        """Calls ``command(arguments)`` in all workers, showing the chief's output, and returns the exit code.
 
         Raises:
             LockstepError: what a worker raised first.
@@ -45,11 +41,11 @@ class InWorkers:
 
         job = FunctionJob(workers=self.workers, limits=Limits(), preloaded=_PRELOADED)
         try:
-            return int(job.run(again, (tuple(words),), {}))
+            return int(job.run(command, (tuple(arguments),), {}))
         except ClusterError as error:
-            ended = error.__cause__
-            if isinstance(ended, SystemExit) and isinstance(ended.code, int):
-                return ended.code  # as after SIGTERM to a worker: all have saved
-            if isinstance(ended, LockstepError):  # which says all that there is to say
-                raise ended  # noqa: B904 - its own cause is the worker's traceback
+            cause = error.__cause__
+            if isinstance(cause, SystemExit) and isinstance(cause.code, int):
+                return cause.code  # as after SIGTERM to a worker: all have saved
+            if isinstance(cause, LockstepError):
+                raise cause  # noqa: B904 - its own cause is the worker's traceback
             raise

@@ -8,62 +8,58 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lockstep.cli.failure import let_go_of_streams
+from lockstep.cli.entry_point import discard_broken_streams
 from lockstep.errors import ConfigError
 from lockstep.launch.output import complain
 
 if TYPE_CHECKING:
     from lockstep.launch.jobs import Outcome
-    from lockstep.launch.rendezvous import Meeting
+    from lockstep.launch.rendezvous import Hosts
 
 EXAMPLE = "Example: lockstep run --workers 4 train.py --epochs 5"
-OWN = "lockstep"
-"""As a program: this command itself."""
 
 ProgramArgument = Annotated[
     str, typer.Argument(metavar="PROGRAM", help="A Python file; after -m, a module; or lockstep, for its own commands.")
 ]
 ArgumentsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The program's own command line.")
+    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The program's own arguments.")
 ]
 WorkersFlag = Annotated[
     int | None,
-    typer.Option("--workers", "-n", metavar="N", help="Processes on this host. Without it: one per GPU, or else 1."),
+    typer.Option("--workers", "-n", metavar="N", help="Processes on this host. Default: one per GPU, or else 1."),
 ]
-ModuleFlag = Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as after python -m.")]
+ModuleFlag = Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as in python -m.")]
 HostsFlag = Annotated[
     str | None,
-    typer.Option(
-        "--hosts", metavar="A:PORT,B:PORT", help="All hosts, each of which runs this command with its own --index."
-    ),
+    typer.Option("--hosts", metavar="A:PORT,B:PORT", help="All hosts. Each runs this command with its own --index."),
 ]
-IndexFlag = Annotated[int | None, typer.Option("--index", metavar="I", help="This host's place in --hosts, from 0.")]
+IndexFlag = Annotated[int | None, typer.Option("--index", metavar="I", help="Index of this host in --hosts, from 0.")]
 RendezvousFlag = Annotated[
     str | None,
-    typer.Option("--rendezvous", metavar="HOST:PORT", help="Where hosts meet that may come and go; one of them."),
+    typer.Option("--rendezvous", metavar="HOST:PORT", help="Where hosts meet that may join and leave; one of them."),
 ]
 NodesFlag = Annotated[
     str | None,
-    typer.Option("--nodes", metavar="MIN:MAX", help="How many hosts take part with --rendezvous: 2, or 1:4."),
+    typer.Option("--nodes", metavar="MIN:MAX", help="Number of hosts that take part with --rendezvous: 2, or 1:4."),
 ]
 GpusFlag = Annotated[
     int | None,
-    typer.Option("--gpus-per-worker", metavar="N", help="GPUs that each worker sees; 0 for none. Without it: all."),
+    typer.Option("--gpus-per-worker", metavar="N", help="GPUs that each worker sees; 0 for none. Default: all."),
 ]
-RestartsFlag = Annotated[int, typer.Option("--max-restarts", help="How often all are started again after a failure.")]
+RestartsFlag = Annotated[int, typer.Option("--max-restarts", help="How often to restart all workers after a failure.")]
 OutputFlag = Annotated[
-    Literal["chief", "all", "none"], typer.Option("--output", help="Whose output is shown; every worker has a log.")
+    Literal["chief", "all", "none"], typer.Option("--output", help="Whose output to show; every worker has a log.")
 ]
 LogsFlag = Annotated[Path, typer.Option("--log-dir", metavar="DIR", help="Each run makes a folder of its own in it.")]
 JobFlag = Annotated[
     str | None,
     typer.Option(
-        "--job", metavar="NAME", help="Tells jobs apart on several hosts. Without it: the program and its arguments."
+        "--job", metavar="NAME", help="Distinguishes jobs on several hosts. Default: the program and its arguments."
     ),
 ]
-StopFlag = Annotated[float, typer.Option("--stop-s", help="Seconds that workers get after SIGTERM, to save.")]
+StopFlag = Annotated[float, typer.Option("--stop-s", help="Seconds that workers have to save after SIGTERM.")]
 TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Seconds to wait for the other hosts.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", help="The workers' output alone, and errors.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", help="Print only the workers' output, and errors.")]
 
 
 def run(
@@ -94,16 +90,18 @@ def run(
         from lockstep.launch.agent import Limits
         from lockstep.launch.jobs import Program, ProgramJob
 
-        words = tuple(arguments or ())
-        own = program == OWN and not module and not Path(OWN).is_file()
-        said = _read_own(words, workers if hosts is None and nodes is None else None) if own else None
-        if said is not None:
-            return said
-        what = Program(target="lockstep.cli" if own else program, is_module=module or own, arguments=words)
+        given = tuple(arguments or ())
+        is_lockstep = program == "lockstep" and not module and not Path(program).is_file()
+        if is_lockstep:
+            exit_code = _check_command(given, workers if hosts is None and nodes is None else None)
+            if exit_code is not None:
+                return exit_code
+        target = "lockstep.cli" if is_lockstep else program
+        what = Program(target=target, is_module=module or is_lockstep, arguments=given)
         meeting = choose_meeting(hosts, index, rendezvous, nodes, job=job or what.job, timeout_s=timeout_s)
         launch = ProgramJob(
             program=what,
-            meeting=meeting,
+            hosts=meeting,
             workers=workers,
             gpus_per_worker=gpus_per_worker,
             max_restarts=max_restarts,
@@ -112,27 +110,27 @@ def run(
             output=output,
         )
         try:
-            return report(launch.run(_tell_nobody if quiet else complain))
+            return _report(launch.run((lambda line: None) if quiet else complain))
         finally:
-            let_go_of_streams()
+            discard_broken_streams()
 
     return start
 
 
-def _read_own(words: Sequence[str], workers: int | None) -> int | None:
-    """Reads words of our own before any worker does, so that what is wrong with them is said once.
+def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
+    """Parses a command of ours before any worker does, so that an error in it is printed once.
 
     Args:
-        words: after ``lockstep``.
-        workers: in all; None where they are not known yet.
+        arguments: the arguments after ``lockstep``.
+        workers: number of workers in all; None if not known yet.
 
     Returns:
-        None; or the exit code where all has been said already, as after ``--help``.
+        The exit code if there is nothing to run, as after ``--help``; else None.
     """
-    from lockstep.cli.app import parse  # which knows this command too
-    from lockstep.cli.training import TrainingCommand
+    from lockstep.cli.app import parse  # imports this module
+    from lockstep.cli.train import TrainingCommand
 
-    job = parse(words or ["--help"])
+    job = parse(arguments or ["--help"])
     if workers is not None and isinstance(job, TrainingCommand):
         job.check(workers)
     return job if isinstance(job, int) else None
@@ -140,13 +138,13 @@ def _read_own(words: Sequence[str], workers: int | None) -> int | None:
 
 def choose_meeting(
     hosts: str | None, index: int | None, rendezvous: str | None, nodes: str | None, *, job: str, timeout_s: float
-) -> Meeting:
-    """How this launcher meets others, from the flags that say so.
+) -> Hosts:
+    """How this launcher meets the others, from the flags.
 
     Raises:
-        ConfigError: flags that do not go together, or say too little.
+        ConfigError: the flags contradict each other, or one is missing.
     """
-    from lockstep.launch.rendezvous import ComingHosts, FixedHosts, OneHost
+    from lockstep.launch.rendezvous import ElasticHosts, FixedHosts, OneHost
 
     if hosts is not None and rendezvous is not None:
         raise ConfigError("--hosts and --rendezvous were given, expected one of them; leave one out")
@@ -159,15 +157,15 @@ def choose_meeting(
         return FixedHosts(hosts=listed, index=index, job=job, timeout_s=timeout_s)
     if rendezvous is not None and nodes is not None:
         least, most = parse_nodes(nodes)
-        return ComingHosts(address=rendezvous, least=least, most=most, job=job, timeout_s=timeout_s)
+        return ElasticHosts(address=rendezvous, least=least, most=most, job=job, timeout_s=timeout_s)
     return OneHost()
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """The least and the greatest number of hosts: "1:4", or "2" for both.
+    """Parses the least and the greatest number of hosts: "1:4", or "2" for both.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the text is neither.
     """
     least, colon, most = text.partition(":")
     if not least.isdecimal() or (colon and not most.isdecimal()):
@@ -175,17 +173,13 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return int(least), int(most if colon else least)
 
 
-def report(outcome: Outcome) -> int:
-    """Says which worker failed, and how; returns the exit code."""
+def _report(outcome: Outcome) -> int:
+    """Prints which worker failed, and how; returns the exit code."""
     if outcome.interrupted:
         raise KeyboardInterrupt
-    if outcome.last_words:
-        last_words = outcome.last_words.rstrip("\n")
-        complain(f"the last words of worker {outcome.worker}:\n{last_words}")
+    if outcome.last_output:
+        last_output = outcome.last_output.rstrip("\n")
+        complain(f"the last output of worker {outcome.worker}:\n{last_output}")
     if outcome.line is not None:
         complain(f"error: {outcome.line}")
     return outcome.exit_code
-
-
-def _tell_nobody(line: str) -> None:
-    """``--quiet``."""

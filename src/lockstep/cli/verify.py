@@ -10,38 +10,36 @@ from typing import Annotated
 import typer
 
 from lockstep.atomic_files import atomic_write
-from lockstep.cli.devices import DEVICES_HELP
+from lockstep.cli.devices import DEVICES_SPEC
 from lockstep.errors import ConfigError
 from lockstep.verify.config import Program, VerifyConfig
 from lockstep.verify.report import render, to_json
 from lockstep.verify.report import verify as run_verification
 
 EXAMPLE = "Example: lockstep verify --devices cpu:4 train.py --batch-size 32"
-RECIPES = ("mlm", "images")
-EQUAL, DIFFERENT = 0, 1
+_RECIPES = ("mlm", "images")
 
 ProgramArgument = Annotated[
     str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A Python file, or the name of a recipe: mlm or images.")
 ]
 ArgumentsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The program's own command line.")
+    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The program's own arguments.")
 ]
-StepsFlag = Annotated[int, typer.Option(help="How many updates to compare.")]
+StepsFlag = Annotated[int, typer.Option(help="Number of optimizer updates to compare.")]
 DevicesFlag = Annotated[
     str | None,
     typer.Option(
         "--devices",
         metavar="SPEC",
-        help=f"How to divide the devices before the program starts. {DEVICES_HELP.partition(' Without it')[0]} "
-        "Without it: as the program does itself.",
+        help=f"How to divide the devices before the program starts. {DEVICES_SPEC} Default: as the program does.",
         show_default=False,
     ),
 ]
 JsonFlag = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the report for machines too.", show_default=False)
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON.", show_default=False)
 ]
-TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Seconds after which a run is ended.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", help="The report alone, not what is being run.")]
+TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Time limit of each run, in seconds.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", help="Print only the report, not what is running.")]
 
 
 def verify(
@@ -56,8 +54,8 @@ def verify(
 ) -> Callable[[], int]:
     """Run the first steps of a program on N replicas and on one, compare all numbers, and say why they differ.
 
-    The program's own arguments come after its name. Exit code: 0 equal within rounding, or different by dropout
-    alone, 1 different, 2 asked wrongly.
+    The program's own arguments come after its name. Exit code: 0 if equal within rounding, or different by dropout
+    alone; 1 if different; 2 if the arguments or the program are wrong.
     """
 
     def job() -> int:
@@ -66,18 +64,18 @@ def verify(
         )
         if json is not None and json.expanduser().is_dir():
             raise ConfigError(f"--json {str(json)!r} is a folder, expected a file; give it a name")
-        report = run_verification(config, progress=None if quiet else _say)
+        report = run_verification(config, progress=None if quiet else _print_progress)
         print(render(report))
         if json is not None:
             atomic_write(json.expanduser(), to_json(report))
-        return EQUAL if report.sound else DIFFERENT
+        return 0 if report.sound else 1
 
     return job
 
 
 def find_program(name: str, arguments: tuple[str, ...]) -> Program:
-    """The recipe of that name, as ``lockstep train`` runs it, or the script at that path; a file comes first."""
-    if name in RECIPES and not Path(name).exists():
+    """The script at that path or, if there is none, the recipe of that name."""
+    if name in _RECIPES and not Path(name).exists():
         return Program(
             name=name,
             target="lockstep.cli",
@@ -88,5 +86,5 @@ def find_program(name: str, arguments: tuple[str, ...]) -> Program:
     return Program(name=Path(name).name, target=name, arguments=arguments)
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(f"comparing {line} ...", file=sys.stderr, flush=True)

@@ -1,6 +1,10 @@
-"""The cores of a host that several workers share, divided among them: each would take all of them for its own.
+"""A worker's share of its host: which GPUs that it sees are its own, and how many threads it uses.
 
-Launchers divide them with OMP_NUM_THREADS. Workers that are started by hand, as with TF_CONFIG, have nobody who does;
+It sees only its own GPUs           lockstep run, srun --gpus-per-task: all that it sees
+It sees all GPUs of the host        torchrun, srun: an equal part, by its rank among the host's workers
+There is one worker on this host    all that it sees
+
+Launchers divide the cores with OMP_NUM_THREADS. Nobody does for workers that are started by hand, as with TF_CONFIG:
 two of them on two cores took 12 times as long for a step as with the cores divided.
 """
 
@@ -18,84 +22,92 @@ from pathlib import Path
 import torch
 
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.variables import whole_number
+from lockstep.cluster.variables import count, whole_number
 from lockstep.errors import ClusterError
 
 OWN_GPUS = "LOCKSTEP_OWN_GPUS"
-"""Set by ``lockstep run`` and ``ls.launch`` for workers whom they show their own GPUs alone."""
+"""Set by ``lockstep run`` and ``ls.launch`` for workers that see only their own GPUs."""
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPlace:
-    """A worker's place among those of its host.
+class LocalRank:
+    """A worker's rank among those of its host.
 
     Args:
-        index: from 0.
-        workers: how many there are.
-        sees_own: whether what this process sees of the host's GPUs is its own alone.
+        rank: from 0.
+        workers: the number of workers on the host.
+        sees_own: whether the process sees only its own GPUs.
     """
 
-    index: int = 0
+    rank: int = 0
     workers: int = 1
     sees_own: bool = False
 
     def own_gpus(self, gpus: int) -> range:
-        """The numbers of this worker's, of ``gpus`` that it sees.
+        """The numbers of this worker's GPUs among the ``gpus`` that it sees.
 
-        Where there are fewer than workers, several have the same one, or each sees another: that only they all know.
+        If there are fewer GPUs than workers, several workers have the same one, or each sees a different one.
 
         Example:
-            >>> LocalPlace(index=1, workers=2).own_gpus(4)
+            >>> LocalRank(rank=1, workers=2).own_gpus(4)
             range(2, 4)
         """
         if self.sees_own or self.workers == 1 or not gpus:
             return range(gpus)
         each = max(1, gpus // self.workers)
-        first = self.index * each % gpus
+        first = self.rank * each % gpus
         return range(first, first + each)
 
 
-def local_place(environment: Mapping[str, str], cluster: ClusterSpec | None) -> LocalPlace:
-    """What the launcher says, or the addresses of the cluster. Pure.
+def find_local_rank(environment: Mapping[str, str], cluster: ClusterSpec | None) -> LocalRank:
+    """The local rank that the launcher's variables or the addresses of the cluster give. Pure.
 
     Args:
-        environment: of the process.
-        cluster: which it is a worker of; None where it is by itself.
+        environment: the environment variables of the process.
+        cluster: the cluster of the process; None for a process by itself.
 
     Raises:
-        ClusterError: numbers that are none, or out of range.
+        ClusterError: a variable is not a number or out of range.
     """
     if cluster is None or cluster.task != "worker" or cluster.num_workers == 1:
-        return LocalPlace()
+        return LocalRank()
     if environment.get("LOCAL_RANK") and environment.get("LOCAL_WORLD_SIZE"):
         size = whole_number(environment, "LOCAL_WORLD_SIZE", cluster.source, least=1)
         rank = whole_number(environment, "LOCAL_RANK", cluster.source, least=0, most=size - 1)
-        return LocalPlace(index=rank, workers=size, sees_own=bool(environment.get(OWN_GPUS)))
+        return LocalRank(rank=rank, workers=size, sees_own=bool(environment.get(OWN_GPUS)))
     if cluster.source == "SLURM":
-        return _of_task(environment)
-    return _by_address(environment, cluster)
+        return _slurm_local_rank(environment)
+    # TF_CONFIG and a ClusterSpec name every worker's host. Whoever starts workers so sets CUDA_VISIBLE_DEVICES by hand.
+    hosts = [cluster.host(index) for index in range(cluster.num_workers)]
+    own = hosts[cluster.index]
+    if not own:
+        return LocalRank()
+    return LocalRank(
+        rank=Counter(hosts[: cluster.index])[own],
+        workers=Counter(hosts)[own],
+        sees_own=bool(environment.get("CUDA_VISIBLE_DEVICES")),
+    )
 
 
-def place_here(cluster: ClusterSpec | None) -> LocalPlace:
-    """``local_place`` by this process's environment."""
-    return local_place(os.environ, cluster)
+def own_local_rank(cluster: ClusterSpec | None) -> LocalRank:
+    """``find_local_rank`` with the environment of this process."""
+    return find_local_rank(os.environ, cluster)
 
 
-def _of_task(environment: Mapping[str, str]) -> LocalPlace:
+def _slurm_local_rank(environment: Mapping[str, str]) -> LocalRank:
     if not environment.get("SLURM_LOCALID") or not environment.get("SLURM_STEP_TASKS_PER_NODE"):
-        return LocalPlace()
-    node = whole_number(environment, "SLURM_NODEID", "SLURM", least=0) if environment.get("SLURM_NODEID") else 0
-    counts = _tasks(environment["SLURM_STEP_TASKS_PER_NODE"])
-    size = counts[min(node, len(counts) - 1)]
-    return LocalPlace(
-        index=whole_number(environment, "SLURM_LOCALID", "SLURM", least=0, most=size - 1),
+        return LocalRank()
+    counts = _tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    size = counts[min(count(environment, "SLURM_NODEID", "SLURM"), len(counts) - 1)]
+    return LocalRank(
+        rank=whole_number(environment, "SLURM_LOCALID", "SLURM", least=0, most=size - 1),
         workers=size,
         sees_own=bool(environment.get("SLURM_GPUS_PER_TASK")) or "gpu" in environment.get("SLURM_TRES_PER_TASK", ""),
     )
 
 
-def _tasks(text: str) -> list[int]:
+def _tasks_per_node(text: str) -> list[int]:
     """SLURM's short notation for the tasks of each host: "4(x2),3" is 4, 4, 3."""
     counts: list[int] = []
     for item in text.split(","):
@@ -106,70 +118,53 @@ def _tasks(text: str) -> list[int]:
     return counts
 
 
-def _by_address(environment: Mapping[str, str], cluster: ClusterSpec) -> LocalPlace:
-    """TF_CONFIG and a ClusterSpec name every worker's host; who starts workers so shows each its own GPUs by hand."""
-    hosts = [cluster.host(index) for index in range(cluster.num_workers)]
-    own = hosts[cluster.index]
-    if not own:
-        return LocalPlace()
-    return LocalPlace(
-        index=Counter(hosts[: cluster.index])[own],
-        workers=Counter(hosts)[own],
-        sees_own=bool(environment.get("CUDA_VISIBLE_DEVICES")),
-    )
-
-
-def core_card() -> dict[str, int]:
-    """What the workers of a job tell each other: which host this is, and which of its cores this process may use."""
+def core_info() -> dict[str, int]:
+    """What the workers of a job tell each other about cores: a number for this host, and a bit mask of its cores."""
     name = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
     host = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
     return {"host": host, "cores": sum(1 << core for core in os.sched_getaffinity(0))}
 
 
-def sharing_cores(cards: Sequence[Mapping[str, int]], index: int) -> int:
-    """How many workers compute on the cores of worker ``index``, itself among them. Pure.
+def divide_cores(infos: Sequence[Mapping[str, int]], index: int) -> None:
+    """Sets this process's number of intra-op threads to its part of the cores.
 
     Args:
-        cards: every worker's ``core_card``, in worker order.
-        index: whose cores.
+        infos: every worker's ``core_info``, in rank order.
+        index: the rank of this worker.
     """
-    own = cards[index]
-    return sum(card["host"] == own["host"] and bool(card["cores"] & own["cores"]) for card in cards)
+    threads = torch.get_num_threads()
+    workers = count_core_sharers(infos, index)
+    own = threads_per_worker(os.environ, threads=threads, default=_default_threads(), workers=workers)
+    if own != threads:
+        torch.set_num_threads(own)
 
 
-def own_threads(environment: Mapping[str, str], *, threads: int, default: int, workers: int) -> int:
+def count_core_sharers(infos: Sequence[Mapping[str, int]], index: int) -> int:
+    """How many workers, this one included, compute on the cores of worker ``index``. Pure."""
+    own = infos[index]
+    return sum(info["host"] == own["host"] and bool(info["cores"] & own["cores"]) for info in infos)
+
+
+def threads_per_worker(environment: Mapping[str, str], *, threads: int, default: int, workers: int) -> int:
     """The number of intra-op threads for one of the workers that share cores. Pure.
 
-    What was asked for stays: by OMP_NUM_THREADS, or by ``torch.set_num_threads`` with another number than torch's own.
+    A number that the user set is kept, whether by OMP_NUM_THREADS or by ``torch.set_num_threads``.
 
     Args:
-        environment: of the process.
-        threads: how many it has now.
-        default: the number that torch takes by itself.
-        workers: that share the cores.
+        environment: the environment variables of the process.
+        threads: its current number of threads.
+        default: the number that torch chooses by itself.
+        workers: the number of workers that share the cores.
     """
     if workers == 1 or environment.get("OMP_NUM_THREADS") or threads != default:
         return threads
     return max(1, threads // workers)
 
 
-def divide_cores(cards: Sequence[Mapping[str, int]], index: int) -> None:
-    """Gives this process its part of the cores as intra-op threads, from now on.
-
-    Args:
-        cards: every worker's ``core_card``, in worker order.
-        index: this worker.
-    """
-    threads = torch.get_num_threads()
-    own = own_threads(os.environ, threads=threads, default=_torchs_number(), workers=sharing_cores(cards, index))
-    if own != threads:
-        torch.set_num_threads(own)
-
-
-def _torchs_number() -> int:
-    """One thread for each core that this process may use; MKL counts those that are two threads of a core once."""
+def _default_threads() -> int:
+    """One thread for each core that this process may use; with MKL, one for each physical core."""
     cores = os.sched_getaffinity(0)
     siblings = (Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores)
-    whole = {path.read_text(encoding="ascii") for path in siblings if path.exists()}
-    counts_whole = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    return len(whole) if whole and counts_whole else len(cores)
+    physical = {path.read_text(encoding="ascii") for path in siblings if path.exists()}
+    counts_physical = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return len(physical) if physical and counts_physical else len(cores)

@@ -1,14 +1,15 @@
-"""Which of the forms declares the cluster. ``resolve_cluster`` is pure; the two at the end read the environment.
+"""Which form declares the cluster: TF_CONFIG, torchrun's variables or SLURM's.
 
-What comes first counts: TF_CONFIG, which somebody wrote for this very process; then torchrun's variables, since a
-launcher may itself run inside a SLURM step; then SLURM's. The first two must not contradict each other.
+``cluster_from_environment`` and ``declared_job`` read the environment of this process; the others are pure.
+
+The first form that is there counts: TF_CONFIG, which somebody wrote for this very process; then torchrun's variables,
+because a launcher may run inside a SLURM step; then SLURM's. The first two must not contradict each other.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lockstep.cluster.slurm import is_job_step, parse_slurm
 from lockstep.cluster.spec import ClusterSpec
@@ -17,27 +18,17 @@ from lockstep.cluster.torchrun import parse_torchrun
 from lockstep.errors import ClusterError
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeclaredJob:
-    """A job of several workers that train, of which this process is one.
-
-    Args:
-        source: who says so: "TF_CONFIG", "torchrun" or "SLURM".
-        workers: how many processes take part.
-    """
-
-    source: str
-    workers: int
-
-
 def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster that ``environment`` declares, or None if it declares none.
+    """The cluster that ``environment`` declares; None if it declares none.
 
     Raises:
-        ClusterError: a form that is malformed or incomplete, or two that contradict each other.
+        ClusterError: a form is malformed or incomplete, or two contradict each other.
     """
     written = parse_tf_config(environment)
-    launched = _launched(environment)
+    # Job scripts often export WORLD_SIZE for all tasks: in a SLURM step it only counts with RANK.
+    launched = None
+    if environment.get("RANK") or not is_job_step(environment):
+        launched = parse_torchrun(environment)
     if written is None:
         return launched or parse_slurm(environment)
     if launched is not None:
@@ -45,11 +36,11 @@ def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
     return written
 
 
-def find_job(environment: Mapping[str, str]) -> DeclaredJob | None:
-    """The job of several workers that a process with ``environment`` trains in.
+def find_job(environment: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster of several workers in which a process with ``environment`` trains.
 
-    None for a single worker, for an evaluator, and for WORLD_SIZE without RANK: that says how many processes somebody
-    plans, and not that this is one of them.
+    None for a single worker, for an evaluator, and for WORLD_SIZE without RANK, which says how many processes somebody
+    plans and not that this is one of them.
 
     Raises:
         ClusterError: as ``resolve_cluster``.
@@ -59,28 +50,21 @@ def find_job(environment: Mapping[str, str]) -> DeclaredJob | None:
     cluster = resolve_cluster(environment)
     if cluster is None or cluster.task != "worker" or cluster.num_workers == 1:
         return None
-    return DeclaredJob(source=cluster.source, workers=cluster.num_workers)
+    return cluster
 
 
 def cluster_from_environment() -> ClusterSpec | None:
-    """The cluster that this process's environment declares; see ``resolve_cluster``."""
+    """``resolve_cluster`` with the environment of this process."""
     return resolve_cluster(os.environ)
 
 
-def declared_job() -> DeclaredJob | None:
-    """The job of several workers that this process trains in by its environment; see ``find_job``."""
+def declared_job() -> ClusterSpec | None:
+    """``find_job`` with the environment of this process."""
     return find_job(os.environ)
 
 
-def _launched(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """What a launcher declares. Job scripts often export WORLD_SIZE for all: in a SLURM step it takes RANK to count."""
-    if is_job_step(environment) and not environment.get("RANK"):
-        return None
-    return parse_torchrun(environment)
-
-
 def _check_agreement(written: ClusterSpec, launched: ClusterSpec) -> None:
-    """Refuses one TF_CONFIG that several launched processes inherited: each would take itself for the same worker."""
+    """Refuses one TF_CONFIG that several launched processes inherited: each would be the same worker."""
     if written.task != "worker" or launched.num_workers == 1:
         return
     if (written.num_workers, written.index) != (launched.num_workers, launched.index):

@@ -1,75 +1,41 @@
-"""Who takes part in a job: one frozen description, whichever variables or arguments it came from. Pure."""
+"""``ClusterSpec``: the workers of a job, whichever variables or arguments describe them. Pure."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lockstep.cluster.address import canonical, parse_address, shown
+from lockstep.cluster.address import canonical, check_addresses, parse_address, shown
 from lockstep.errors import ClusterError
-
-JOB_ID_VARIABLE = "LOCKSTEP_JOB_ID"
-"""Names the job in every form; equal on all its workers, and another for every job."""
-
-_LONGEST = 200
-
-
-def check_job_id(job_id: object, where: str = "job_id") -> None:
-    """Accepts up to 200 printable characters, and the empty text, which asks for a derived id.
-
-    Raises:
-        ClusterError: anything else.
-    """
-    if not isinstance(job_id, str) or not job_id.isprintable() or len(job_id) > _LONGEST:
-        raise ClusterError(
-            f"{where}={shown(job_id)} is no job id; give 1 to {_LONGEST} printable characters, such as 'flowers-17'"
-        )
-
-
-def derive_job_id(workers: Sequence[str]) -> str:
-    """The same id on every worker of a cluster, and another for other addresses or another number of workers."""
-    addresses = [canonical(address) if address else "" for address in workers]
-    return f"cluster-{hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]}"
-
-
-def given_job_id(environment: Mapping[str, str]) -> str:
-    """The id in ``LOCKSTEP_JOB_ID``; empty where it is not set.
-
-    Raises:
-        ClusterError: it is set to something that is no id.
-    """
-    job_id = environment.get(JOB_ID_VARIABLE, "")
-    check_job_id(job_id, JOB_ID_VARIABLE)
-    return job_id
-
 
 Task = Literal["worker", "evaluator"]
 
 _EXAMPLE = "for example ClusterSpec(workers=['hosta:20000', 'hostb:20000'], index=0)"
+_JOB_ID_LENGTH = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """The workers of a job, and which of them this process is.
 
-    Worker 0 is the chief. A cluster is equal on all its workers but for ``index``; so is ``job_id``, which is derived
-    from the addresses where none is given.
+    Worker 0 is the chief. A cluster is equal on all its workers except for ``index``. So is ``job_id``, which is
+    derived from the addresses if none is given.
 
     Args:
-        workers: one address "host:port" per worker, the chief's first; its store listens there. A list is kept as a
-            tuple. Launchers that name only the chief leave the others' empty, and a cluster of one needs none.
-        index: this process's place among them, from 0; for an evaluator, among the evaluators.
+        workers: one address "host:port" per worker, the chief's first; its store listens there. A list is converted to
+            a tuple. Launchers that only name the chief leave the others' empty, and a cluster of one needs none.
+        index: this process's rank among the workers, from 0; for an evaluator, its rank among the evaluators.
         task: "worker", or "evaluator" for a process beside the training.
-        job_id: what tells this job's processes from others that find the same address.
-        source: who said so, for messages: "TF_CONFIG", "torchrun", "SLURM" or "ClusterSpec".
-        attempt: how often the job was started again after a failure.
-        store_is_served: a launcher serves the store at the chief's address; no worker does.
+        job_id: distinguishes this job's processes from others that find the same address.
+        source: where the cluster was declared, for messages: "TF_CONFIG", "torchrun", "SLURM" or "ClusterSpec".
+        attempt: how often the job was restarted after a failure.
+        store_is_served: whether a launcher serves the store at the chief's address; otherwise worker 0 does.
 
     Raises:
-        ClusterError: no workers, an address that is none or stands twice, an index out of range, an unknown task.
+        ClusterError: no workers, a malformed or repeated address, an index out of range, or an unknown task.
 
     Example:
         >>> import lockstep as ls
@@ -89,7 +55,7 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", _as_tuple(self.workers))
         self._check_workers()
-        self._check_place()
+        self._check_task()
         if not _is_count(self.attempt):
             raise ClusterError(f"attempt={shown(self.attempt)} is no number of earlier attempts; give 0, 1, ...")
         check_job_id(self.job_id)
@@ -111,18 +77,18 @@ class ClusterSpec:
         """The host and the port where the job's store listens.
 
         Raises:
-            ClusterError: a cluster of one that named no address.
+            ClusterError: a cluster of one without an address.
         """
         if not self.workers[0]:
             raise ClusterError(f"this cluster of one worker names no address; give one, {_EXAMPLE}")
         return parse_address(self.workers[0])
 
     def host(self, index: int) -> str:
-        """The host in a worker's address; empty where a launcher named none."""
+        """The host in a worker's address; empty if a launcher named none."""
         return parse_address(self.workers[index])[0] if self.workers[index] else ""
 
     def name(self, index: int) -> str:
-        """A worker's name for messages: "worker 1 (hostb:20001)", or "worker 1" where its address is not known."""
+        """A worker's name for messages: "worker 1 (hostb:20001)", or "worker 1" if its address is not known."""
         return f"worker {index} ({self.workers[index]})" if self.workers[index] else f"worker {index}"
 
     def _check_workers(self) -> None:
@@ -130,28 +96,40 @@ class ClusterSpec:
             raise ClusterError(f"{self.source}: the cluster has no workers; name every worker's address, {_EXAMPLE}")
         if not self.workers[0] and len(self.workers) > 1:
             raise ClusterError(f"{self.source}: workers[0] is empty, but the others must find the chief; {_EXAMPLE}")
-        seen: dict[str, int] = {}
-        for index, address in enumerate(self.workers):
-            if address == "":
-                continue
-            try:
-                spelling = canonical(address)
-            except ClusterError as error:
-                raise ClusterError(f"{self.source}: workers[{index}]: {error}") from None
-            if spelling in seen:
-                raise ClusterError(
-                    f"{self.source}: workers[{seen[spelling]}] and workers[{index}] are both {shown(address)}; "
-                    f"give every worker an address of its own, {_EXAMPLE}"
-                )
-            seen[spelling] = index
+        try:
+            check_addresses({f"workers[{i}]": address for i, address in enumerate(self.workers) if address != ""})
+        except ClusterError as error:
+            raise ClusterError(f"{self.source}: {error}, {_EXAMPLE}") from None
 
-    def _check_place(self) -> None:
+    def _check_task(self) -> None:
         if self.task not in get_args(Task):
             raise ClusterError(f"{self.source}: task={shown(self.task)} is unknown; choose 'worker' or 'evaluator'")
         last = len(self.workers) - 1
         if not _is_count(self.index) or (self.task == "worker" and self.index > last):
-            places = f"from 0 to {last}, one per worker" if self.task == "worker" else "from 0, one per evaluator"
-            raise ClusterError(f"{self.source}: index={shown(self.index)} is no place in the cluster; give {places}")
+            expected = f"from 0 to {last}, one per worker" if self.task == "worker" else "from 0, one per evaluator"
+            raise ClusterError(f"{self.source}: index={shown(self.index)} is no place in the cluster; give {expected}")
+
+
+def check_job_id(job_id: object, name: str = "job_id") -> None:
+    """Accepts up to 200 printable characters, and the empty text, which asks for a derived id.
+
+    The id guards against accidents, such as a forgotten process of an older job that finds a newer one's address. It
+    does not guard against attackers.
+
+    Raises:
+        ClusterError: anything else.
+    """
+    if not isinstance(job_id, str) or not job_id.isprintable() or len(job_id) > _JOB_ID_LENGTH:
+        raise ClusterError(
+            f"{name}={shown(job_id)} is no job id; give 1 to {_JOB_ID_LENGTH} printable characters, such as"
+            " 'flowers-17'"
+        )
+
+
+def derive_job_id(workers: Sequence[str]) -> str:
+    """The same id on every worker of a cluster, and another for other addresses or another number of workers."""
+    addresses = [canonical(address) if address else "" for address in workers]
+    return f"cluster-{hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]}"
 
 
 def _as_tuple(workers: object) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""TF_CONFIG: the cluster as one JSON text, equal on every worker but for its task. Pure.
+"""TF_CONFIG: the cluster as one JSON text, which differs between the workers only in its task. Pure.
 
     {"cluster": {"worker": ["hosta:20000", "hostb:20000"]}, "task": {"type": "worker", "index": 0}}
 
-Task types: ``chief`` (at most one; without one worker 0 is it), ``worker`` and ``evaluator``. ``master`` is an older
-name of chief, taken since hosted services still write it. With a chief, TensorFlow's worker i is worker i + 1 here.
-Other fields of TF_CONFIG say nothing about who takes part and are not read.
+The task types are ``chief`` (at most one; without one worker 0 is the chief), ``worker`` and ``evaluator``. ``master``
+is an older name of chief that hosted services still write. With a chief, TensorFlow's worker i is worker i + 1 here.
+Other fields of TF_CONFIG say nothing about the workers and are not read.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.cluster.address import canonical, shown
-from lockstep.cluster.spec import ClusterSpec, Task, given_job_id
+from lockstep.cluster.address import check_addresses, shown
+from lockstep.cluster.spec import ClusterSpec, Task
+from lockstep.cluster.variables import given_job_id
 from lockstep.errors import ClusterError
 
 EXAMPLE = '{"cluster": {"worker": ["hosta:20000", "hostb:20000"]}, "task": {"type": "worker", "index": 0}}'
@@ -24,19 +25,19 @@ _TYPES = (*_CHIEFS, "worker", "evaluator")
 
 
 def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster that ``TF_CONFIG`` declares; None where the variable is not set or empty.
+    """The cluster that ``TF_CONFIG`` declares; None if the variable is not set or empty.
 
-    No cluster in it, or one worker, is a cluster of one.
+    Without a cluster in it, or with one worker, it declares a cluster of one.
 
     Raises:
-        ClusterError: anything else that cannot be followed; it shows the offending part.
+        ClusterError: anything else; it shows the malformed part.
     """
     text = environment.get("TF_CONFIG", "").strip()
     if not text:
         return None
     declared = _load(text)
     cluster = _read_cluster(declared.get("cluster"))
-    workers = _workers(cluster)
+    workers = tuple(address for name in (*_CHIEFS, "worker") for address in cluster.get(name, ()))
     task, index = _read_task(declared.get("task"), cluster, alone=len(workers) <= 1)
     return ClusterSpec(
         workers=workers or ("",), index=index, task=task, job_id=given_job_id(environment), source="TF_CONFIG"
@@ -48,9 +49,8 @@ def _load(text: str) -> dict[str, Any]:
         declared = json.loads(text)
     except json.JSONDecodeError as error:
         near = text[max(error.pos - 20, 0) : error.pos + 40]
-        raise _malformed(
-            f"not JSON ({error.msg}) at character {error.pos}, near {shown(near)}{_quotes(text)}"
-        ) from None
+        quotes = "; JSON takes double quotes, with the shell's single quotes around them" if "'" in text else ""
+        raise _malformed(f"not JSON ({error.msg}) at character {error.pos}, near {shown(near)}{quotes}") from None
     except RecursionError:
         raise _malformed(f"{shown(text)} is nested too deep") from None
     if not isinstance(declared, dict):
@@ -58,12 +58,8 @@ def _load(text: str) -> dict[str, Any]:
     return declared
 
 
-def _quotes(text: str) -> str:
-    return "; JSON takes double quotes, and the shell's single quotes stand around them" if "'" in text else ""
-
-
 def _read_cluster(cluster: object) -> dict[str, list[str]]:
-    """The addresses of each task type, every one of them checked."""
+    """The checked addresses of each task type."""
     if cluster is None:
         return {}
     if not isinstance(cluster, dict):
@@ -79,43 +75,26 @@ def _read_cluster(cluster: object) -> dict[str, list[str]]:
     for name, addresses in cluster.items():
         if not isinstance(addresses, list):
             raise _malformed(f"cluster.{name} is {shown(addresses)}; it must be a list of addresses")
-    _check_addresses(cluster)
+    chiefs = [address for name in _CHIEFS for address in cluster.get(name, ())]
+    if len(chiefs) > 1:
+        raise _malformed(f"cluster has {len(chiefs)} chiefs ({shown(chiefs)}); list all but one as worker")
+    try:
+        check_addresses(
+            {f"cluster.{name}[{i}]": each for name, listed in cluster.items() for i, each in enumerate(listed)}
+        )
+    except ClusterError as error:
+        raise _malformed(str(error)) from None
     return cluster
 
 
-def _check_addresses(cluster: Mapping[str, list[str]]) -> None:
-    chiefs = [address for name in _CHIEFS for address in cluster.get(name, ())]
-    if len(chiefs) > 1:
-        raise _malformed(
-            f"cluster has {len(chiefs)} chiefs ({shown(chiefs)}); it has one at most, list the rest as worker"
-        )
-    seen: dict[str, str] = {}
-    for name, addresses in cluster.items():
-        for index, address in enumerate(addresses):
-            place = f"cluster.{name}[{index}]"
-            try:
-                spelling = canonical(address)
-            except ClusterError as error:
-                raise _malformed(f"{place}: {error}") from None
-            if spelling in seen:
-                raise _malformed(f"{seen[spelling]} and {place} are both {shown(address)}; each needs its own address")
-            seen[spelling] = place
-
-
-def _workers(cluster: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """Every address that trains, the chief's first."""
-    return tuple(address for name in (*_CHIEFS, "worker") for address in cluster.get(name, ()))
-
-
 def _read_task(task: object, cluster: Mapping[str, list[str]], *, alone: bool) -> tuple[Task, int]:
+    """The task and its index in our counting, where the chief is worker 0."""
     if task is None and alone:
         return "worker", 0
+    if task is None:
+        raise _malformed("task is missing; it says which of the workers this process is")
     if not isinstance(task, dict):
-        raise _malformed(
-            "task is missing; it says which of the workers this process is"
-            if task is None
-            else f"task is {shown(task)}; it must be an object with type and index"
-        )
+        raise _malformed(f"task is {shown(task)}; it must be an object with type and index")
     kind, index = task.get("type"), task.get("index")
     if kind == "ps":
         raise _malformed("task.type is 'ps', a parameter server; here every worker keeps a copy of the weights")
@@ -123,13 +102,8 @@ def _read_task(task: object, cluster: Mapping[str, list[str]], *, alone: bool) -
         raise _malformed(f"task.type is {shown(kind)}; the types are chief, worker and evaluator")
     if not isinstance(index, int) or isinstance(index, bool):
         raise _malformed(f"task.index is {shown(index)}; it must be a whole number without quotes")
-    return _place(kind, index, cluster)
-
-
-def _place(kind: str, index: int, cluster: Mapping[str, list[str]]) -> tuple[Task, int]:
-    """The task and the index of a process among its kind, in our counting: the chief first, then the workers."""
     if kind == "evaluator":
-        # TensorFlow leaves the evaluators out of the cluster, or lists them: both are in use.
+        # In TensorFlow the cluster may list the evaluators or leave them out.
         _check_index(kind, index, len(cluster.get("evaluator", ())) or None)
         return "evaluator", index
     listed = [name for name in _TYPES if cluster.get(name)]
@@ -141,7 +115,7 @@ def _place(kind: str, index: int, cluster: Mapping[str, list[str]]) -> tuple[Tas
 
 
 def _check_index(kind: str, index: int, count: int | None) -> None:
-    """Holds an index to the number of addresses of its kind; a cluster that names none has one place, or any (None)."""
+    """Checks an index against the number of addresses of its type: one may be left out, and None allows any index."""
     places = max(count, 1) if count is not None else index + 1
     if not 0 <= index < places:
         expected = "it must be 0" if places <= 1 else f"it must be from 0 to {places - 1}"

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lockstep._torch_compat import tree_flatten, tree_map, tree_unflatten
 from lockstep.errors import ConfigError
 
 T = TypeVar("T")

@@ -1,9 +1,9 @@
 """Physical and logical devices, under the names of ``tf.config``.
 
-The one registry of the process lives here; everything else in this package is values and pure rules. Nothing is
-looked for at import: the first question about devices does that.
-
     physical devices --set_logical_device_configuration--> logical devices --resolve_devices--> a strategy's replicas
+
+This module has the public functions and the one registry of the process. ``devices`` has the devices and the rules for
+dividing them; ``request`` reads what a user writes for devices. No device is looked for before the first question.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.config.devices import (
     PhysicalDevice,
     parse_kind,
 )
-from lockstep.config.request import DeviceName, DeviceRequest, apply_request, parse_request, resolve
+from lockstep.config.request import DeviceName, DeviceRequest, apply_request, parse_device_request, resolve
 
 __all__ = [
     "DeviceRegistry",
@@ -34,17 +34,17 @@ __all__ = [
     "set_logical_device_configuration",
 ]
 
-# A machine's devices are there once per process, and so is what has been made of them.
+# A machine's devices exist once per process, and so does their division.
 _registry = DeviceRegistry()
 
 
 def list_physical_devices(kind: str | None = None) -> list[PhysicalDevice]:
-    """The machine's CPU and GPUs; ``kind`` "CPU" or "GPU", in any case, lists those alone."""
+    """The machine's CPU and GPUs; ``kind`` "CPU" or "GPU", in any case, lists only those."""
     return list(_registry.physical_devices(None if kind is None else parse_kind(kind)))
 
 
 def list_logical_devices(kind: str | None = None) -> list[LogicalDevice]:
-    """The logical devices as divided now; ``kind`` "CPU" or "GPU", in any case, lists those alone."""
+    """The logical devices as divided now; ``kind`` "CPU" or "GPU", in any case, lists only those."""
     return list(_registry.logical_devices(None if kind is None else parse_kind(kind)))
 
 
@@ -65,7 +65,7 @@ def set_logical_device_configuration(
 
 
 def get_logical_device_configuration(physical: PhysicalDevice) -> list[LogicalDeviceConfiguration] | None:
-    """The shares that ``physical`` was divided into; None if it was not."""
+    """The shares that ``physical`` was divided into; None if it was not divided."""
     shares = _registry.configuration(physical)
     return None if shares is None else list(shares)
 
@@ -77,18 +77,13 @@ def resolve_devices(devices: Sequence[DeviceName] | None) -> tuple[LogicalDevice
         devices: names, torch devices or logical devices; None means every logical GPU, else every logical CPU device.
 
     Raises:
-        ConfigError: an unknown device (the known ones are listed), one named twice, or no list of devices.
+        ConfigError: an unknown device (the error lists the known ones), one named twice, or no list of devices.
     """
     resolved = resolve(_registry, devices)
     _registry.mark_in_use(resolved)
     return resolved
 
 
-def parse_device_request(text: str) -> DeviceRequest:
-    """Reads the command line's notation for devices, such as ``cpu:4``; ``lockstep.config.request`` has its rules."""
-    return parse_request(text)
-
-
 def apply_device_request(request: DeviceRequest) -> tuple[LogicalDevice, ...]:
-    """Divides devices as ``request`` asks and returns those to take, for a strategy to be made of."""
+    """Divides devices as ``request`` asks, and returns the logical devices to make a strategy of."""
     return apply_request(_registry, request)

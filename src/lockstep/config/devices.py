@@ -1,6 +1,7 @@
-"""What a device is: physical devices, the logical devices cut from them, and how a share is configured.
+"""Physical devices, the logical devices that they are divided into, and the registry with the rules of dividing.
 
-Values only. Which devices there are and how they are divided is the registry's business.
+The registry takes its physical devices as an argument or looks for them when it is first asked. So its rules for GPUs
+are tested on machines without one.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ DeviceKind = Literal["CPU", "GPU"]
 
 @dataclass(frozen=True, kw_only=True)
 class PhysicalDevice:
-    """One CPU, all its cores, or one GPU.
+    """The CPU with all its cores, or one GPU.
 
     Args:
         name: ``"cpu:0"``, ``"gpu:0"``, ``"gpu:1"`` and so on.
         kind: ``"CPU"`` or ``"GPU"``.
-        memory: all of its memory in MB; None for the CPU, whose shares have no limit.
-        torch_device: where its tensors live.
-        driver: of a GPU that is not torch.cuda's to drive; None is as its ``torch_device`` says.
+        memory: its memory in MB; None for the CPU, whose shares have no limit.
+        torch_device: where its tensors are.
+        driver: for a GPU that torch.cuda does not drive; None chooses by ``torch_device``.
     """
 
     name: str
@@ -45,7 +46,7 @@ class LogicalDeviceConfiguration:
     """One share of a physical device.
 
     Args:
-        memory_limit: MB of the GPU's memory; None, and only None, for a share of the CPU.
+        memory_limit: MB of the GPU's memory; must be None for a share of the CPU.
 
     Example:
         >>> import lockstep as ls
@@ -60,19 +61,19 @@ class LogicalDeviceConfiguration:
     def __post_init__(self) -> None:
         limit = self.memory_limit
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise ConfigError(f"memory_limit={limit!r} is no amount of memory; give a whole number of MB, or None")
+            raise ConfigError(f"memory_limit={limit!r} is not an amount of memory; give a whole number of MB, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalDevice:
-    """A named share of a physical device: what a replica runs on.
+    """A named share of a physical device; each replica runs on one.
 
     Args:
-        name: ``"cpu:0"``, ``"gpu:3"``: numbered over all physical devices of the kind.
+        name: ``"cpu:0"``, ``"gpu:3"``: the numbers run over all physical devices of the kind.
         kind: ``"CPU"`` or ``"GPU"``.
-        physical: the device it is a share of.
-        memory_limit: MB, or None where there is no limit.
-        torch_device: where its tensors live, the physical device's.
+        physical: the device that it is a share of.
+        memory_limit: MB; None for no limit.
+        torch_device: where its tensors are: that of the physical device.
     """
 
     name: str
@@ -90,7 +91,7 @@ def discover_physical_devices() -> tuple[PhysicalDevice, ...]:
 
 
 def parse_kind(kind: str) -> DeviceKind:
-    """``"CPU"`` or ``"GPU"`` from any case.
+    """``"CPU"`` or ``"GPU"``, from any case.
 
     Raises:
         ConfigError: another kind.
@@ -112,10 +113,10 @@ _WHOLE = (LogicalDeviceConfiguration(),)
 
 
 class DeviceRegistry:
-    """Physical devices, their division into logical ones, and which of them are in use. Safe to use from threads.
+    """The physical devices, how each is divided, and which of them are in use. Thread-safe.
 
     Args:
-        physical_devices: the devices to know; None looks for this machine's at the first question.
+        physical_devices: the devices; None looks for this machine's at the first question.
     """
 
     def __init__(self, physical_devices: Sequence[PhysicalDevice] | None = None) -> None:
@@ -125,33 +126,33 @@ class DeviceRegistry:
         self._lock = threading.RLock()
 
     def physical_devices(self, kind: DeviceKind | None = None) -> tuple[PhysicalDevice, ...]:
-        """All physical devices, or those of one kind, in the order of their numbers."""
+        """All physical devices or those of one kind, in the order of their numbers."""
         with self._lock:
             if self._physical is None:
                 self._physical = discover_physical_devices()
             return tuple(device for device in self._physical if kind in (None, device.kind))
 
     def logical_devices(self, kind: DeviceKind | None = None) -> tuple[LogicalDevice, ...]:
-        """All logical devices, or those of one kind; a kind's are numbered in the order of its physical devices."""
+        """All logical devices or those of one kind, numbered in the order of their physical devices."""
         with self._lock:
             kinds: tuple[DeviceKind, ...] = ("CPU", "GPU") if kind is None else (kind,)
             return tuple(device for each in kinds for device in self._number(each))
 
     def configuration(self, physical: PhysicalDevice) -> tuple[LogicalDeviceConfiguration, ...] | None:
-        """The shares that ``physical`` was divided into, or None where it was not configured.
+        """The shares that ``physical`` was divided into; None if it was not divided.
 
         Raises:
-            ConfigError: no such device.
+            ConfigError: an unknown device.
         """
         with self._lock:
             self._check_known(physical)
             return self._configurations.get(physical)
 
     def configure(self, physical: PhysicalDevice, shares: Iterable[LogicalDeviceConfiguration]) -> None:
-        """Divides ``physical`` into ``shares``. The same division again is accepted at any time.
+        """Divides ``physical`` into ``shares``. Repeating the current division is always accepted.
 
         Raises:
-            ConfigError: no such device, no share, or limits that the device cannot give.
+            ConfigError: an unknown device, no shares, or limits that the device cannot give.
             UsageError: another division of a device that is in use.
         """
         with self._lock:
@@ -163,7 +164,7 @@ class DeviceRegistry:
             self._configurations[physical] = new
 
     def mark_in_use(self, devices: Iterable[LogicalDevice]) -> None:
-        """Notes that ``devices`` were handed out: their physical devices keep their division from now on."""
+        """Fixes the division of the physical devices of ``devices`` from now on."""
         with self._lock:
             self._in_use.update(device.physical for device in devices)
 
@@ -199,7 +200,7 @@ class DeviceRegistry:
         used = [device.name for device in affected if device in self._in_use]
         if used:
             raise UsageError(
-                f"{physical.name} cannot be divided anew: {used[0]} is in use by a strategy and would change; "
+                f"{physical.name} cannot be divided again: {used[0]} is in use by a strategy and would change; "
                 "configure devices before the first strategy is made"
             )
 
@@ -207,11 +208,11 @@ class DeviceRegistry:
 def check_shares(
     physical: PhysicalDevice, shares: Iterable[LogicalDeviceConfiguration]
 ) -> tuple[LogicalDeviceConfiguration, ...]:
-    """The shares as a tuple, if ``physical`` can be divided so.
+    """The shares as a tuple, after checking that ``physical`` can be divided into them.
 
     Raises:
-        ConfigError: no share, a share that is none, a limit missing on a GPU or given on a CPU, or limits that add up
-            to more than the device has.
+        ConfigError: no shares, something else than shares, a missing limit on a GPU, a limit on a CPU, or limits that
+            add up to more than the device has.
     """
     if not isinstance(shares, Iterable) or not (checked := tuple(shares)):
         raise ConfigError(f"{physical.name} was given no shares; give a list of LogicalDeviceConfiguration")

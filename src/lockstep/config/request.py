@@ -1,10 +1,16 @@
-"""The short notation of the command line for devices: ``--devices cpu:4``. Reading it is pure; applying it is not.
+"""What a user writes for devices: lists of devices in Python, and the notation of ``--devices``.
+
+A device is written ``"cpu:1"``, ``"gpu:1"``, ``"cuda:1"``, ``"/gpu:1"`` (in any case; also TensorFlow's
+``"/device:GPU:1"``), or is a ``torch.device`` or a logical device. The number is that of the logical device. It may be
+left out if there is only one device of the kind.
+
+The command line's notation also divides devices:
 
 cpu, gpu            all logical devices of that kind
-cpu:4               divides the CPU in four and takes them (a lone CPU number counts shares; cpu:1 is the whole CPU)
+cpu:4               divides the CPU in four shares and takes them (a lone CPU number counts shares; cpu:1 is all of it)
 gpu:4x2048          divides GPU 0 in four shares of 2048 MB and takes them
-gpu:0               takes GPU 0 (a lone GPU number is its name); so does cpu:0, since no share is none
-gpu:0,gpu:2         takes those, by name; a comma makes every number a name: cpu:0,cpu:1
+gpu:0               takes GPU 0 (a lone GPU number is a name); so does cpu:0 the CPU
+gpu:0,gpu:2         takes the devices with these names; with a comma every number is a name: cpu:0,cpu:1
 """
 
 from __future__ import annotations
@@ -20,14 +26,18 @@ from lockstep.errors import ConfigError
 
 DeviceName = str | torch.device | LogicalDevice
 
-_WRITTEN = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
+_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
+_ITEM = re.compile(r"(cpu|gpu|cuda)(?::(\d+)(?:x(\d+))?)?", re.IGNORECASE)
+_FORMS = "write cpu, gpu, cpu:4 (four shares), gpu:4x2048 (four shares of 2048 MB) or names such as gpu:0,gpu:2"
+
+_MAX_SHARES = 1024  # every share is a thread: a mistyped number should end in one line, not in a machine out of memory
 
 
 def resolve(registry: DeviceRegistry, devices: Sequence[DeviceName] | None) -> tuple[LogicalDevice, ...]:
     """The logical devices that ``devices`` means, in that order; None means every GPU, else every CPU device.
 
     Raises:
-        ConfigError: no list, an empty one, an unknown device, or one device twice.
+        ConfigError: no list, an empty list, an unknown device, or one device twice.
     """
     if devices is None:
         return registry.logical_devices("GPU") or registry.logical_devices("CPU")
@@ -49,23 +59,18 @@ def _find(known: tuple[LogicalDevice, ...], device: DeviceName) -> LogicalDevice
         if device not in known:
             raise _unknown(known, device)
         return device
-    kind, number = _read(known, device)
+    match = _NAME.fullmatch(str(device)) if isinstance(device, (str, torch.device)) else None
+    if match is None:
+        raise _unknown(known, device)
+    kind = "CPU" if match[1].lower() == "cpu" else "GPU"
     candidates = [logical for logical in known if logical.kind == kind]
-    if number is None and len(candidates) > 1:
+    if match[2] is None and len(candidates) > 1:
         names = ", ".join(logical.name for logical in candidates)
         raise ConfigError(f"device {_shown(device)} has no number, and there are {names}; name one of them")
-    index = number or 0
+    index = int(match[2] or 0)
     if index >= len(candidates):
         raise _unknown(known, device)
     return candidates[index]
-
-
-def _read(known: tuple[LogicalDevice, ...], device: DeviceName) -> tuple[DeviceKind, int | None]:
-    match = _WRITTEN.fullmatch(str(device)) if isinstance(device, (str, torch.device)) else None
-    if match is None:
-        raise _unknown(known, device)
-    kind: DeviceKind = "CPU" if match[1].lower() == "cpu" else "GPU"
-    return kind, None if match[2] is None else int(match[2])
 
 
 def _unknown(known: tuple[LogicalDevice, ...], device: DeviceName) -> ConfigError:
@@ -80,21 +85,14 @@ def _shown(device: DeviceName) -> str:
     return device.name if isinstance(device, LogicalDevice) else repr(str(device))
 
 
-_ITEM = re.compile(r"(cpu|gpu|cuda)(?::(\d+)(?:x(\d+))?)?", re.IGNORECASE)
-_FORMS = "write cpu, gpu, cpu:4 (four shares), gpu:4x2048 (four shares of 2048 MB) or names such as gpu:0,gpu:2"
-
-# Every share is a thread: a slip of the hand should end in one line, not in a machine out of memory.
-_MOST_SHARES = 1024
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeviceRequest:
-    """What to divide, then what to take.
+    """Which devices to divide, and then which to take.
 
     Args:
         splits: the shares of each physical device to divide, by its name.
         devices: the names of the logical devices to take; None takes all of ``kind``.
-        kind: the kind to take all of, where ``devices`` is None.
+        kind: the kind to take all of if ``devices`` is None.
     """
 
     splits: Mapping[str, tuple[LogicalDeviceConfiguration, ...]] = field(default_factory=dict)
@@ -102,20 +100,31 @@ class DeviceRequest:
     kind: DeviceKind | None = None
 
 
-def parse_request(text: str) -> DeviceRequest:
-    """Reads the notation above.
+def parse_device_request(text: str) -> DeviceRequest:
+    """Reads the command line's notation for devices, such as ``cpu:4``. Pure.
 
     Raises:
-        ConfigError: a form that is not there, a split inside a list, a limit on the CPU, or a limit of no shares.
+        ConfigError: an unknown form, a split inside a list, a limit on the CPU, or a limit without shares.
     """
     items = [item.strip() for item in text.split(",")]
-    if len(items) == 1:
-        return _parse_lone(text, items[0])
-    return DeviceRequest(devices=tuple(_parse_name(text, item) for item in items))
+    if len(items) > 1:
+        return DeviceRequest(devices=tuple(_parse_name(text, item) for item in items))
+    kind, number, limit = _parse_item(text, items[0])
+    if number is None:
+        return DeviceRequest(kind=kind)
+    if limit is None and (kind == "GPU" or number == 0):
+        return DeviceRequest(devices=(f"{kind.lower()}:{number}",))
+    if kind == "CPU" and limit is not None:
+        raise ConfigError(f"devices {text!r} gives the CPU's shares a memory limit; they have none: write cpu:{number}")
+    if not 1 <= number <= _MAX_SHARES:
+        raise ConfigError(f"devices {text!r} asks for {number} shares; ask for 1 to {_MAX_SHARES}")
+    shares = (LogicalDeviceConfiguration(memory_limit=limit),) * number
+    names = tuple(f"{kind.lower()}:{share}" for share in range(number))
+    return DeviceRequest(splits={f"{kind.lower()}:0": shares}, devices=names)
 
 
 def apply_request(registry: DeviceRegistry, request: DeviceRequest) -> tuple[LogicalDevice, ...]:
-    """Divides the devices of ``registry`` as asked and returns the logical devices to take.
+    """Divides the devices of ``registry`` as asked, and returns the logical devices to take.
 
     Raises:
         ConfigError: a device that the machine does not have, or shares that it cannot give.
@@ -134,37 +143,17 @@ def apply_request(registry: DeviceRegistry, request: DeviceRequest) -> tuple[Log
     return devices
 
 
-def _parse_lone(text: str, item: str) -> DeviceRequest:
-    kind, number, limit = _parse_item(text, item)
-    if number is None:
-        return DeviceRequest(kind=kind)
-    if limit is None and (kind == "GPU" or number == 0):
-        return DeviceRequest(devices=(f"{kind.lower()}:{number}",))
-    if kind == "CPU" and limit is not None:
-        raise ConfigError(f"devices {text!r} gives the CPU's shares a memory limit; they have none: write cpu:{number}")
-    if not 1 <= number <= _MOST_SHARES:
-        raise ConfigError(f"devices {text!r} asks for {number} shares; ask for 1 to {_MOST_SHARES}")
-    shares = (LogicalDeviceConfiguration(memory_limit=limit),) * number
-    names = tuple(f"{kind.lower()}:{share}" for share in range(number))
-    return DeviceRequest(splits={f"{kind.lower()}:0": shares}, devices=names)
-
-
 def _parse_name(text: str, item: str) -> str:
     kind, number, limit = _parse_item(text, item)
     if number is None or limit is not None:
-        raise ConfigError(
-            f"devices {text!r}: in a list every item is one device's name, but {item!r} is none; {_FORMS}"
-        )
+        raise ConfigError(f"devices {text!r}: a list has names of devices, but {item!r} is none; {_FORMS}")
     return f"{kind.lower()}:{number}"
 
 
 def _parse_item(text: str, item: str) -> tuple[DeviceKind, int | None, int | None]:
+    """The kind, the number and the memory limit of an item."""
     match = _ITEM.fullmatch(item)
     if match is None:
         raise ConfigError(f"devices {text!r} cannot be read at {item!r}; {_FORMS}")
-    kind = parse_kind("cpu" if match[1].lower() == "cpu" else "gpu")
-    return kind, _number(match[2]), _number(match[3])
-
-
-def _number(digits: str | None) -> int | None:
-    return None if digits is None else int(digits)
+    number, limit = (None if digits is None else int(digits) for digits in (match[2], match[3]))
+    return parse_kind("cpu" if match[1].lower() == "cpu" else "gpu"), number, limit

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch.utils._pytree import register_pytree_node, tree_leaves
 
+from lockstep._torch_compat import register_pytree_node, tree_leaves
 from lockstep.errors import DataError
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 
+from lockstep._torch_compat import tree_map
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import LogicalDevice
 from lockstep.data.prefetch import ClosableIterator
@@ -74,7 +74,7 @@ class Transfer:
         if sent is None:
             return
         for mark in sent.marks:
-            mark.precede()
+            mark.wait()
             here = mark.driver.current_stream(mark.device)
             for copy in sent.copies:
                 if copy.device == mark.device:

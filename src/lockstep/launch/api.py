@@ -22,27 +22,27 @@ def launch(
 ) -> R:
     """Runs ``fn`` in ``workers`` fresh processes on this host and returns the chief's result.
 
-    ``MultiWorkerMirroredStrategy()`` in the function finds the others by itself; so does torch's
-    ``init_process_group()``. The function and its arguments travel by value (cloudpickle), so one that a notebook cell
-    or a script defines will do, without ``if __name__ == "__main__"``. What the chief prints is shown as it comes.
-    The workers end with this call, however it ends, and with this process, and so do the processes that they started.
+    In the function, ``MultiWorkerMirroredStrategy()`` finds the other workers by itself, and so does torch's
+    ``init_process_group()``. The function and its arguments are pickled by value (cloudpickle), so a notebook cell or a
+    script may define ``fn``, without ``if __name__ == "__main__"``. The chief's output is shown as it comes. The
+    workers, and the processes that they started, end with this call, however it ends, and with this process.
 
     Args:
-        fn: what every worker runs.
-        workers: how many.
-        args: its arguments, the same on all.
-        kwargs: its keyword arguments, the same on all.
-        gpus_per_worker: GPUs that each worker sees, 0 for none; None divides all of them.
-        max_restarts: how often all workers are started again after one has failed.
-        timeout_s: seconds after which they are ended, those that save first within 30 s more; None for no limit.
-        log_dir: a folder for a log file of each worker, ``worker-0.log`` and on; None keeps none.
+        fn: the function that every worker runs.
+        workers: the number of processes.
+        args: its arguments, the same on all workers.
+        kwargs: its keyword arguments, the same on all workers.
+        gpus_per_worker: how many GPUs each worker sees, 0 for none; None divides all of them.
+        max_restarts: how often all workers are restarted after one has failed.
+        timeout_s: seconds after which the workers are ended, with 30 s more for those that save; None for no limit.
+        log_dir: a folder for a log file of each worker, ``worker-0.log`` and so on; None keeps none.
 
     Raises:
         ConfigError: ``workers`` is not positive, or there are fewer GPUs than asked for.
-        ClusterError: a worker failed; it is named, and its own exception is the cause. Or they took too long; its note
-            says where each of them stood.
+        ClusterError: a worker failed; the error names it, and its own exception is the cause. Or the workers took too
+            long; a note says where each of them stood.
         SystemExit: SIGTERM came, which this process does not handle itself, and the workers ended with an exit code of
-            their own choice, such as the 75 of ``BackupAndRestore``: it is that code.
+            their own, such as the 75 of ``BackupAndRestore``: that code.
 
     Example:
         >>> ls.launch(lambda: os.environ["RANK"], workers=2)

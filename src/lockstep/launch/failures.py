@@ -1,4 +1,8 @@
-"""How a worker failed: what it wrote down itself, or the signal that ended it; and which worker was the first."""
+"""How a worker failed: by the record that it wrote itself or the signal that ended it; and which worker failed first.
+
+Also the hang dump: each worker writes down the stacks of its threads shortly before its time is up. A deadlock shows in
+what every worker was waiting for, and once the launcher has ended the workers nobody can ask them any more.
+"""
 
 from __future__ import annotations
 
@@ -13,62 +17,65 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+_DUMP_SHARE = 0.1  # of the time that is left
+_DUMP_LONGEST_S = 2.0  # eight workers on two cores take one second to write their stacks
+
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class FailureRecord:
     """What a worker writes down about the error that ends it.
 
     Args:
-        at_ns: when, by the clock that all processes of a host share (``time.monotonic_ns``).
+        at_ns: when it was raised, by ``time.monotonic_ns``, which all processes of a host share.
         error: the type and the message: "ValueError: no such file".
-        traceback: the whole of it, as Python prints it.
+        traceback: the whole traceback as Python prints it.
     """
 
     at_ns: int
     error: str
     traceback: str
 
+    @classmethod
+    def of(cls, error: BaseException, *, hide: Collection[str]) -> FailureRecord:
+        """The record of an error that was raised just now.
+
+        Args:
+            error: what was raised.
+            hide: source files whose frames at the start of the traceback are left out.
+        """
+        at_ns = time.monotonic_ns()
+        shown = without_frames(error.__traceback__, hide)
+        message = " ".join(str(error).split())
+        return cls(
+            at_ns=at_ns,
+            error=f"{type(error).__name__}: {message}".removesuffix(": "),
+            traceback="".join(tracebacks.format_exception(type(error), error, shown)),
+        )
+
     def write(self, path: Path) -> None:
-        """Writes it where ``read`` finds it, whole or not at all."""
+        """Writes the record whole or not at all."""
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Record | None:
-        """What the worker wrote; None if it wrote nothing, or was killed while it did."""
+    def read(cls, path: Path) -> FailureRecord | None:
+        """The record at ``path``; None if the worker wrote none, or was killed meanwhile."""
         try:
             return cls(**json.loads(path.read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
-    @classmethod
-    def of(cls, error: BaseException, *, hide: Collection[str]) -> Record:
-        """The record of an error that was raised just now.
-
-        Args:
-            error: what was raised.
-            hide: source files whose lines at the start of the traceback are left out.
-        """
-        at_ns = time.monotonic_ns()
-        shown = without_frames(error.__traceback__, hide)
-        said = " ".join(str(error).split())
-        return cls(
-            at_ns=at_ns,
-            error=f"{type(error).__name__}: {said}".removesuffix(": "),
-            traceback="".join(tracebacks.format_exception(type(error), error, shown)),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     """The failure of one worker.
 
     Args:
-        worker: its number among the workers of all hosts.
-        attempt: how often the workers had been started again.
-        exit_code: as ``subprocess`` gives it: negative for a signal; None where it had not ended.
-        at_ns: when it failed: when it said so, else when it ended.
+        worker: its rank among the workers of all hosts.
+        attempt: how often the workers had been restarted.
+        exit_code: as ``subprocess`` gives it: negative for a signal; None if it had not ended.
+        at_ns: when it failed: the time in its record, else when it ended.
         record: what it wrote down; None if it was killed or ended without an error.
     """
 
@@ -76,11 +83,11 @@ class Failure:
     attempt: int
     exit_code: int | None
     at_ns: int
-    record: Record | None = None
+    record: FailureRecord | None = None
 
     @property
     def what(self) -> str:
-        """What happened to it, to stand after its name."""
+        """What happened, to stand after the worker's name."""
         if self.record is not None:
             return f"failed: {self.record.error}"
         if self.exit_code is not None and self.exit_code < 0:
@@ -91,46 +98,31 @@ class Failure:
 
     @property
     def shell_code(self) -> int:
-        """The exit code that a shell would show: 128 and the signal's number for a signal.
+        """The exit code that a shell would show: 128 plus the signal's number for a signal.
 
-        After an error it is 1, though a gloo thread may abort the process while Python takes it down.
+        After an error it is 1, though a gloo thread may abort the process during Python's shutdown.
         """
         if self.exit_code is None or self.record is not None:
             return 1
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 
-def without_frames(traceback: TracebackType | None, files: Collection[str]) -> TracebackType | None:
-    """A traceback without its first lines, as far as they are in ``files``; whole if all of them are."""
-    shown = traceback
-    while shown is not None and shown.tb_frame.f_code.co_filename in files:
-        shown = shown.tb_next
-    return shown if shown is not None else traceback
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def first_failure(
     exit_codes: Mapping[int, int | None],
     ended_ns: Mapping[int, int],
-    records: Mapping[int, Record | None],
+    records: Mapping[int, FailureRecord | None],
     *,
     first_worker: int,
     attempt: int,
-) -> Failure | None:
-    """The failure that came before all others of a host; those others are its victims as a rule. Pure.
+) -> WorkerFailure | None:
+    """The failure that came before all others on a host; the others are usually its consequences. Pure.
 
     Args:
-        exit_codes: of every local worker; None for one that still runs.
-        ended_ns: when those ended that did so by themselves, not because the launcher ended them.
-        records: what local workers wrote down.
-        first_worker: the number, among the workers of all hosts, of this host's first.
-        attempt: how often they were started again.
+        exit_codes: of every worker, by local rank; None for one that still runs.
+        ended_ns: when workers ended that were not ended by the launcher.
+        records: what workers wrote down.
+        first_worker: the rank of this host's first worker.
+        attempt: how often the workers had been restarted.
     """
     failures = []
     for local, code in exit_codes.items():
@@ -138,40 +130,47 @@ def first_failure(
         at_ns = record.at_ns if record is not None else ended_ns.get(local)
         if at_ns is not None:
             worker = first_worker + local
-            failures.append(Failure(worker=worker, attempt=attempt, exit_code=code, at_ns=at_ns, record=record))
-    # A function's process that ended with 0 ended before it returned; where another failed, that one is the cause.
+            failures.append(WorkerFailure(worker=worker, attempt=attempt, exit_code=code, at_ns=at_ns, record=record))
+    # A function's process with exit code 0 ended before it returned; if another failed, that one is the cause.
     return min(failures, key=lambda failure: (failure.exit_code == 0, failure.at_ns), default=None)
 
 
-_BEFORE = 0.1  # of the time that is left
-_BEFORE_S = 2.0  # and no more: eight workers on two cores take one second to write
+def without_frames(traceback: TracebackType | None, files: Collection[str]) -> TracebackType | None:
+    """A traceback without its first frames as far as they are in ``files``; the whole one if all of them are."""
+    shown = traceback
+    while shown is not None and shown.tb_frame.f_code.co_filename in files:
+        shown = shown.tb_next
+    return shown if shown is not None else traceback
 
 
 @contextmanager
-def stacks_noted(path: Path, until: float | None) -> Iterator[None]:
-    """While inside: writes what all threads of this process are doing to ``path`` when it is nearly ``until``.
+def dump_stacks_near(deadline: float | None, path: Path) -> Iterator[None]:
+    """While inside: shortly before the deadline, writes what all threads of this process are doing to ``path``.
 
     Args:
+        deadline: on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
         path: the file.
-        until: on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
     """
-    if until is None:
+    if deadline is None:
         yield
         return
-    left_s = max(0.0, until - time.monotonic())
+    left_s = max(0.0, deadline - time.monotonic())
     with path.open("w") as file:
-        faulthandler.dump_traceback_later(max(0.01, left_s - min(_BEFORE_S, _BEFORE * left_s)), file=file)
+        faulthandler.dump_traceback_later(max(0.01, left_s - min(_DUMP_LONGEST_S, _DUMP_SHARE * left_s)), file=file)
         try:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
-def read_stacks(paths: dict[int, Path]) -> str:
-    """What the workers wrote, each under its number; empty where none did.
-
-    Args:
-        paths: the files, by worker.
-    """
+def read_stacks(paths: Mapping[int, Path]) -> str:
+    """What ``dump_stacks_near`` wrote in each worker, under the worker's rank; empty if none did."""
     written = {worker: path.read_text().strip() for worker, path in paths.items() if path.exists()}
     return "\n\n".join(f"worker {worker} stood here:\n{stacks}" for worker, stacks in written.items() if stacks)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,4 +1,7 @@
-"""What torch's launcher does to the process around it, undone: signal handlers, messages, ``__main__`` run again."""
+"""Process guards: undo what torch's launcher does to the process around it.
+
+It sets signal handlers, logs warnings, runs ``__main__`` again in every worker, and leaves an empty folder.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOGGERS = (
     "torch.distributed.elastic",
     "torch.multiprocessing",
@@ -26,16 +29,16 @@ _LOGGERS = (
 
 
 @contextmanager
-def main_is_not_run_again() -> Iterator[None]:
-    """While processes are started: hides from multiprocessing which file ``__main__`` was.
+def hide_main() -> Iterator[None]:
+    """While processes are started: hides from multiprocessing which file ``__main__`` is.
 
-    It would run that file again in every worker, to find functions there by name; ours come by value. So a script
-    needs no ``if __name__ == "__main__"``, and nothing that it does at its top is done N times over.
+    It would run that file again in every worker to find functions there by name, but ours are pickled by value. So a
+    script needs no ``if __name__ == "__main__"``, and nothing at its top runs N times.
     """
     main = sys.modules["__main__"]
-    shown = ModuleType("__main__")
-    shown.__spec__ = None
-    sys.modules["__main__"] = shown
+    hidden = ModuleType("__main__")
+    hidden.__spec__ = None
+    sys.modules["__main__"] = hidden
     try:
         yield
     finally:
@@ -43,12 +46,12 @@ def main_is_not_run_again() -> Iterator[None]:
 
 
 @contextmanager
-def signals_put_back() -> Iterator[None]:
-    """Puts the signal handlers back that were there before; torch sets its own and leaves them."""
+def restore_signal_handlers() -> Iterator[None]:
+    """Puts back the signal handlers that were there before; torch sets its own and leaves them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.getsignal(each) for each in _HANDLED}
+    before = {each: signal.getsignal(each) for each in _HANDLED_SIGNALS}
     try:
         yield
     finally:
@@ -56,11 +59,11 @@ def signals_put_back() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def hear_sigterm_once() -> None:
-    """Has SIGTERM end the workers as torch's handler does, and is deaf to it from then on, while they save.
+def handle_sigterm_once() -> None:
+    """Has the first SIGTERM end the workers as torch's handler does, and ignores later ones while the workers save.
 
-    Many senders send it twice: ``timeout`` does, to its child and to its child's group. To be used while
-    ``signals_put_back``.
+    Many senders send it twice: ``timeout`` sends it to its child and to its child's process group. Use it inside
+    ``restore_signal_handlers``.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _end_workers)
@@ -72,17 +75,17 @@ def _end_workers(number: int, frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def no_empty_compiler_folder() -> Iterator[None]:
-    """Removes the folder for compiled code that torch makes where it is only imported, if it is new and empty.
+def remove_empty_compiler_folder() -> Iterator[None]:
+    """Removes the folder for compiled code that importing torch's compiler makes, if it is new and empty.
 
-    The server of the workers imports torch's compiler, as torch's optimizers do at their first step.
+    The fork server of the workers imports the compiler because torch's optimizers import it at their first step.
     """
     before = _compiler_folders()
     try:
         yield
     finally:
         for folder in _compiler_folders() - before:
-            with suppress(OSError):  # something is in it: code that was compiled, to be used again
+            with suppress(OSError):  # it has compiled code in it, to be used again
                 folder.rmdir()
 
 
@@ -91,8 +94,8 @@ def _compiler_folders() -> set[Path]:
 
 
 @contextmanager
-def torch_is_quiet() -> Iterator[None]:
-    """Keeps what torch's launcher logs from the terminal: what matters of it we say ourselves."""
+def silence_torch_launcher() -> Iterator[None]:
+    """Keeps what torch's launcher logs from the terminal: our own messages say what matters of it."""
     handler = logging.NullHandler()
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.propagate for logger in loggers]

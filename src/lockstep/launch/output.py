@@ -1,4 +1,9 @@
-"""Who reads along with the workers: the chief's output as it is, or all of it with each line's worker before it."""
+"""What the workers print: into a log file each, and on to the terminal as it comes.
+
+worker 1: stdout --> pipe ---+                             +--> worker-1.log   stdout and stderr in the order they came
+                             +--> OutputForwarder (thread) +
+worker 1: stderr --> pipe ---+                             +--> OutputSink: the terminal, a notebook, nothing
+"""
 
 from __future__ import annotations
 
@@ -14,201 +19,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
-from lockstep.launch.run_paths import log_path, pipe_path
+from lockstep.launch.run_paths import WorkerPaths
 
-Tell = Callable[[str], None]
-"""Takes one line."""
-
-
-def tell_nobody(line: str) -> None:
-    """For who does not want to know."""
-
+StatusCallback = Callable[[str], None]
+"""Takes one line about what happens, for the person who waits."""
 
 Stream = Literal["out", "err"]
 STREAMS: tuple[Stream, Stream] = ("out", "err")
+_STREAM_NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}
 _CHUNK = 1 << 16
 
 
-class Reader(ABC):
-    """Somebody who reads along. No method may raise: the workers would wait for a thread that has stopped to read."""
-
-    @abstractmethod
-    def read(self, worker: int, stream: Stream, data: bytes) -> None:
-        """Takes what a worker has just said; lines may come in pieces. Called in the thread of the streams."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Nothing more will come."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Channel:
-    """The two pipes of one worker, as paths to open for writing.
-
-    Args:
-        out: for its standard output.
-        err: for its standard error.
-    """
-
-    out: str
-    err: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    worker: int
-    stream: Stream
-    log: BinaryIO | None
-
-
-class Streams:
-    """Reads the pipes of all workers, in a thread of its own. Whoever made it calls ``close`` when they have ended.
-
-    Args:
-        folder: for pipes that need a name.
-        logs: the folder of the log files; None keeps none.
-        reader: who reads along.
-        complain: takes a line about a log that cannot be written, once for each. Called in the thread.
-    """
-
-    def __init__(self, folder: Path, *, logs: Path | None, reader: Reader, complain: Tell) -> None:
-        self._folder, self._logs, self._reader, self._complain = folder, logs, reader, complain
-        self._complained: set[BinaryIO] = set()
-        self._sources: dict[int, _Source] = {}  # by reading end
-        self._held: list[int] = []  # writing ends, so that a pipe is never at its end while it is read
-        self._files: list[BinaryIO] = []
-        self._wake_read, self._wake_write = os.pipe()
-        self._changing = threading.Lock()
-        self._thread = threading.Thread(target=self._forward, name="lockstep-launch-streams", daemon=True)
-        self._thread.start()
-
-    def open(self, worker: int, attempt: int, *, named: bool) -> Channel:
-        """Makes the pipes of a worker and begins to read them.
-
-        Args:
-            worker: its number among the workers of all hosts.
-            attempt: how often it was started again.
-            named: it opens them by itself; else this process does, and hands them over.
-        """
-        log = None
-        if self._logs is not None:
-            log = log_path(self._logs, worker, attempt).open("ab", buffering=0)
-            self._files.append(log)
-        paths: dict[Stream, str] = {}
-        for stream in STREAMS:
-            reading, writing, paths[stream] = self._pipe(worker, attempt, stream, named=named)
-            os.set_blocking(reading, False)
-            with self._changing:
-                self._held.append(writing)
-                self._sources[reading] = _Source(worker=worker, stream=stream, log=log)
-        os.write(self._wake_write, b"+")
-        return Channel(out=paths["out"], err=paths["err"])
-
-    def close(self) -> None:
-        """Takes what has been said and not read yet, and ends the thread.
-
-        A process that a worker started and left running may hold its pipes open; nobody waits for it.
-        """
-        os.write(self._wake_write, b"-")
-        self._thread.join()
-        for handle in (*self._sources, *self._held, self._wake_read, self._wake_write):
-            os.close(handle)
-        for file in self._files:
-            file.close()
-
-    def _pipe(self, worker: int, attempt: int, stream: Stream, *, named: bool) -> tuple[int, int, str]:
-        if not named:
-            reading, writing = os.pipe()
-            return reading, writing, f"/dev/fd/{writing}"
-        path = pipe_path(self._folder, worker, attempt, stream)
-        path.unlink(missing_ok=True)
-        os.mkfifo(path, 0o600)
-        reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        return reading, os.open(path, os.O_WRONLY), str(path)
-
-    def _forward(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
-        while True:
-            ready = {handle for handle, _ in poll.poll()}
-            if self._wake_read in ready:
-                closing = b"-" in os.read(self._wake_read, _CHUNK)
-                with self._changing:
-                    known = list(self._sources)
-                if closing:
-                    break
-                for handle in known:
-                    poll.register(handle, select.POLLIN)
-            # In the order out, err: what a worker printed before it raised comes before its traceback.
-            for handle in sorted(ready - {self._wake_read}):
-                self._take(handle)
-        for handle in known:
-            while self._take(handle):
-                pass
-        self._reader.finish()
-
-    def _take(self, handle: int) -> bool:
-        """Reads what is there, once; whether there was anything."""
-        source = self._sources[handle]
-        try:
-            data = os.read(handle, _CHUNK)
-        except BlockingIOError:
-            return False
-        if source.log is not None:
-            self._keep(source.log, data)
-        self._reader.read(source.worker, source.stream, data)
-        return True
-
-    def _keep(self, log: BinaryIO, data: bytes) -> None:
-        """Writes to a log, as far as that is possible: the disk may be full, and have space again later."""
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[log.write(left) :]
-        except OSError as error:
-            if log not in self._complained:
-                self._complained.add(log)
-                self._complain(f"the log {log.name} lacks some of what its worker printed ({error}); the workers go on")
-
-
-_NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}
-
-
 def complain(line: str) -> None:
-    """Says on standard error what went wrong beside the workers; where that is gone too, nobody is left to hear it."""
+    """Writes a line of ours to standard error, if there is still one."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             sys.stderr.write(f"lockstep: {line}\n")
             sys.stderr.flush()
 
 
-class _Terminal:
-    """This process's standard output and error. Whatever they are, and however they break, ``write`` never raises.
+class OutputSink(ABC):
+    """Takes the workers' output. No method may raise: the workers would block on pipes that nobody reads."""
 
-    The workers would wait for ever for a thread that has ended to read their pipes. After a first failure nothing more
-    is written to a stream, and it has been said why.
+    @abstractmethod
+    def write(self, worker: int, stream: Stream, data: bytes) -> None:
+        """Takes what a worker has just printed; a line may come in pieces. Called in the forwarder's thread."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Called when nothing more will come."""
+
+
+class _Terminal:
+    """This process's standard output and error. ``write`` never raises.
+
+    After a first failure nothing more is written to that stream, and one line says why.
     """
 
     def __init__(self) -> None:
         self._to: dict[Stream, TextIO | None] = {"out": sys.stdout, "err": sys.stderr}
-        self._lost: set[Stream] = set()
+        self._broken: set[Stream] = set()
 
     def write(self, stream: Stream, text: str) -> None:
-        if stream in self._lost or not text:
+        if stream in self._broken or not text:
             return
         try:
             _write(self._to[stream], text)
         except Exception as error:  # noqa: BLE001 - a notebook's or a user's stream may raise anything
-            self._lost.add(stream)
-            why = f"{type(error).__name__}: {error}"
+            self._broken.add(stream)
             complain(
-                f"the workers' {_NAMES[stream]} can no longer be passed on ({why}); they go on, and their logs, where"
-                " they keep any, have all of it"
+                f"cannot show the workers' {_STREAM_NAMES[stream]} any more ({type(error).__name__}: {error}); the "
+                "workers go on, and their log files, if any, have all of it"
             )
 
 
 def _write(to: TextIO | None, text: str) -> None:
-    """Writes and flushes; a character that the stream's encoding lacks is written as Python escapes it."""
+    """Writes and flushes. A character that the stream cannot encode is escaped."""
     if to is None:
         raise ValueError("this process has none")
     try:
@@ -218,59 +84,178 @@ def _write(to: TextIO | None, text: str) -> None:
     to.flush()
 
 
-class NobodyReader(Reader):
-    """Nobody: the log files have it."""
+class _NoOutput(OutputSink):
+    """Shows nothing; the log files have it."""
 
-    def read(self, worker: int, stream: Stream, data: bytes) -> None:
-        """Drops it."""
+    def write(self, worker: int, stream: Stream, data: bytes) -> None:
+        pass
 
     def finish(self) -> None:
-        """Nothing was kept."""
+        pass
 
 
-class ChiefReader(Reader):
-    """Passes on what the chief says to this process's own streams, piece by piece: progress bars stay what they are."""
+class _ChiefOutput(OutputSink):
+    """Shows the chief's output as it comes, so that progress bars work."""
 
     def __init__(self) -> None:
         self._terminal = _Terminal()
         make = codecs.getincrementaldecoder("utf-8")
         self._decoders = {"out": make("replace"), "err": make("replace")}  # a character may come in two pieces
 
-    def read(self, worker: int, stream: Stream, data: bytes) -> None:
-        """Writes it, if the chief said it."""
+    def write(self, worker: int, stream: Stream, data: bytes) -> None:
         if worker == 0:
             self._terminal.write(stream, self._decoders[stream].decode(data))
 
     def finish(self) -> None:
-        """All has been written."""
+        pass
 
 
-class EveryReader(Reader):
-    """Passes on whole lines of all workers, each after its worker's number; of a progress bar, where it came to."""
+class _AllOutput(OutputSink):
+    """Shows whole lines of all workers, each after its worker's rank; of a progress bar, only the last state."""
 
     def __init__(self) -> None:
         self._terminal = _Terminal()
-        self._begun: dict[tuple[int, Stream], bytes] = {}
+        self._partial: dict[tuple[int, Stream], bytes] = {}
 
-    def read(self, worker: int, stream: Stream, data: bytes) -> None:
-        """Writes the lines that are complete."""
-        *lines, rest = (self._begun.pop((worker, stream), b"") + data).split(b"\n")
+    def write(self, worker: int, stream: Stream, data: bytes) -> None:
+        *lines, rest = (self._partial.pop((worker, stream), b"") + data).split(b"\n")
         for line in lines:
-            self._write(worker, stream, line)
+            self._write_line(worker, stream, line)
         if rest:
-            self._begun[worker, stream] = rest
+            self._partial[worker, stream] = rest
 
     def finish(self) -> None:
-        """Writes the lines that were never ended."""
-        for (worker, stream), line in self._begun.items():
-            self._write(worker, stream, line)
+        for (worker, stream), line in self._partial.items():
+            self._write_line(worker, stream, line)
 
-    def _write(self, worker: int, stream: Stream, line: bytes) -> None:
+    def _write_line(self, worker: int, stream: Stream, line: bytes) -> None:
         shown = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         self._terminal.write(stream, f"[{worker}] {shown}\n")
 
 
-def reader_for(output: Literal["chief", "all", "none"]) -> Reader:
-    """The one whom ``--output`` names."""
-    readers: dict[str, type[Reader]] = {"chief": ChiefReader, "all": EveryReader, "none": NobodyReader}
-    return readers[output]()
+def make_sink(output: Literal["chief", "all", "none"]) -> OutputSink:
+    """The sink for a choice of ``--output``."""
+    sinks: dict[str, type[OutputSink]] = {"chief": _ChiefOutput, "all": _AllOutput, "none": _NoOutput}
+    return sinks[output]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    worker: int
+    stream: Stream
+    log: BinaryIO | None
+
+
+class OutputForwarder:
+    """Reads the pipes of all workers in a thread of its own. Its maker calls ``close`` when they have ended.
+
+    Args:
+        folder: where named pipes are made.
+        logs: the folder of the log files; None keeps none.
+        sink: shows the output.
+    """
+
+    def __init__(self, folder: Path, *, logs: Path | None, sink: OutputSink) -> None:
+        self._folder, self._logs, self._sink = folder, logs, sink
+        self._incomplete_logs: set[BinaryIO] = set()
+        self._sources: dict[int, _Source] = {}  # by reading end
+        self._writing_ends: list[int] = []  # held open, so that no pipe is at its end while it is read
+        self._files: list[BinaryIO] = []
+        self._wake_read, self._wake_write = os.pipe()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._forward, name="lockstep-launch-output", daemon=True)
+        self._thread.start()
+
+    def open(self, worker: int, attempt: int, *, named: bool) -> dict[Stream, str]:
+        """Makes the pipes of a worker and begins to read them.
+
+        Args:
+            worker: its rank among the workers of all hosts.
+            attempt: how often the workers were restarted.
+            named: whether the worker opens them by their paths; otherwise this process opens them and hands them over.
+
+        Returns:
+            The paths of its two pipes, to open for writing.
+        """
+        files = WorkerPaths(self._folder, worker, attempt)
+        log = None
+        if self._logs is not None:
+            log = WorkerPaths(self._logs, worker, attempt).log.open("ab", buffering=0)
+            self._files.append(log)
+        paths: dict[Stream, str] = {}
+        for stream in STREAMS:
+            reading, writing, paths[stream] = _named_pipe(files.file(stream)) if named else _pipe()
+            os.set_blocking(reading, False)
+            with self._lock:
+                self._writing_ends.append(writing)
+                self._sources[reading] = _Source(worker=worker, stream=stream, log=log)
+        os.write(self._wake_write, b"+")
+        return paths
+
+    def close(self) -> None:
+        """Forwards what has been printed and not read yet, and ends the thread.
+
+        Does not wait for the pipes to close: a process that a worker left running may hold them open.
+        """
+        os.write(self._wake_write, b"-")
+        self._thread.join()
+        for handle in (*self._sources, *self._writing_ends, self._wake_read, self._wake_write):
+            os.close(handle)
+        for file in self._files:
+            file.close()
+
+    def _forward(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        while True:
+            ready = {handle for handle, _ in poll.poll()}
+            if self._wake_read in ready:
+                closing = b"-" in os.read(self._wake_read, _CHUNK)
+                with self._lock:
+                    known = list(self._sources)
+                if closing:
+                    break
+                for handle in known:
+                    poll.register(handle, select.POLLIN)
+            # In the order out, err: what a worker printed before it raised comes before its traceback.
+            for handle in sorted(ready - {self._wake_read}):
+                self._read(handle)
+        for handle in known:
+            while self._read(handle):
+                pass
+        self._sink.finish()
+
+    def _read(self, handle: int) -> bool:
+        """Forwards one chunk; whether there was anything."""
+        source = self._sources[handle]
+        try:
+            data = os.read(handle, _CHUNK)
+        except BlockingIOError:
+            return False
+        if source.log is not None:
+            self._write_log(source.log, data)
+        self._sink.write(source.worker, source.stream, data)
+        return True
+
+    def _write_log(self, log: BinaryIO, data: bytes) -> None:
+        """Writes to a log as far as possible: the disk may be full now and have space again later."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[log.write(left) :]
+        except OSError as error:
+            if log not in self._incomplete_logs:
+                self._incomplete_logs.add(log)
+                complain(f"the log {log.name} lacks some of what its worker printed ({error}); the workers go on")
+
+
+def _pipe() -> tuple[int, int, str]:
+    reading, writing = os.pipe()
+    return reading, writing, f"/dev/fd/{writing}"
+
+
+def _named_pipe(path: Path) -> tuple[int, int, str]:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    return reading, os.open(path, os.O_WRONLY), str(path)

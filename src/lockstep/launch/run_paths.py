@@ -1,66 +1,55 @@
-"""Where the launcher and its workers meet: the names of files of a run, and of variables. Pure."""
+"""What the launcher and its workers share by name: the files of a run, and environment variables. Pure."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
-AGENT_VARIABLES = frozenset(
-    {
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "ROLE_NAME",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "WORLD_SIZE",
-    }
-)
-"""What torch's agent sets for every worker."""
-
-LIFELINE = "LOCKSTEP_LIFELINE"
-"""The variable that names the ``Lifeline`` that a worker hangs on."""
+GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
+"""The environment variable with the path of the ``ParentDeathGuard`` that ends a worker with its launcher."""
 
 
-def log_path(folder: Path, worker: int, attempt: int) -> Path:
-    """What a worker printed: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
-    return _path(folder, worker, attempt, "log")
+@dataclass(frozen=True)
+class WorkerPaths:
+    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts.
 
+    Args:
+        folder: the folder of the files.
+        worker: the worker's rank among the workers of all hosts.
+        attempt: how often the workers had been restarted.
+    """
 
-def record_path(folder: Path, worker: int, attempt: int) -> Path:
-    """Where a worker writes down how it failed."""
-    return _path(folder, worker, attempt, "failure.json")
+    folder: Path
+    worker: int
+    attempt: int
 
+    @property
+    def log(self) -> Path:
+        """What the worker printed."""
+        return self.file("log")
 
-def error_path(folder: Path, worker: int, attempt: int) -> Path:
-    """Where it leaves the exception itself."""
-    return _path(folder, worker, attempt, "failure.pickle")
+    @property
+    def failure(self) -> Path:
+        """The ``FailureRecord`` that the worker writes."""
+        return self.file("failure.json")
 
+    @property
+    def error(self) -> Path:
+        """The pickled exception."""
+        return self.file("failure.pickle")
 
-def stacks_path(folder: Path, worker: int, attempt: int) -> Path:
-    """Where it says what it is doing when its time is up."""
-    return _path(folder, worker, attempt, "stacks.txt")
+    @property
+    def stacks(self) -> Path:
+        """What the worker's threads were doing when its time was up."""
+        return self.file("stacks.txt")
 
-
-def pipe_path(folder: Path, worker: int, attempt: int, stream: str) -> Path:
-    """A pipe of a worker that is no child of the launcher."""
-    return _path(folder, worker, attempt, stream)
-
-
-def _path(folder: Path, worker: int, attempt: int, ending: str) -> Path:
-    stem = f"worker-{worker}" if attempt == 0 else f"worker-{worker}.attempt-{attempt}"
-    return folder / f"{stem}.{ending}"
+    def file(self, suffix: str) -> Path:
+        """The file with this suffix."""
+        stem = f"worker-{self.worker}" if self.attempt == 0 else f"worker-{self.worker}.attempt-{self.attempt}"
+        return self.folder / f"{stem}.{suffix}"
 
 
 def semaphore_prefix(folder: Path) -> str:
-    """What the names of the semaphores begin with that multiprocessing makes in a worker: this run's alone."""
+    """The beginning of the names of multiprocessing's semaphores in the workers of a run, and in no other process."""
     return f"/lockstep-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"

@@ -1,168 +1,161 @@
-"""The end of a job as one worker knows it: set once, and told to whoever waits for it in this process."""
+"""Why a job ended early, in the one form that every worker raises. Pure.
+
+The first report wins: whichever worker finds the cause writes it to the store once, and all others read it. A worker
+that had nothing to do with the lost one therefore raises the same sentence as the worker that waited for it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
-import traceback
+import traceback as tracebacks
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.errors import ClusterError
 
-_LINES_OF_TRACEBACK = 12
-_LONGEST_MESSAGE = 600
-# Where it stands in gloo's source, and what to ask the author of the program.
-_GLOO_S_ADVICE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
+_TRACEBACK_LINES = 12
+_MESSAGE_LENGTH = 600
+# A place in gloo's source, and its advice to the author of the program.
+_GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
-    """The cause of a job's end.
+class FailureReport:
+    """The cause of a job's early end.
 
     Args:
-        worker: whose end it was, for those who need not wait for it any longer.
-        found_by: the worker that says so.
-        reason: the one sentence that all workers raise.
-        trace: the last lines of the failed worker's traceback, if it failed by an exception.
+        worker: the rank of the worker that was lost or failed.
+        reporter: the rank of the worker that wrote the report.
+        reason: the sentence that all workers raise.
+        traceback: the last lines of the failed worker's traceback; empty if no exception ended it.
     """
 
     worker: int
-    found_by: int
+    reporter: int
     reason: str
-    trace: str = ""
+    traceback: str = ""
 
-    def to_text(self) -> str:
-        """As it is kept in the store."""
+    def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
+    @classmethod
+    def from_json(cls, text: str) -> FailureReport:
+        """Reads a report from the store. An unreadable report still ends the job."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return cls(worker=-1, reporter=-1, reason=f"the job ended with an unreadable report: {text[:200]!r}")
+
     def error(self, addition: str = "") -> ClusterError:
-        """The error to raise: a new one each time, since raising one writes into it."""
+        """A new error to raise: raising an exception modifies it, so each caller needs its own."""
         error = ClusterError(self.reason + addition)
-        if self.trace:
-            error.add_note(f"Traceback of worker {self.worker}, its last lines:\n{self.trace}")
+        if self.traceback:
+            error.add_note(f"Traceback of worker {self.worker}, its last lines:\n{self.traceback}")
         return error
 
 
-def read_ending(text: str) -> Ending:
-    """An ending as it was kept in the store; one that cannot be read is still an ending."""
-    try:
-        return Ending(**json.loads(text))
-    except (ValueError, TypeError):
-        return Ending(
-            worker=-1, found_by=-1, reason=f"the job was ended, with words that cannot be read: {text[:200]!r}"
-        )
+class JobStatus:
+    """Whether the job goes on, as this worker knows it. The first failure report is kept for good."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._failure: FailureReport | None = None
+        self._callbacks: list[Callable[[ClusterError], None]] = []
+
+    @property
+    def failure(self) -> FailureReport | None:
+        """Why the job ended; None while it goes on."""
+        return self._failure
+
+    def fail(self, report: FailureReport, *, notify: bool = True) -> FailureReport:
+        """Keeps the report, unless there is one already, and returns the one that is kept.
+
+        Args:
+            report: why the job ends.
+            notify: whether to call the subscribers.
+        """
+        with self._changed:
+            if self._failure is not None:
+                return self._failure
+            self._failure = report
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        if notify:
+            for callback in callbacks:
+                callback(report.error())
+        return report
+
+    def subscribe(self, callback: Callable[[ClusterError], None]) -> None:
+        """Has ``callback`` called once when the job fails, or now if it has failed. It must not raise."""
+        with self._changed:
+            if (report := self._failure) is None:
+                self._callbacks.append(callback)
+                return
+        callback(report.error())
+
+    def wake(self) -> None:
+        """Ends every ``wait`` now."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the job fails, ``wake`` is called, or the time is over."""
+        with self._changed:
+            if self._failure is None:
+                self._changed.wait(timeout_s)
 
 
-def describe_failure(name: str, error: BaseException, doing: str) -> str:
-    """The sentence for a worker that ended by an exception."""
-    place = f"; it was in {doing}" if doing else ""
+def describe_exception(name: str, error: BaseException, status: str) -> str:
+    """The reason for a worker that an exception ended."""
+    where = f"; it was in {status}" if status else ""
     if isinstance(error, KeyboardInterrupt):
-        return f"{name} was interrupted (Ctrl-C){place}"
+        return f"{name} was interrupted (Ctrl-C){where}"
     if isinstance(error, SystemExit):
-        return f"{name} ended itself with exit code {error.code or 0}{place}"
-    message = " ".join(str(error).split())[:_LONGEST_MESSAGE]
+        return f"{name} ended itself with exit code {error.code or 0}{where}"
+    message = " ".join(str(error).split())[:_MESSAGE_LENGTH]
     notes = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if "\n" not in note)
-    return f"{name} failed with {type(error).__name__}{': ' if message else ''}{message}{notes}{place}"
+    return f"{name} failed with {type(error).__name__}{': ' if message else ''}{message}{notes}{where}"
 
 
-def describe_loss(name: str, silent_s: float, doing: str) -> str:
-    """The sentence for a worker of which nothing is heard any more."""
-    last = f"what it last did: {doing or 'unknown'}"
+def describe_loss(name: str, how: str, status: str) -> str:
+    """The reason for a lost worker, such as one without a heartbeat for some seconds."""
     return (
-        f"{name} is lost: nothing has been heard of it for {silent_s:.1f} s ({last}). "
-        "It was killed or stopped, or its network is cut; look at its own output and its machine"
+        f"{name} is lost: {how} (last status: {status or 'unknown'}). "
+        "It was killed or stopped, or its network failed; look at its output and its machine"
     )
 
 
 def describe_lost_launcher(launcher: str, how: str) -> str:
-    """The sentence for a launcher that serves the store, when the store is gone."""
+    """The reason for a launcher that serves the store when the store is gone."""
     return (
         f"{launcher}, which serves the job's store, is lost: {how}. "
-        "It was ended, or the network to it is cut; look at its output"
+        "It has ended, or the network to it failed; look at its output"
     )
 
 
-def describe_broken_link(name: str, other: str, waiting_in: str, message: str) -> str:
-    """The sentence for a connection between two workers that broke, though both are there."""
-    ends = f"{name} and {other}" if other else f"{name} and another worker"
+def describe_broken_connection(name: str, other: str, waiting_in: str, message: str) -> str:
+    """The reason for a broken connection between two workers that are both alive."""
     return (
-        f"{ends} do not reach each other any more though both still answer, so the network between them is at fault; "
-        f"{name} waited in {waiting_in}: {_GLOO_S_ADVICE.sub('', ' '.join(message.split()))[:_LONGEST_MESSAGE]}"
+        f"{name} and {other or 'another worker'} can no longer reach each other although both are alive, so the network"
+        f" between them has failed; {name} waited in {waiting_in}: "
+        f"{_GLOO_NOISE.sub('', ' '.join(message.split()))[:_MESSAGE_LENGTH]}"
     )
 
 
-def describe_early_end(left: str, name: str, doing: str, addition: str) -> str:
-    """The sentence for a worker that ended in good order while another still waits for it."""
-    last = f" (what it last did: {doing})" if doing else ""
+def describe_early_exit(left: str, name: str, status: str, addition: str) -> str:
+    """The reason for a worker that ended normally while another still waits for it."""
+    last = f" (last status: {status})" if status else ""
     return (
         f"{left} has ended while {name} still waits for it{last}{addition}; "
         "every worker must run the same number of steps and make the same calls"
     )
 
 
-def describe_lost_store(name: str, how: str, doing: str) -> str:
-    """The sentence for the worker that serves the store, when the store is gone."""
-    last = f"what it last did: {doing or 'unknown'}"
-    return (
-        f"{name}, which serves the job's store, is lost: {how} ({last}). "
-        "It was killed or stopped, or the network to it is cut; look at its own output and its machine"
-    )
-
-
-def shorten_traceback(error: BaseException) -> str:
-    """The last lines of an exception's traceback, or of that of its first cause: the innermost call among them."""
+def last_traceback_lines(error: BaseException) -> str:
+    """The last lines of the traceback of an exception's first cause, with the innermost call."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = "".join(traceback.format_exception(error, chain=False)).rstrip().splitlines()
-    return "\n".join(lines[-_LINES_OF_TRACEBACK:])
-
-
-Callback = Callable[[ClusterError], None]
-
-
-class JobEnd:
-    """Nothing, until the first cause of the job's end is known; then that cause, for good."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._ending: Ending | None = None
-        self._callbacks: list[Callback] = []
-
-    @property
-    def ending(self) -> Ending | None:
-        """The cause; None while the job goes on."""
-        return self._ending
-
-    def conclude(self, ending: Ending, *, tell: bool = True) -> Ending:
-        """Notes the cause, unless there is one; calls those who subscribed, if ``tell``. The cause that stands."""
-        with self._changed:
-            if self._ending is not None:
-                return self._ending
-            self._ending = ending
-            callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
-        if tell:
-            for callback in callbacks:
-                callback(ending.error())
-        return ending
-
-    def subscribe(self, callback: Callback) -> None:
-        """Has ``callback`` called once, by whoever finds the end; at once if it is known. It must not raise."""
-        with self._changed:
-            if (ending := self._ending) is None:
-                self._callbacks.append(callback)
-                return
-        callback(ending.error())
-
-    def wake(self) -> None:
-        """Lets those who wait look again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait(self, limit_s: float) -> None:
-        """Waits until the cause is known, or somebody calls ``wake``, or the time is over."""
-        with self._changed:
-            if self._ending is None:
-                self._changed.wait(limit_s)
+    lines = "".join(tracebacks.format_exception(error, chain=False)).rstrip().splitlines()
+    return "\n".join(lines[-_TRACEBACK_LINES:])

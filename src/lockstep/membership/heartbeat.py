@@ -1,7 +1,7 @@
-"""Who is still there: every worker writes a beat into the store and reads the others'; silence is a loss.
+"""Who is still there: every worker writes a heartbeat to the store and reads the others'; silence is a loss.
 
-Two threads. One talks to the store (``Line``) and may hang with it; the other, here, never does: it counts how long
-nothing was heard, so that a chief that was stopped with its store is found out like anybody else.
+Two threads: the thread of the ``StoreClient`` talks to the store and may hang with it. The monitor's own thread never
+does. It measures how long nothing was heard, so it also finds a chief that was stopped together with its store.
 """
 
 from __future__ import annotations
@@ -13,139 +13,148 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 
-from torch._C._distributed_c10d import Store
-
+from lockstep._torch_compat import Store
 from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import (
-    Ending,
-    JobEnd,
-    describe_broken_link,
-    describe_early_end,
+    FailureReport,
+    JobStatus,
+    describe_broken_connection,
+    describe_early_exit,
     describe_loss,
     describe_lost_launcher,
-    describe_lost_store,
-    read_ending,
 )
-from lockstep.membership.store import Line, Place, StoreBrokenError, StoreSilentError, read
+from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read
+
+_BEATS_TO_LOSS = 15
+_BEATS_TO_SPREAD = 3
+_SHORTEST_BEAT_S = 0.1
+_QUICK_BEATS = 4
+_QUICK_LEAST_S = 1.0
+
+_CLOSE_TIMEOUT_S = 10.0
+_LINGER_BEATS = 3
+_LINGER_LEAST_S = 1.0
+_LINGER_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
-    """A worker's last word.
+class Heartbeat:
+    """What a worker writes to the store again and again while it lives.
 
     Args:
-        beat: grows with each; a beat that stays the same is silence.
-        doing: what the worker was doing.
-        ended: it has left the job in good order, or has said why it ends.
-        warned: it has read that the chief or the job ends, so that the store may go.
+        count: grows with each heartbeat; -1 before the first.
+        status: what the worker is doing.
+        ended: it has left the job, or has reported why it ends.
+        acknowledged: it has read that the chief or the job has ended, so the store may go away.
     """
 
-    beat: int
-    doing: str = ""
+    count: int = -1
+    status: str = ""
     ended: bool = False
-    warned: bool = False
+    acknowledged: bool = False
 
-    def to_text(self) -> str:
-        """As it is kept in the store."""
+    def to_json(self) -> str:
         return json.dumps(asdict(self))
 
-
-def read_status(text: str) -> Status:
-    """A status as it was kept in the store; an empty or unreadable one is a worker that has not spoken yet."""
-    try:
-        return Status(**json.loads(text))
-    except (ValueError, TypeError):
-        return Status(beat=-1)
+    @classmethod
+    def from_json(cls, text: str) -> Heartbeat:
+        """Reads a heartbeat; an empty or unreadable text is a worker without one yet."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return cls()
 
 
 @dataclass
 class _Peer:
-    """Times are in seconds by the watch's clock."""
-
-    status: Status
+    last: Heartbeat
     heard_s: float
     ended_s: float | None = None
-    signs_of_life: int = 0
+    beats: int = 0
 
 
 class Peers:
-    """The workers of a job, as one of them hears of them.
+    """The last heartbeat of every worker and when it came. Times are in seconds on the caller's clock.
 
     Args:
-        count: how many there are.
-        own: the number of the one that listens; it is never silent to itself.
-        now_s: when it began to listen.
+        count: the number of workers.
+        own: the rank of this worker, which is never silent to itself; -1 for none.
+        now_s: when it begins to listen.
     """
 
     def __init__(self, count: int, own: int, now_s: float) -> None:
         self._own = own
-        self._peers = [_Peer(Status(beat=-1), heard_s=now_s) for _ in range(count)]
+        self._peers = [_Peer(Heartbeat(), heard_s=now_s) for _ in range(count)]
 
-    def hear(self, statuses: Sequence[Status], now_s: float) -> None:
-        """Takes in every worker's status; a beat that is not the one known is a sign of life."""
-        for peer, status in zip(self._peers, statuses, strict=True):
-            if status.beat != peer.status.beat:
+    def update(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
+        """Takes every worker's heartbeat as read now. Only a changed count is a sign of life."""
+        for peer, heartbeat in zip(self._peers, heartbeats, strict=True):
+            if heartbeat.count != peer.last.count:
                 peer.heard_s = now_s
-                peer.signs_of_life += 1
-            if status.ended and peer.ended_s is None:
+                peer.beats += 1
+            if heartbeat.ended and peer.ended_s is None:
                 peer.ended_s = now_s
-            peer.status = status
+            peer.last = heartbeat
 
     def excuse(self, seconds: float) -> None:
-        """Leaves out of everybody's silence a time in which nobody could be heard."""
+        """Does not count a time in which nobody could be heard as silence."""
         for peer in self._peers:
             peer.heard_s += max(0.0, seconds)
 
-    def has_ended(self, index: int) -> bool:
-        """Whether this worker has said that it ends."""
-        return self._peers[index].ended_s is not None
+    def has_ended(self, rank: int) -> bool:
+        """Whether a worker has said that it ends."""
+        return self._peers[rank].ended_s is not None
 
-    def all_silent(self, now_s: float, patience_s: float) -> dict[int, float]:
-        """The workers that have been silent for more than ``patience_s`` without having ended, and for how long."""
+    def silent(self, now_s: float, patience_s: float) -> dict[int, float]:
+        """The workers that have not ended and were silent for more than ``patience_s``, and for how long."""
         return {
-            index: now_s - peer.heard_s
-            for index, peer in enumerate(self._peers)
-            if index != self._own and peer.ended_s is None and now_s - peer.heard_s > patience_s
+            rank: now_s - peer.heard_s
+            for rank, peer in enumerate(self._peers)
+            if rank != self._own and peer.ended_s is None and now_s - peer.heard_s > patience_s
         }
 
-    def find_silent(self, now_s: float, patience_s: float) -> int | None:
-        """The one of them that has been silent longest."""
-        silent = self.all_silent(now_s, patience_s)
-        return max(silent, key=lambda index: silent[index], default=None)
+    def longest_silent(self, now_s: float, patience_s: float) -> int | None:
+        """The one of ``silent`` that has been silent longest."""
+        silent = self.silent(now_s, patience_s)
+        return max(silent, key=lambda rank: silent[rank], default=None)
 
-    def silence(self, index: int, now_s: float) -> tuple[float, str]:
-        """For how many seconds nothing was heard of a worker, and what it was doing then."""
-        return now_s - self._peers[index].heard_s, self._peers[index].status.doing
+    def silence_s(self, rank: int, now_s: float) -> float:
+        """For how long a worker has been silent."""
+        return now_s - self._peers[rank].heard_s
 
-    def signs_of_life(self, index: int) -> int:
-        """How many beats of a worker were heard. The first may be an old one, which only now was read."""
-        return self._peers[index].signs_of_life
+    def status(self, rank: int) -> str:
+        """What a worker was doing at its last heartbeat."""
+        return self._peers[rank].last.status
 
-    def find_left(self, now_s: float, grace_s: float) -> int | None:
-        """The first worker that ended at least ``grace_s`` seconds ago."""
-        left = [
-            (peer.ended_s, index)
-            for index, peer in enumerate(self._peers)
-            if index != self._own and peer.ended_s is not None and now_s - peer.ended_s >= grace_s
+    def beats(self, rank: int) -> int:
+        """How many heartbeats of a worker were heard. The first may be an old one that was only read now."""
+        return self._peers[rank].beats
+
+    def first_ended(self, now_s: float, grace_s: float) -> int | None:
+        """The worker that ended first, at least ``grace_s`` ago."""
+        ended = [
+            (peer.ended_s, rank)
+            for rank, peer in enumerate(self._peers)
+            if rank != self._own and peer.ended_s is not None and now_s - peer.ended_s >= grace_s
         ]
-        return min(left)[1] if left else None
+        return min(ended)[1] if ended else None
 
-    def know_of_the_end(self, but: Collection[int]) -> bool:
-        """Whether all others have ended, or have read that this one or the job has; leaves out the workers ``but``."""
+    def all_acknowledged(self, but: Collection[int]) -> bool:
+        """Whether all others, without the ranks in ``but``, have ended or know that this worker or the job has."""
         return all(
-            peer.status.ended or peer.status.warned
-            for index, peer in enumerate(self._peers)
-            if index != self._own and index not in but
+            peer.last.ended or peer.last.acknowledged
+            for rank, peer in enumerate(self._peers)
+            if rank != self._own and rank not in but
         )
 
 
-class LivedClock:
-    """Seconds that this process has lived through: a stop of its own, or of its machine, does not count.
+class ActiveClock:
+    """Seconds in which this process ran: a time in which it, or its machine, was stopped does not count.
 
-    Else a worker that was stopped for a minute and goes on would take all the others for lost.
+    Otherwise a worker that was stopped for a minute and then goes on would take all others for lost.
 
     Args:
-        longest_step_s: what counts at most between two calls of ``advance``.
+        longest_step_s: the most that counts between two calls of ``advance``.
     """
 
     def __init__(self, longest_step_s: float) -> None:
@@ -160,84 +169,69 @@ class LivedClock:
         self._last = now
 
 
-_BEATS_TO_LOSS = 15
-_BEATS_TO_SPREAD = 3
-_SHORTEST_BEAT_S = 0.1
-_QUICK_BEATS = 4
-_QUICK_LEAST_S = 1.0
-
-_END_LIMIT_S = 10.0
-_LINGER_BEATS = 3
-_LINGER_LEAST_S = 1.0
-_LINGER_TURN_S = 0.02
+class WorkerEndedError(ClusterError):
+    """A worker has ended normally while another still waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """What one round brought.
+class _Exchange:
+    """What one exchange with the store read, and whether it wrote that this worker knows of an end."""
+
+    failure: str
+    heartbeats: tuple[Heartbeat, ...]
+    acknowledged: bool
+
+
+class HeartbeatMonitor:
+    """Sends this worker's heartbeat and watches all others'.
 
     Args:
-        ending: why the job ends; empty while it goes on.
-        statuses: every worker's, in worker order.
-        warned: this worker has told the others that it has read of an end.
-    """
-
-    ending: str
-    statuses: tuple[str, ...]
-    warned: bool
-
-
-class WorkerEndedError(ClusterError):
-    """A worker has ended in good order while another still waits for it."""
-
-
-class Watch:
-    """One worker's watch over all others.
-
-    Args:
-        line: the connection to the store.
-        place: where the run lies in it.
-        names: how messages call the workers, in worker order.
-        index: this worker's number.
-        lost_after_s: how long a worker may be silent.
-        launcher: how messages call who serves the store; None where worker 0 does.
+        client: the client of the store; it is closed with the monitor.
+        keys: the keys of the run.
+        names: how messages call the workers, in rank order.
+        rank: this worker's rank.
+        lost_after_s: after how many seconds of silence a worker is lost.
+        launcher: how messages call the launcher that serves the store; None where worker 0 serves it.
 
     Attributes:
-        end: the job's end, once it is known.
-        doing: what this worker does; goes out with the next beat.
+        job: whether the job goes on.
+        status: what this worker is doing; it goes out with the next heartbeat.
     """
 
     def __init__(
         self,
-        line: Line,
-        place: Place,
+        client: StoreClient,
+        keys: StoreKeys,
         names: Sequence[str],
-        index: int,
+        rank: int,
         *,
         lost_after_s: float,
         launcher: str | None = None,
     ) -> None:
-        self._line = line
-        self._place = place
+        self._client = client
+        self._keys = keys
         self._names = tuple(names)
-        self._index = index
+        self._rank = rank
         self._lost_after_s = lost_after_s
         self._launcher = launcher
         self._beat_s = max(_SHORTEST_BEAT_S, lost_after_s / _BEATS_TO_LOSS)
-        # The finder needs a beat to notice, and the others one to read of it: all have ended within lost_after_s.
+        # The finder takes a beat to notice and the others one to read of it: all have ended within lost_after_s.
         self._patience_s = lost_after_s - _BEATS_TO_SPREAD * self._beat_s
         self._quick_s = min(self._patience_s, max(_QUICK_LEAST_S, _QUICK_BEATS * self._beat_s))
-        self.end = JobEnd()
-        self.doing = "the start of the job"
-        self._beat = 0
-        self._ended = self._warned = self._over = self._gone = self._alarmed = False
-        self._clock = LivedClock(2 * self._beat_s)
-        self._peers = Peers(len(names), index, 0.0)
-        self._round: Future[Round] | None = None
-        self._rounds = 0
-        self._last_round_s = 0.0
+        self.job = JobStatus()
+        self.status = "the start of the job"
+        self._count = 0
+        self._ended = self._acknowledged = False
+        self._chief_ended = False  # and all that matters of it has been read and acknowledged
+        self._store_lost = False
+        self._alarmed = False  # a connection broke: silence counts sooner
+        self._clock = ActiveClock(2 * self._beat_s)
+        self._peers = Peers(len(names), rank, 0.0)
+        self._exchange: Future[_Exchange] | None = None
+        self._exchanges = 0
+        self._last_exchange_s = 0.0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -249,147 +243,147 @@ class Watch:
         if (error := self._find_error(self._quick_s)) is not None:
             raise error
 
-    def explain(self, broken: BaseException, other: str, waiting_in: str) -> ClusterError:
-        """Why a connection between workers broke; waits until it is known, a few beats for a worker that was killed."""
-        here = f"; {self._names[self._index]} waited in {waiting_in}"
+    def explain_broken(self, broken: BaseException, other: str, waiting_in: str) -> ClusterError:
+        """Why a connection between workers broke. Waits until it is known: a few beats for a worker that was killed."""
+        addition = f"; {self._names[self._rank]} waited in {waiting_in}"
         self._alarmed = True
-        # Being alarmed, this worker would have found a silent one after ``quick_s``.
-        limit = time.monotonic() + self._quick_s + _BEATS_TO_SPREAD * self._beat_s
-        seen = self._rounds
-        while time.monotonic() < limit:
-            # What a worker that ended had to say came before its connections broke: the next round brings it.
-            # None comes where the store went with it.
-            known = self._rounds > seen + 1 or self._over
-            if (error := self._find_error(0.0 if known else None, here)) is not None:
+        # From now on a silent worker is found after ``quick_s``.
+        until = time.monotonic() + self._quick_s + _BEATS_TO_SPREAD * self._beat_s
+        seen = self._exchanges
+        while time.monotonic() < until:
+            # A worker that ended wrote so before its connections broke: the next exchange reads it. There is no next
+            # exchange if the store went away with that worker.
+            known = self._exchanges > seen + 1 or self._chief_ended
+            if (error := self._find_error(0.0 if known else None, addition)) is not None:
                 return error
-            self.end.wait(self._beat_s)
-        own = self._index
-        reason = describe_broken_link(self._names[own], other, waiting_in, str(broken))
-        return self.end_job(Ending(worker=own, found_by=own, reason=reason)).error()
+            self.job.wait(self._beat_s)
+        reason = describe_broken_connection(self._names[self._rank], other, waiting_in, str(broken))
+        return self.fail(FailureReport(worker=self._rank, reporter=self._rank, reason=reason)).error()
 
-    def elsewhere(self) -> dict[int, str]:
-        """What the others were doing when last heard of, where it is not what this one does."""
-        doings = {index: self._peers.silence(index, self._clock.now_s)[1] for index in range(len(self._names))}
-        return {index: doing for index, doing in doings.items() if index != self._index and doing != self.doing}
+    def other_statuses(self) -> dict[int, str]:
+        """The last status of every other worker that differs from this worker's."""
+        statuses = {rank: self._peers.status(rank) for rank in range(len(self._names))}
+        return {rank: status for rank, status in statuses.items() if rank != self._rank and status != self.status}
 
-    def end_job(self, ending: Ending) -> Ending:
-        """Ends the job for all workers with this cause, or the one that was there first; returns that one."""
-        return self.end.ending or self.end.conclude(self._publish(ending, self._lost_after_s), tell=False)
+    def fail(self, report: FailureReport) -> FailureReport:
+        """Ends the job for all workers, and returns the report that they all raise: this one or an earlier one."""
+        return self.job.failure or self.job.fail(self._publish(report, self._lost_after_s), notify=False)
 
     def close(self) -> None:
-        """Tells the others that this worker has ended, and stops watching. Idempotent."""
+        """Tells the others that this worker has ended, and stops. Idempotent."""
         if self._closing.is_set():
             return
         self._ended = True
         self._closing.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(_END_LIMIT_S)
-        if not (self._over or self._gone):
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        if not (self._chief_ended or self._store_lost):
             self._say_goodbye()
-        self._line.close()
+        self._client.close()
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._turn()
+            if self._exchange is None and not (self._chief_ended or self._store_lost):
+                self._exchange = self._client.submit(self._exchange_with)
+            self._clock.advance()
+            if self._exchange is not None and wait([self._exchange], self._beat_s).done:
+                done, self._exchange = self._exchange, None
+                self._take(done)
+            self._clock.advance()
+            self._find_lost()
+            self.job.wake()
             self._closing.wait(self._beat_s)
 
-    def _turn(self) -> None:
-        if self._round is None and not (self._over or self._gone):
-            self._round = self._line.submit(self._exchange)
-        self._clock.advance()
-        if self._round is not None and wait([self._round], self._beat_s).done:
-            done, self._round = self._round, None
-            self._take_in(done)
-        self._clock.advance()
-        self._judge()
-        self.end.wake()
+    def _exchange_with(self, store: Store) -> _Exchange:
+        """Writes this worker's heartbeat and reads all. Runs in the client's thread."""
+        self._count += 1
+        own = Heartbeat(count=self._count, status=self.status, ended=self._ended, acknowledged=self._acknowledged)
+        store.set(self._keys.heartbeat(self._rank), own.to_json())
+        failure = read(store, self._keys.failure)
+        texts = store.multi_get([self._keys.heartbeat(rank) for rank in range(len(self._names))])
+        heartbeats = tuple(Heartbeat.from_json(text.decode()) for text in texts)
+        return _Exchange(failure=failure, heartbeats=heartbeats, acknowledged=own.acknowledged)
 
-    def _exchange(self, store: Store) -> Round:
-        """Writes this worker's status and reads all; runs in the line's thread."""
-        self._beat += 1
-        status = Status(beat=self._beat, doing=self.doing, ended=self._ended, warned=self._warned)
-        store.set(self._place.beat(self._index), status.to_text())
-        ending = read(store, self._place.ending)
-        statuses = store.multi_get([self._place.beat(index) for index in range(len(self._names))])
-        return Round(ending=ending, statuses=tuple(status.decode() for status in statuses), warned=status.warned)
-
-    def _take_in(self, done: Future[Round]) -> None:
+    def _take(self, done: Future[_Exchange]) -> None:
         try:
-            heard = done.result()
+            result = done.result()
         except StoreBrokenError as error:
             self._lose_store(str(error))
             return
         now_s = self._clock.now_s
-        # Nobody could be heard of while the store itself did not answer.
-        self._peers.excuse(now_s - self._last_round_s - 2 * self._beat_s)
-        self._peers.hear([read_status(text) for text in heard.statuses], now_s)
-        self._last_round_s = now_s
-        self._rounds += 1
-        if heard.ending:
-            self.end.conclude(read_ending(heard.ending))
-        chief_ended = self._launcher is None and self._index != 0 and self._peers.has_ended(0)
-        self._over = chief_ended and heard.warned
-        self._warned = chief_ended or self.end.ending is not None
+        # Nobody could be heard while the store itself did not answer.
+        self._peers.excuse(now_s - self._last_exchange_s - 2 * self._beat_s)
+        self._peers.update(result.heartbeats, now_s)
+        self._last_exchange_s = now_s
+        self._exchanges += 1
+        if result.failure:
+            self.job.fail(FailureReport.from_json(result.failure))
+        chief_ended = self._launcher is None and self._rank != 0 and self._peers.has_ended(0)
+        self._chief_ended = chief_ended and result.acknowledged
+        self._acknowledged = chief_ended or self.job.failure is not None
 
-    def _judge(self) -> None:
-        if self.end.ending is not None or self._over:
+    def _find_lost(self) -> None:
+        if self.job.failure is not None or self._chief_ended:
             return
         now_s = self._clock.now_s
-        silent_s = now_s - self._last_round_s
         patience_s = self._quick_s if self._alarmed else self._patience_s
-        if silent_s > patience_s:
+        if (silent_s := now_s - self._last_exchange_s) > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
-            return
-        lost = self._peers.find_silent(now_s, patience_s)
-        if lost is not None:
-            silent_s, doing = self._peers.silence(lost, now_s)
-            ending = Ending(worker=lost, found_by=self._index, reason=describe_loss(self._names[lost], silent_s, doing))
-            self.end.conclude(self._publish(ending, self._beat_s))
+        elif (lost := self._peers.longest_silent(now_s, patience_s)) is not None:
+            how = f"no heartbeat for {self._peers.silence_s(lost, now_s):.1f} s"
+            reason = describe_loss(self._names[lost], how, self._peers.status(lost))
+            report = FailureReport(worker=lost, reporter=self._rank, reason=reason)
+            self.job.fail(self._publish(report, self._beat_s))
 
     def _lose_store(self, how: str) -> None:
-        """The store is gone, and with it whoever serves it, unless that one had said that it ends."""
+        """The store is gone, and so is whoever serves it, unless worker 0 serves it and had said that it ends."""
         if self._launcher is None and self._peers.has_ended(0):
-            self._over = True
-        elif self.end.ending is None:
-            _, doing = self._peers.silence(0, self._clock.now_s)
-            if self._launcher is None:
-                reason = describe_lost_store(self._names[0], how, doing)
-            else:
-                reason = describe_lost_launcher(self._launcher, how)
-            self.end.conclude(Ending(worker=0, found_by=self._index, reason=reason))
-        self._gone = True
+            self._chief_ended = True
+        elif self._launcher is None:
+            name = f"{self._names[0]}, which serves the job's store,"
+            reason = describe_loss(name, how, self._peers.status(0))
+            self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
+        else:
+            reason = describe_lost_launcher(self._launcher, how)
+            self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
+        self._store_lost = True
 
-    def _publish(self, ending: Ending, limit_s: float) -> Ending:
+    def _publish(self, report: FailureReport, timeout_s: float) -> FailureReport:
         try:
-            return self._line.call(lambda store: self._place.end(store, ending), limit_s)
+            return self._client.call(lambda store: self._keys.write_failure(store, report), timeout_s)
         except (StoreBrokenError, StoreSilentError):
-            return ending  # the others lose the store as well, and say so
+            return report  # the others lose the store too, and raise that
 
     def _find_error(self, grace_s: float | None, addition: str = "") -> ClusterError | None:
-        """What ends this worker, if anything does; one that has ended counts after ``grace_s``, never if None."""
-        if (ending := self.end.ending) is not None:
-            given_up = ending.worker == self._index != ending.found_by
-            return ending.error("; this worker was stopped or cut off itself" if given_up else addition)
+        """What ends this worker, if anything does.
+
+        Args:
+            grace_s: how long ago another worker must have ended to count; None if none counts.
+            addition: added to the error's sentence.
+        """
+        if (report := self.job.failure) is not None:
+            was_stopped = report.worker == self._rank != report.reporter
+            return report.error("; this worker itself was stopped or cut off" if was_stopped else addition)
         if self._closing.is_set():
-            return ClusterError(f"{self._names[self._index]} has left the job{addition}")
-        left = None if grace_s is None else self._peers.find_left(self._clock.now_s, grace_s)
-        if left is None:
+            return ClusterError(f"{self._names[self._rank]} has left the job{addition}")
+        ended = None if grace_s is None else self._peers.first_ended(self._clock.now_s, grace_s)
+        if ended is None:
             return None
-        _, doing = self._peers.silence(left, self._clock.now_s)
-        return WorkerEndedError(describe_early_end(self._names[left], self._names[self._index], doing, addition))
+        status = self._peers.status(ended)
+        return WorkerEndedError(describe_early_exit(self._names[ended], self._names[self._rank], status, addition))
 
     def _say_goodbye(self) -> None:
-        """Tells the others of this worker's end; one that serves the store lets them read that before it goes."""
-        lingers = self._launcher is None and self._index == 0
-        limit = time.monotonic() + (_LINGER_BEATS * self._beat_s + _LINGER_LEAST_S if lingers else self._beat_s)
+        """Tells the others of this worker's end. A worker that serves the store lets them read that first."""
+        lingers = self._launcher is None and self._rank == 0
+        until = time.monotonic() + (_LINGER_BEATS * self._beat_s + _LINGER_LEAST_S if lingers else self._beat_s)
         pause = threading.Event()
         try:
             while True:
-                heard = self._line.call(self._exchange, limit - time.monotonic())
-                self._peers.hear([read_status(text) for text in heard.statuses], self._clock.now_s)
-                lost = self.end.ending.worker if self.end.ending is not None else self._index
-                if not lingers or self._peers.know_of_the_end({lost}) or time.monotonic() > limit:
+                result = self._client.call(self._exchange_with, until - time.monotonic())
+                self._peers.update(result.heartbeats, self._clock.now_s)
+                lost = self.job.failure.worker if self.job.failure is not None else self._rank
+                if not lingers or self._peers.all_acknowledged({lost}) or time.monotonic() > until:
                     return
-                pause.wait(_LINGER_TURN_S)
+                pause.wait(_LINGER_POLL_S)
         except (StoreBrokenError, StoreSilentError):
-            return  # nobody left to tell
+            return  # nobody is left to tell

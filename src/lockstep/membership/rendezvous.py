@@ -1,7 +1,7 @@
-"""The roll call: every worker takes its seat in the store, and nobody goes on before all are there and agree.
+"""The rendezvous: every worker claims its rank in the store, and none goes on before all are there and agree.
 
-Seats are taken by compare-and-set, so the first process of a number has it, as long as it lives: a seat whose process
-has gone silent is taken over by the next one, until worker 0 finds every seat taken and completes the call.
+A rank is claimed by compare-and-set, so the first process has it as long as it lives. The next process of the same rank
+takes it over when the first goes silent, until worker 0 finds every rank claimed and completes the rendezvous.
 """
 
 from __future__ import annotations
@@ -19,30 +19,50 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 import torch
-from torch._C._distributed_c10d import Store
 
+from lockstep._torch_compat import Store
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
-from lockstep.membership.failure_report import Ending, describe_failure, read_ending
-from lockstep.membership.heartbeat import Peers, Status, read_status
-from lockstep.membership.store import REFUSED_KEY, Line, Place, StoreBrokenError, StoreSilentError, read, run_key
+from lockstep.membership.failure_report import FailureReport, describe_exception
+from lockstep.membership.heartbeat import Heartbeat, Peers
+from lockstep.membership.store import (
+    REFUSED_KEY,
+    StoreBrokenError,
+    StoreClient,
+    StoreKeys,
+    StoreSilentError,
+    read,
+    run_key,
+)
+
+T = TypeVar("T")
+
+PROTOCOL = 1
+"""The version of what workers exchange. Raise it when two versions of lockstep could not understand each other."""
+SILENT_S = 3.0
+"""After how many seconds of silence another process may take over a rank."""
 
 _FIRST_REPORT_S = 2.0
 _REPORT_EVERY_S = 5.0
-_LEAST_LEFT_S = 0.2
+_SHORTEST_TIMEOUT_S = 0.2
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
+_ANSWER_TIMEOUT_S = 1.0
+_LINGER_S = 1.0
 
 _log = logging.getLogger("lockstep")
 
 
 class Deadline:
-    """The end of a wait, of which every few seconds somebody is told through the logger "lockstep".
+    """The end of a wait. Every few seconds it reports what is still missing.
 
     Args:
         who: who waits: "worker 1 (hostb:20001)".
         timeout_s: how long.
+        report: takes a line; by default a warning of the logger "lockstep".
     """
 
-    def __init__(self, who: str, timeout_s: float) -> None:
+    def __init__(self, who: str, timeout_s: float, *, report: Callable[[str], None] = _log.warning) -> None:
+        self._report = report
         self._who = who
         self._timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
@@ -50,45 +70,38 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """How long a single call may still take: a little, even when the time is over."""
-        return max(_LEAST_LEFT_S, self._end - time.monotonic())
+        """The time that a single call may still take: a little, even after the deadline."""
+        return max(_SHORTEST_TIMEOUT_S, self._end - time.monotonic())
 
-    def wait_for(self, what: str, advice: str) -> None:
-        """Notes that ``what`` is still missing; says so when it is time to.
+    def check(self, missing: str, advice: str) -> None:
+        """Returns before the deadline, after a warning if one is due.
 
         Raises:
-            ClusterError: the time is over; it ends with ``advice``.
+            ClusterError: the deadline has passed; it names what is missing and ends with the advice.
         """
         now = time.monotonic()
         if now >= self._end:
-            raise ClusterError(f"{self._who} waited {self._timeout_s:g} s for {what}; {advice}")
+            raise ClusterError(f"{self._who} waited {self._timeout_s:g} s for {missing}; {advice}")
         if now >= self._next_report:
             self._next_report = now + _REPORT_EVERY_S
-            _log.warning("%s waits for %s; %.0f s left", self._who, what, self._end - now)
-
-
-SILENT_S = 3.0
-"""After how long without a sign of life a process counts as gone, as far as its place is concerned."""
-
-PROTOCOL = 1
-"""Of what the workers exchange; raised when workers of two versions of lockstep could not understand each other."""
+            self._report(f"{self._who} waits for {missing}; {self._end - now:.0f} s left")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
-    """A worker at the roll call.
+class WorkerInfo:
+    """What a worker tells the others at the rendezvous.
 
     Args:
-        index: its number.
+        rank: its rank.
         host: the name of its machine.
-        pid: its process, there.
-        address: the IP address that it listens at for the others.
-        token: tells this process from any other that claims the same number.
-        info: what it has to tell the others at the start.
+        pid: its process id there.
+        address: the IP address where it listens for the others.
+        token: distinguishes this process from another that claims the same rank.
+        info: what the caller of ``join`` has to tell the others.
         terms: what must be equal on all workers, by name.
     """
 
-    index: int
+    rank: int
     host: str
     pid: int
     address: str
@@ -96,40 +109,43 @@ class Card:
     info: Mapping[str, int]
     terms: Mapping[str, str]
 
-    def to_text(self) -> str:
-        """As it is kept in the store."""
+    def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerInfo:
+        """Reads an info from the store.
+
+        Raises:
+            ClusterError: the text is something else.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ClusterError(
+                f"the job's store has an unreadable worker info ({error}); start all workers with the same lockstep"
+            ) from None
 
     @property
     def process(self) -> str:
-        """Which process this is: "process 4242 on hostb"."""
+        """The process as messages name it: "process 4242 on hostb"."""
         return f"process {self.pid} on {self.host}"
 
 
 def this_process() -> str:
-    """How messages call the process that runs this: "process 4242 on hostb"."""
+    """This process as messages name it: "process 4242 on hostb"."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def read_card(text: str) -> Card:
-    """A card as it was kept in the store.
-
-    Raises:
-        ClusterError: it is none.
-    """
+def job_terms(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
+    """What must be equal on all workers; the first difference is the one reported."""
     try:
-        return Card(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ClusterError(
-            f"what lies in the job's store is no worker's entry ({error}); start all workers with the same lockstep"
-        ) from None
-
-
-def terms_of(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
-    """What this worker expects to find equal on the others, the most telling first."""
+        own_version = version("torch-lockstep")
+    except PackageNotFoundError:  # run from its source without being installed
+        own_version = "not installed"
     return {
         "protocol": str(PROTOCOL),
-        "lockstep": _own_version(),
+        "lockstep": own_version,
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "number of workers": str(spec.num_workers),
         "workers": ", ".join(spec.workers),
@@ -137,16 +153,14 @@ def terms_of(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
     }
 
 
-def there_already(spec: ClusterSpec, card: str) -> ClusterError:
-    """The error for a process whose place another one has, which left ``card`` there."""
-    return ClusterError(
-        f"{spec.name(spec.index)} is there already: {read_card(card).process}; this is {this_process()}. "
-        "Give every process an index of its own, or end that one first"
-    )
+def find_disagreement(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, str]) -> str:
+    """The first term that differs between two workers, as a sentence; empty if none does.
 
-
-def find_disagreement(mine: Card, theirs: Card, names: tuple[str, str]) -> str:
-    """What two workers disagree about, in one line; empty if nothing. ``names`` are how messages call them."""
+    Args:
+        mine: this worker.
+        theirs: another worker.
+        names: how messages call the two.
+    """
     for term in [*mine.terms, *(term for term in theirs.terms if term not in mine.terms)]:
         here, there = mine.terms.get(term, "unknown"), theirs.terms.get(term, "unknown")
         if here != there:
@@ -157,209 +171,200 @@ def find_disagreement(mine: Card, theirs: Card, names: tuple[str, str]) -> str:
     return ""
 
 
-def _own_version() -> str:
-    try:
-        return version("torch-lockstep")
-    except PackageNotFoundError:  # run from its source, without being installed
-        return "not installed"
+def find_unreachable(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, str]) -> str:
+    """Says, of two workers on different machines, which one listens on a loopback address; empty if none does."""
+    for info, name in ((mine, names[0]), (theirs, names[1])):
+        if mine.host != theirs.host and ipaddress.ip_address(info.address).is_loopback:
+            return (
+                f"{name} listens at {info.address}, which only its own machine ({info.host}) reaches, but the workers "
+                f"are on {mine.host} and {theirs.host}; give its address in the network, or correct its /etc/hosts"
+            )
+    return ""
 
 
-T = TypeVar("T")
-
-_SHORTEST_TURN_S, _LONGEST_TURN_S = 0.02, 0.25
-_ANSWER_S = 1.0
-_LINGER_S = 1.0
+def rank_taken_error(spec: ClusterSpec, holder: WorkerInfo) -> ClusterError:
+    """The error for a process whose rank another live process has."""
+    return ClusterError(
+        f"{spec.name(spec.index)} is there already: {holder.process}; this is {this_process()}. "
+        "Give every process its own index, or end the other process first"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """The roll call as the store shows it, in worker order."""
+    """What one poll read from the store; tuples are in rank order."""
 
     run: str
-    seats: tuple[str, ...]
-    statuses: tuple[Status, ...]
+    ranks: tuple[str, ...]
+    heartbeats: tuple[Heartbeat, ...]
     complete: str
-    ending: str
+    failure: str
     refused: str
 
 
-class RollCall:
-    """One worker's part in the roll call of one run.
+class Rendezvous:
+    """One worker's part in the rendezvous of one run.
 
     Args:
-        spec: the cluster, and this worker's number.
-        card: what this worker says of itself.
-        line: the connection to the store.
-        place: where the run lies in it.
-        run: the run's name.
+        spec: the cluster and this worker's rank.
+        info: what this worker tells the others.
+        client: the client of the store.
+        run: the name of the run.
         deadline: until when to wait.
     """
 
-    def __init__(self, spec: ClusterSpec, card: Card, line: Line, place: Place, run: str, deadline: Deadline) -> None:
+    def __init__(self, spec: ClusterSpec, info: WorkerInfo, client: StoreClient, run: str, deadline: Deadline) -> None:
         self._spec = spec
-        self._card = card
-        self._text = card.to_text()
-        self._line = line
-        self._place = place
+        self._info = info
+        self._text = info.to_json()
+        self._client = client
+        self._keys = StoreKeys.of_run(spec, run)
         self._run = run
         self._deadline = deadline
-        self._seated = False
-        self._full: tuple[tuple[str, ...], list[int]] | None = None
-        self._beat = 0
+        self._has_rank = False
+        self._beats_when_full: tuple[tuple[str, ...], list[int]] | None = None
+        self._count = 0
         self._peers = Peers(spec.num_workers, spec.index, time.monotonic())
 
-    def answer(self) -> tuple[Card, ...]:
-        """Waits until all workers are there and agree; their cards in worker order.
+    def wait(self) -> tuple[WorkerInfo, ...]:
+        """Waits until all workers are there and agree; returns their infos in rank order.
 
         Raises:
-            ClusterError: somebody is missing at the deadline, disagrees, or has this worker's number already.
-            StoreBrokenError: the store is gone, or worker 0 has opened a newer run: come in again.
+            ClusterError: a worker is missing at the deadline or disagrees, or another process has this rank.
+            StoreBrokenError: the store is gone, or worker 0 has opened a newer run: join again.
         """
-        pause, turn_s = threading.Event(), _SHORTEST_TURN_S
+        pause, poll_s = threading.Event(), _SHORTEST_POLL_S
         while True:
-            view = self._ask(self._look)
-            self._peers.hear(view.statuses, time.monotonic())
-            if cards := self._heed(view):
-                return cards
-            pause.wait(turn_s)
-            turn_s = min(1.2 * turn_s, _LONGEST_TURN_S)
+            view = self._call(self._poll)
+            self._peers.update(view.heartbeats, time.monotonic())
+            if infos := self._advance(view):
+                return infos
+            pause.wait(poll_s)
+            poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
 
-    def give_up(self, error: BaseException) -> None:
-        """Leaves the roll call: worker 0 ends it for all, any other frees its seat for a process that comes later."""
+    def leave(self, error: BaseException) -> None:
+        """Gives up: worker 0 ends the rendezvous for all, any other frees its rank for a process that comes later."""
         try:
-            if self._spec.index == 0:
-                reason = str(error)
-                if not isinstance(error, ClusterError):
-                    reason = describe_failure(self._spec.name(0), error, "the roll call")
-                self._line.call(
-                    lambda store: self._place.end(store, Ending(worker=0, found_by=0, reason=reason)), _ANSWER_S
-                )
-                self._linger()
-            else:
-                self._line.call(lambda store: store.compare_set(self._seat, self._text, ""), _ANSWER_S)
+            if self._spec.index != 0:
+                self._client.call(lambda store: store.compare_set(self._rank_key, self._text, ""), _ANSWER_TIMEOUT_S)
+                return
+            reason = str(error)
+            if not isinstance(error, ClusterError):
+                reason = describe_exception(self._spec.name(0), error, "the rendezvous")
+            report = FailureReport(worker=0, reporter=0, reason=reason)
+            self._client.call(lambda store: self._keys.write_failure(store, report), _ANSWER_TIMEOUT_S)
+            self._linger()
         except (StoreBrokenError, StoreSilentError):
-            return  # nobody left to tell
+            return  # nobody is left to tell
 
     @property
-    def _seat(self) -> str:
-        return self._place.seat(self._spec.index)
+    def _rank_key(self) -> str:
+        return self._keys.rank(self._spec.index)
 
-    def _look(self, store: Store) -> _View:
-        """One turn: takes or keeps the seat, gives a sign of life, reads everything. Runs in the line's thread."""
-        ending, complete = read(store, self._place.ending), read(store, self._place.complete)
-        if not (self._seated or ending or complete):
-            self._seated = store.compare_set(self._seat, "", self._text).decode() == self._text
-        if self._seated:
-            self._beat += 1
-            status = Status(beat=self._beat, doing="the roll call", warned=bool(ending))
-            store.set(self._place.beat(self._spec.index), status.to_text())
-        everybody = range(self._spec.num_workers)
+    def _poll(self, store: Store) -> _View:
+        """Claims or keeps the rank, writes a heartbeat, and reads everything. Runs in the client's thread."""
+        failure, complete = read(store, self._keys.failure), read(store, self._keys.complete)
+        if not (self._has_rank or failure or complete):
+            self._has_rank = store.compare_set(self._rank_key, "", self._text).decode() == self._text
+        if self._has_rank:
+            self._count += 1
+            own = Heartbeat(count=self._count, status="the rendezvous", acknowledged=bool(failure))
+            store.set(self._keys.heartbeat(self._spec.index), own.to_json())
+        ranks = range(self._spec.num_workers)
         return _View(
             run=read(store, run_key(self._spec)),
-            seats=tuple(read(store, self._place.seat(index)) for index in everybody),
-            statuses=tuple(read_status(read(store, self._place.beat(index))) for index in everybody),
+            ranks=tuple(read(store, self._keys.rank(rank)) for rank in ranks),
+            heartbeats=tuple(Heartbeat.from_json(read(store, self._keys.heartbeat(rank))) for rank in ranks),
             complete=complete,
-            ending=ending,
+            failure=failure,
             refused=read(store, REFUSED_KEY),
         )
 
-    def _heed(self, view: _View) -> tuple[Card, ...] | None:
+    def _advance(self, view: _View) -> tuple[WorkerInfo, ...] | None:
+        """Acts on what a poll has read: all infos if the rendezvous is complete, None if it goes on."""
         if view.run != self._run:
-            raise StoreBrokenError("worker 0 has opened the job anew")
-        if not self._seated:
-            self._wait_for_seat(view)
+            raise StoreBrokenError("worker 0 has opened the job again")
+        if not self._has_rank:
+            self._wait_for_rank(view)
             return None
-        if view.ending:
-            raise read_ending(view.ending).error()
+        if view.failure:
+            raise FailureReport.from_json(view.failure).error()
         if view.complete:
-            return self._read_complete(view.complete)
-        cards = {index: read_card(text) for index, text in enumerate(view.seats) if text}
-        self._compare(cards)
-        silent = self._peers.all_silent(time.monotonic(), SILENT_S)
-        missing = [index for index in range(self._spec.num_workers) if index not in cards or index in silent]
-        if not missing and self._spec.index == 0 and self._all_alive(view.seats):
-            self._ask(lambda store: store.set(self._place.complete, json.dumps(view.seats)))
-            return tuple(cards[index] for index in range(self._spec.num_workers))
-        self._wait(missing, view.refused)
+            infos = tuple(WorkerInfo.from_json(text) for text in json.loads(view.complete))
+            own = infos[self._spec.index]
+            if own.token != self._info.token:  # this process was silent and another took its rank over
+                raise rank_taken_error(self._spec, own)
+            return infos
+        present = {rank: WorkerInfo.from_json(text) for rank, text in enumerate(view.ranks) if text}
+        self._compare(present)
+        silent = self._peers.silent(time.monotonic(), SILENT_S)
+        missing = [rank for rank in range(self._spec.num_workers) if rank not in present or rank in silent]
+        if not missing and self._spec.index == 0 and self._all_alive(view.ranks):
+            self._call(lambda store: store.set(self._keys.complete, json.dumps(view.ranks)))
+            return tuple(present[rank] for rank in range(self._spec.num_workers))
+        self._report_missing(missing, view.refused)
         return None
 
-    def _all_alive(self, seats: tuple[str, ...]) -> bool:
-        """Whether all have given a sign of life since the last one took its seat: one that came early may have died."""
-        signs = [self._peers.signs_of_life(index) for index in range(self._spec.num_workers)]
-        if self._full is None or self._full[0] != seats:
-            self._full = (seats, signs)
-        return all(now > then for now, then in zip(signs, self._full[1], strict=True))
+    def _all_alive(self, ranks: tuple[str, ...]) -> bool:
+        """Whether all sent a heartbeat since the last rank was claimed: a worker that came early may have died."""
+        beats = [self._peers.beats(rank) for rank in range(self._spec.num_workers)]
+        if self._beats_when_full is None or self._beats_when_full[0] != ranks:
+            self._beats_when_full = (ranks, beats)
+        return all(now > then for now, then in zip(beats, self._beats_when_full[1], strict=True))
 
-    def _read_complete(self, complete: str) -> tuple[Card, ...]:
-        cards = tuple(read_card(text) for text in json.loads(complete))
-        own = cards[self._spec.index]
-        if own.token != self._card.token:  # another one took the seat over, this process having been silent
-            raise there_already(self._spec, own.to_text())
-        return cards
-
-    def _wait_for_seat(self, view: _View) -> None:
-        """The seat is another process's, or the run has begun or ended: waits for the seat, or for the next run.
+    def _wait_for_rank(self, view: _View) -> None:
+        """Another process has the rank, or the run has begun or ended: waits for the rank or for the next run.
 
         Raises:
-            ClusterError: the process that has the seat is alive, or the deadline is over.
+            ClusterError: the process that has the rank is alive, or the deadline has passed.
         """
-        name, text = self._spec.name(self._spec.index), view.seats[self._spec.index]
-        own, now = self._spec.index, time.monotonic()
-        if view.ending or not text or self._peers.has_ended(own):
-            self._deadline.wait_for("an earlier run of this job to end", "end its processes, or look at what they do")
+        own, text = self._spec.index, view.ranks[self._spec.index]
+        if view.failure or not text or self._peers.has_ended(own):
+            self._deadline.check("an earlier run of this job to end", "end its processes, or look at what they do")
             return
-        if self._peers.signs_of_life(own) > 1:
-            raise there_already(self._spec, text)
-        if view.complete or self._peers.silence(own, now)[0] <= SILENT_S:
-            self._deadline.wait_for(
-                f"the end of the run that was {name} before, {read_card(text).process}",
+        holder = WorkerInfo.from_json(text)
+        if self._peers.beats(own) > 1:
+            raise rank_taken_error(self._spec, holder)
+        if view.complete or self._peers.silence_s(own, time.monotonic()) <= SILENT_S:
+            self._deadline.check(
+                f"the end of the run in which {self._spec.name(own)} was {holder.process}",
                 "end all workers and start them again",
             )
         else:
-            self._seated = (
-                self._ask(lambda store: store.compare_set(self._seat, text, self._text)) == self._text.encode()
-            )
+            taken = self._call(lambda store: store.compare_set(self._rank_key, text, self._text))
+            self._has_rank = taken == self._text.encode()
 
-    def _compare(self, cards: dict[int, Card]) -> None:
-        """Raises, on all workers, what this one and another disagree about."""
-        for index, card in cards.items():
-            names = (self._spec.name(self._spec.index), f"worker {index} ({card.process})")
-            found = find_disagreement(self._card, card, names) or _find_unreachable(self._card, card, names)
-            if found:
-                ending = Ending(worker=index, found_by=self._spec.index, reason=found)
-                raise self._ask(lambda store, ending=ending: self._place.end(store, ending)).error()  # type: ignore[misc]
+    def _compare(self, present: dict[int, WorkerInfo]) -> None:
+        """Raises, on all workers, what makes it impossible for this one and another to train together."""
+        own = self._spec.index
+        for rank, info in present.items():
+            names = (self._spec.name(own), f"worker {rank} ({info.process})")
+            if reason := find_disagreement(self._info, info, names) or find_unreachable(self._info, info, names):
+                report = FailureReport(worker=rank, reporter=own, reason=reason)
+                raise self._call(lambda store, report=report: self._keys.write_failure(store, report)).error()  # type: ignore[misc]
 
-    def _wait(self, missing: Sequence[int], refused: str) -> None:
-        what = ", ".join(self._spec.name(index) for index in missing) or f"{self._spec.name(0)} to begin"
+    def _report_missing(self, missing: Sequence[int], refused: str) -> None:
+        what = ", ".join(self._spec.name(rank) for rank in missing) or f"{self._spec.name(0)} to begin"
         note = f" ({refused}, was here and was refused)" if refused else ""
-        self._deadline.wait_for(what + note, "start them all, or look at why they ended")
+        self._deadline.check(what + note, "start them all, or look at why they ended")
 
-    def _ask(self, call: Callable[[Store], T]) -> T:
-        """Has the store asked, and says so while it does not answer."""
-        future = self._line.submit(call)
+    def _call(self, call: Callable[[Store], T]) -> T:
+        """Makes a call to the store; a store that does not answer is reported, and given up at the deadline."""
+        future = self._client.submit(call)
         while True:
             try:
-                return future.result(_ANSWER_S)
+                return future.result(_ANSWER_TIMEOUT_S)
             except TimeoutError:
-                self._deadline.wait_for(
-                    f"an answer of the job's store at {self._spec.name(0)}", "its process is stopped or the network cut"
+                self._deadline.check(
+                    f"an answer of the job's store at {self._spec.name(0)}",
+                    "its process is stopped or the network has failed",
                 )
 
     def _linger(self) -> None:
-        """Lets those who came read why it came to nothing, before the store goes."""
-        pause, limit = threading.Event(), time.monotonic() + _LINGER_S
-        absent = self._peers.all_silent(time.monotonic(), SILENT_S)
-        while time.monotonic() < limit and not self._peers.know_of_the_end(absent):
-            self._peers.hear(self._line.call(self._look, _ANSWER_S).statuses, time.monotonic())
-            pause.wait(_SHORTEST_TURN_S)
-
-
-def _find_unreachable(mine: Card, theirs: Card, names: tuple[str, str]) -> str:
-    """Whether one of two workers on different machines listens where only its own machine reaches it."""
-    for card, name in ((mine, names[0]), (theirs, names[1])):
-        if mine.host != theirs.host and ipaddress.ip_address(card.address).is_loopback:
-            return (
-                f"{name} listens at {card.address}, which only its own machine ({card.host}) reaches, and workers are "
-                f"on {mine.host} and {theirs.host}; name it by its address in the network, or correct its /etc/hosts"
-            )
-    return ""
+        """Lets the workers that are there read the failure before the store goes away."""
+        pause, until = threading.Event(), time.monotonic() + _LINGER_S
+        absent = self._peers.silent(time.monotonic(), SILENT_S)
+        while time.monotonic() < until and not self._peers.all_acknowledged(absent):
+            view = self._client.call(self._poll, _ANSWER_TIMEOUT_S)
+            self._peers.update(view.heartbeats, time.monotonic())
+            pause.wait(_SHORTEST_POLL_S)

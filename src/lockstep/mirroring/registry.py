@@ -1,4 +1,8 @@
-"""What one strategy has mirrored: its modules, optimizers and variables, known as long as somebody uses them."""
+"""The mirrored objects of one strategy, and what happens to all of them before and after a run.
+
+before   align: brings what was set outside to all copies    guards: what looks at each replica's calls
+after    settled, sum_after_run, note: gradients are summed, and what changes from here on changes outside replicas
+"""
 
 from __future__ import annotations
 
@@ -36,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class MirroredObjects:
-    """The mirrored modules, optimizers and variables of one strategy.
+    """The mirrored modules, optimizers, metrics and variables of one strategy.
 
-    All are held weakly: a mirrored module keeps its strategy alive, and not the other way round.
+    They are held weakly: a mirrored module keeps its strategy alive, but the strategy does not keep the module alive.
 
     Args:
-        make_exchange: how an optimizer's gradients are summed, given its parameters' copies and the storage groups.
-        partition: what of a model this worker holds.
+        make_exchange: makes the exchange of an optimizer's gradients, given its parameters' copies and storage groups.
+        partition: which part of a model this worker holds.
     """
 
     def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
@@ -50,10 +54,10 @@ class MirroredObjects:
         self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
-        self._made = 0  # modules so far
+        self._made = 0  # modules mirrored so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
-        self._by_hand: list[tuple[nn.Parameter, ...]] | None = None
-        self._told_of_own = False
+        self._without_optimizer_cache: list[tuple[nn.Parameter, ...]] | None = None
+        self._warned_of_own = False
         self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
@@ -65,16 +69,16 @@ class MirroredObjects:
 
     @property
     def modules(self) -> tuple[MirroredModule, ...]:
-        """Those still in use, in the order of mirroring."""
+        """The modules in use, in the order of mirroring."""
         return tuple(self._modules.values())
 
     def mirror_metric(
         self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredMetric:
-        """The mirrored metric of a torchmetrics metric: the one that there is, or a new one.
+        """Returns the mirrored metric of a torchmetrics metric; makes it if there is none.
 
         Raises:
-            UsageError: its value cannot be merged from the replicas'.
+            UsageError: the values of the replicas cannot be merged.
         """
         mirrored = self._metrics.get(id(metric))
         if mirrored is None:
@@ -91,10 +95,10 @@ class MirroredObjects:
         sync_batchnorm: bool,
         memory_format: MemoryFormat,
     ) -> MirroredModule:
-        """The mirrored module of ``module``: the one that there is, or a new one.
+        """Returns the mirrored module of ``module``; makes it if there is none.
 
         Raises:
-            UsageError: mirrored by another strategy, or mirrored already with other settings than these.
+            UsageError: it is mirrored by another strategy, or by this one with other settings.
         """
         if isinstance(module, MirroredModule):
             if self._modules.get(id(module.module)) is not module:
@@ -139,10 +143,10 @@ class MirroredObjects:
     def mirror_optimizer(
         self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredOptimizer:
-        """An optimizer whose step is a step of all replicas.
+        """Makes an optimizer whose step updates all replicas.
 
         Raises:
-            UsageError: it holds parameters of modules that are not mirrored here.
+            UsageError: it holds parameters of modules that this strategy has not mirrored.
         """
         self._partition.check(optimizer)
         check_agreement(workers, "the optimizer", plain_settings(optimizer))
@@ -157,40 +161,42 @@ class MirroredObjects:
         return mirrored
 
     def sum_after_run(self, strategy: Strategy) -> None:
-        """After a run: gradients that replicas have left are summed, for whoever looks at them outside.
+        """After a run: sums the gradients that it leaves, so that a program outside sees those of one device.
 
-        Among workers they are left as they are, which would cost an exchange a run; that they are is noted.
-        Where an optimizer shares parameters with another one, its step sums them as before.
+        With several workers, which would need an exchange after every run, they stay each worker's own, and the
+        optimizers note it. Optimizers that have parameters in common sum them in their steps.
         """
         if not strategy.workers.is_single:
             for optimizer in self.optimizers:
                 optimizer.note_left()
-            self._tell_of_own_gradients()
+            self._warn_of_own_gradients()
             return
         if len(strategy.devices) == 1:
             return
         for copies in self._without_optimizer():
             if any(copy.grad is not None for copy in copies[1:]):
-                self._adopt(strategy, copies[0])
+                self.adopt(strategy, copies[0])
                 break
         for optimizer in tuple(self.optimizers):
             if not any(id(copies[0]) in self._stepped_twice for copies in optimizer.parameters):
                 optimizer.sum_after_run()
 
     def _without_optimizer(self) -> list[tuple[nn.Parameter, ...]]:
-        """The copies of each parameter that no mirrored optimizer steps."""
-        if self._by_hand is None:
+        """The copies of each parameter that belongs to no mirrored optimizer."""
+        if self._without_optimizer_cache is None:
             stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
             every = (zip(*(copy.parameters() for copy in module.copies), strict=True) for module in self.modules)
-            self._by_hand = [copies for module in every for copies in module if id(copies[0]) not in stepped]
+            self._without_optimizer_cache = [
+                copies for module in every for copies in module if id(copies[0]) not in stepped
+            ]
             self._stepped_twice = {each for each, times in stepped.items() if times > 1}
-        return self._by_hand
+        return self._without_optimizer_cache
 
-    def _tell_of_own_gradients(self) -> None:
-        """Warns once of gradients that a run leaves on one of several workers, of parameters without an optimizer."""
-        if self._told_of_own or not any(copies[0].grad is not None for copies in self._without_optimizer()):
+    def _warn_of_own_gradients(self) -> None:
+        """Warns once, with several workers, of a run that leaves gradients of parameters without an optimizer."""
+        if self._warned_of_own or not any(copies[0].grad is not None for copies in self._without_optimizer()):
             return
-        self._told_of_own = True
+        self._warned_of_own = True
         warnings.warn(
             "the run leaves gradients of parameters that no mirrored optimizer holds, and outside replicas each worker "
             "has its own replicas' alone; to update weights from them, read .grad in the step, where it is the sum of "
@@ -199,16 +205,13 @@ class MirroredObjects:
             stacklevel=4,
         )
 
-    def adopt(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
-        """Has the gradients of a module that no optimizer steps added up, for a step that updates weights by hand.
+    def adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
+        """Makes an optimizer that only sums gradients, for a module whose weights a step updates by hand.
 
         Args:
-            context: of a replica, for its strategy.
-            parameter: a weight of the module.
+            strategy: the strategy of these objects.
+            parameter: any weight of the module.
         """
-        self._adopt(context.strategy, parameter)
-
-    def _adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
         stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
@@ -218,24 +221,24 @@ class MirroredObjects:
 
     @property
     def variables(self) -> tuple[MirroredVariable, ...]:
-        """Those still in use, in the order of making."""
+        """The variables in use, in the order of making."""
         return tuple(self._variables.values())
 
     def add_variable(self, variable: MirroredVariable) -> None:
-        """Knows a variable as long as somebody uses it."""
+        """Registers a variable."""
         self._variables[id(variable)] = variable
 
     def parameters(self) -> set[int]:
-        """The ids of all parameters, any replica's copies, of the modules."""
+        """The ids of all parameters of all copies of the modules."""
         copies = (duplicate for module in self.modules for duplicate in module.copies)
         return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
 
     def align(self) -> None:
-        """Before a run: gives all copies what the user has changed in the first.
+        """Before a run: brings to all copies what the user has changed outside replicas.
 
         Raises:
-            UsageError: a variable's values were changed so that they differ; or gradients were, of which this worker
-                has a share alone.
+            UsageError: a variable's values were changed differently; or, with several workers, gradients were changed,
+                which are this worker's own.
         """
         for variable in self.variables:
             variable.check_unchanged()
@@ -249,7 +252,7 @@ class MirroredObjects:
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
 
     def _hold_hooks(self) -> None:
-        """The user's hooks on parameters wait for the sum of the gradients."""
+        """Defers the user's hooks on parameters until the gradients have been summed."""
         parts = (module for module in self.modules if not (module.is_part or module.shards_weights))
         own = [parameter for module in parts if module.has_others for parameter in module.propagation.weights]
         self._held_hooks = hold(own, self._stepped)
@@ -258,13 +261,13 @@ class MirroredObjects:
         return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
     def note(self) -> None:
-        """After a run: what is changed in the users' modules from here on is changed outside replicas."""
+        """After a run: changes of the modules from here on were made outside replicas."""
         for module in self.modules:
             module.outside_changes.note()
 
     @contextmanager
     def changes_spread(self) -> Iterator[None]:
-        """What to run a program's function in, that runs once for all replicas in the middle of a run."""
+        """Around a function that runs once for all replicas during a run: what it sets reaches all copies."""
         self.note()
         try:
             with ExitStack() as stack:
@@ -276,17 +279,17 @@ class MirroredObjects:
                 module.outside_changes.run_begins()
 
     def follow(self) -> None:
-        """Between runs, the same for who asks what all copies have: parts, weights and buffers are alike."""
+        """Between runs: brings new submodules, weights and buffers to all copies."""
         for module in self.modules:
             if module.propagation.follow():
                 self._guarded = -1
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """After the run in the block: what replicas have set on their copies is as it should be.
+        """Around a run: afterwards takes what replicas have set on their copies as their own.
 
         Raises:
-            UsageError: they have given their copies weights, or parts that the others have not.
+            UsageError: a replica has given its copy new weights, or submodules that other copies lack.
         """
         failed = True
         try:
@@ -298,14 +301,14 @@ class MirroredObjects:
                 module.propagation.end(failed=failed)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
-        """What looks at each local replica's calls in the next run, after ``align``.
+        """The guards of the local replicas in the next run. Called after ``align``.
 
         Args:
-            replicas: how many local ones there are.
+            replicas: the number of local replicas.
         """
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
-            self._by_hand = None
+            self._without_optimizer_cache = None
             ownership = Ownership(self.modules, replicas)
             gradients = _Gradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
@@ -314,10 +317,10 @@ class MirroredObjects:
 
     @contextmanager
     def clearing_after_failure(self, replicas: int) -> Iterator[None]:
-        """Around a run: if one replica fails, the gradients that the others have made go.
+        """Around a run: if a replica fails, removes the gradients that the run has added.
 
         Args:
-            replicas: how many local ones there are. One leaves what a plain program would.
+            replicas: the number of local replicas. A single one keeps its gradients, as a plain program does.
         """
         if replicas == 1:
             yield
@@ -331,11 +334,11 @@ class MirroredObjects:
             raise
 
     def is_first_run(self, fn: Callable[..., Any]) -> bool:
-        """Whether ``fn`` has not been run since the last module was mirrored, and is to be looked at as it runs."""
+        """Whether ``fn`` runs for the first time since a module was mirrored."""
         while isinstance(fn, partial):
             fn = fn.func
         key = code_of(inspect.unwrap(fn))
-        # Looking takes hooks, which torch.compile would take for a part of the compiled module.
+        # The look at a first run uses hooks, which torch.compile would compile into the module.
         if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
             return False
         self._looked_at[key] = self._made
@@ -345,14 +348,14 @@ class MirroredObjects:
         return [module.propagation for module in self.modules]
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
-        """The id of each parameter of a user's module -> its copies, one per replica."""
+        """From the id of each parameter of the user's modules to its copies, one for each replica."""
         self.follow()
         every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in self.modules)
         return {id(copies[0]): copies for module in every for copies in module}
 
 
 class _Gradients:
-    """Gives a step that reads gradients the sums of those of the optimizer that they belong to."""
+    """Gives a step that reads the gradient of a parameter the sums of all gradients of its optimizer."""
 
     def __init__(self, objects: MirroredObjects) -> None:
         self._objects = ref(objects)
@@ -386,10 +389,9 @@ class _Gradients:
         return None
 
     def _adopt(self, context: ReplicaContext, parameters: list[nn.Parameter]) -> None:
-        """Makes an optimizer that is never stepped: of what no other one holds it can add up the gradients."""
         objects = self._objects()
         if objects is not None:
-            objects.adopt(context, parameters[0])
+            objects.adopt(context.strategy, parameters[0])
 
 
 def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:

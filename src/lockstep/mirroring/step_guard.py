@@ -1,12 +1,12 @@
-"""What a step function does to tensors that other replicas see too, looked at call by call.
+"""Looks at every torch call of a step for what would affect other replicas.
 
-    torch function called in a replica --> StepGuard --> goes on as it is
-                                              |--> a weight is changed in place: once, for all replicas
-                                              `--> refused: a plain module, an optimizer's weights from outside, ...
+    torch function called in a replica --> StepGuard --> called as it is
+                                              |--> a weight is changed in place: called once, for all replicas
+                                              `--> refused: a plain module, another optimizer's weights, ...
 
-Replicas of a CPU are threads that see the same Python objects. A step that reaches past its own copies would give other
-numbers than one device, and no error; so the function mode that each replica has anyway asks its guard first. A call
-costs 0.3 us more by it.
+Replicas of a CPU are threads that see the same Python objects. A step that uses objects other than its replica's copies
+could give other numbers than one device without an error. So the function mode that each replica has for its random
+numbers asks its guard first, which takes 0.3 us a call.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lockstep._torch_compat import (
+    GET_GRAD,
+    MAKE_DUAL,
+    SET_DATA,
+    SET_GRAD,
+    SET_GRAD_MODE,
+    DisableTorchFunction,
+    tree_flatten,
+)
 from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.tensor_like import read_tensors
 from lockstep.errors import UsageError
@@ -54,15 +63,15 @@ _METADATA = frozenset(
 )
 """Methods that read no values, or from whose results no gradient flows back."""
 _NO_WRITES = frozenset(["requires_grad_", "rename_", "share_memory_"])
-_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+_GRAD: Any = GET_GRAD
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "grad"))
 """Properties through which values, and gradients, flow."""
-_SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
-_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+_SET_GRAD: Any = SET_GRAD
+_SET_DATA: Any = SET_DATA
 _EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
 _PLAIN = (int, float, complex, str, tuple, type(None))
-_SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # which every update of a torchmetrics metric calls first
-_MAKE_DUAL: Any = torch._VF._make_dual
+_SET_GRAD_MODE: Any = SET_GRAD_MODE  # which every update of a torchmetrics metric calls first
+_MAKE_DUAL: Any = MAKE_DUAL
 _HOOKS = frozenset([torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
 _SPECIAL = _EMBEDDINGS | _HOOKS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL, torch.autograd.grad}
 
@@ -498,7 +507,7 @@ def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write
                 f"differ between replica 0 and replica {replica}; reduce them first with "
                 'ls.get_replica_context().all_reduce("sum", value), so that all replicas write the same'
             )
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if not workers.is_single:
             workers.add_digest(_digest(first, ownership))
         first.func(*first.args, **first.kwargs)
@@ -522,7 +531,7 @@ def _digest(write: _Write, ownership: Ownership) -> int:
 
 def _operands(write: _Write) -> list[Any]:
     targets = {id(each) for each in write.targets}
-    leaves, _ = torch.utils._pytree.tree_flatten((write.args, write.kwargs))
+    leaves, _ = tree_flatten((write.args, write.kwargs))
     return [leaf for leaf in leaves if id(leaf) not in targets]
 
 

@@ -1,9 +1,9 @@
-"""An optimizer whose state is divided among workers: each steps its share of the weights, then all take all shares.
+"""Optimizer state divided among workers (ZeRO stage 1; Rajbhandari et al. 2020).
 
-    gradients, summed, on all workers -> step of the own pieces -> weights of all pieces on all workers
+    summed gradients on all workers -> each updates its own pieces -> all workers get the weights of all pieces
 
-A piece is a parameter over some of a weight's elements. The state of the user's optimizer is that of the own pieces
-alone; whole, as an undivided optimizer has it, it exists while it is saved or loaded.
+A piece is a parameter over some elements of a weight. The user's optimizer has the state of this worker's pieces. The
+whole state, as an undivided optimizer has it, exists only while it is saved or loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep._torch_compat import foreach_copy_
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.process_group import ProcessGroup
 
@@ -176,7 +177,7 @@ def _views(room: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     if into:
-        torch._foreach_copy_(into, values)
+        foreach_copy_(into, values)
 
 
 State = MutableMapping[Any, dict[str, Any]]

@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep._torch_compat import TorchDispatchMode
 from lockstep.errors import ConfigError
 from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK
 

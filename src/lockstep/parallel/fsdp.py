@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._pytree import tree_map
 
+from lockstep._torch_compat import tree_map, unsafe_view
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import PipelineConfig
 from lockstep.parallel.pipeline_stage import Stage
@@ -211,7 +211,7 @@ def _no_view(value: Any) -> Any:
     """The same numbers in a tensor that torch does not know for a view: FSDP warns of each, as of linear layers'."""
     if type(value) is not Tensor or not value._is_view():
         return value
-    return torch.ops.aten._unsafe_view(value, value.shape)
+    return unsafe_view(value, value.shape)
 
 
 def _lend(part: nn.Module, stage: Stage, mesh: DeviceMesh) -> nn.Module:

@@ -19,10 +19,9 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _random
 
+from lockstep._torch_compat import Store, backend_of, forget_groups, gloo_group, use_own_dtensor_rng
 from lockstep.collectives import process_group
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.distributed import DistributedCommunicator
@@ -32,7 +31,6 @@ from lockstep.membership.membership import Membership
 from lockstep.parallel.mesh_layout import AXES, MeshLayout
 
 _numbers = itertools.count()
-_GLOO_THREADS = 2
 
 
 class WorkerMesh:
@@ -71,7 +69,9 @@ class WorkerMesh:
         config = backends_for(device.type, self._name, nccl=dist.is_nccl_available())
         self._make_current()
         store = membership.store("mesh")
-        self.mesh: DeviceMesh = membership.watched(lambda: self._make(store, grid, config), "the making of the mesh")
+        self.mesh: DeviceMesh = membership.run_with_watchdog(
+            lambda: self._make(store, grid, config), "the making of the mesh"
+        )
         membership.subscribe(lambda _: self.break_off())
         atexit.register(self.close)  # before the membership's own end; else gloo's threads may abort the interpreter's
 
@@ -100,8 +100,7 @@ class WorkerMesh:
             connections.shut_down()  # else the end of a group would wait for an operation that is under way
         if backends and dist.is_initialized():
             self._destroy()
-            # Caches of DTensor keep meshes that they have seen, and those their groups.
-            getattr(self.mesh, "_pg_registry", {}).clear()
+            forget_groups(self.mesh)
         for backend in backends:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
         for connections in self._connections:
@@ -133,22 +132,18 @@ class WorkerMesh:
         """Brings the members of all groups together, axis after axis, before a model depends on it."""
         # By itself torch gives all workers the chief's numbers when the first DTensor is drawn for, wherever that is:
         # stages and replicas would draw alike, and those that draw for none would be waited for.
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+        use_own_dtensor_rng(mesh)
         for axis, size in zip(AXES, mesh.shape, strict=True):
             if size > 1:
-                group: Any = mesh.get_group(axis)._get_backend(self._device)
-                group._set_default_timeout(self._timeout + process_group.IS_LATER)  # torch gives each axis ten minutes
+                # With our own timeout: torch gives each axis ten minutes.
+                group = backend_of(mesh.get_group(axis), self._device, self._timeout + process_group.EXTRA_TIMEOUT)
                 group.eager_connect_single_device(self._device)
                 self._on_gpus.append(group)
 
     def make_group(self, store: Store, rank: int, size: int) -> Any:
         """One of its groups over gloo. Called by torch."""
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # By default gloo listens on the address of the machine's host name, whatever that is.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._membership.address)]
-        options._threads = _GLOO_THREADS
-        options._timeout = self._timeout  # torch gives each axis its own half an hour
-        made: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        # With our own timeout: torch gives each axis half an hour.
+        made = gloo_group(store, rank, size, address=self._membership.address, timeout=self._timeout)
         seconds = self._membership.lost_after_s * SHARE_UNANSWERED
         self._connections.append(GroupConnections(store, rank, size, seconds))
         # Its destructor would wait for an operation that is still under way; nothing deletes it before ``close``.

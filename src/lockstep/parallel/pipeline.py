@@ -29,8 +29,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from torch.utils._pytree import tree_map, tree_unflatten
 
+from lockstep._torch_compat import tree_map, tree_unflatten
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import DataError
 from lockstep.parallel.forward_inputs import ForwardArguments, with_dummy_row

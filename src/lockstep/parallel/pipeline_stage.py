@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import TreeSpec, tree_flatten
 
+from lockstep._torch_compat import TreeSpec, tree_flatten
 from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lockstep._torch_compat import DisableTorchFunction, IncompatibleKeys, dtensor_chunks
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
@@ -186,7 +187,7 @@ class ShardedModule(nn.Module):
         with torch.no_grad():
             for name in own.keys() & state_dict.keys():
                 self._take(name, own[name], state_dict[name].detach())
-        return nn.modules.module._IncompatibleKeys(sorted(missing), sorted(unknown))
+        return IncompatibleKeys(sorted(missing), sorted(unknown))
 
     def timetable(self) -> PipelineTrace:
         """When the workers of this pipeline did what in the last pass, in seconds. All of them must call it.
@@ -245,7 +246,7 @@ class ShardedModule(nn.Module):
         if not isinstance(value, DTensor):
             region = whole_region(value.shape)
         else:
-            (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            (chunk,) = dtensor_chunks(value)
             region = Region(whole=tuple(value.shape), sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
         if name not in self._orders:
             return region
@@ -268,20 +269,20 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
-    with torch._C.DisableTorchFunction():  # what watches the step's calls would take this for the step's own look
+    with DisableTorchFunction():  # what watches the step's calls would take this for the step's own look
         gradient, parameter.grad = parameter.grad, None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
     if gradient is not None:
         own = _local(gradient)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             plain.grad = own if plain.grad is None else plain.grad.add_(own)
 
 
 def _hand_over_rest(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """What a schedule has computed by itself: autograd calls no hook of a gradient that it only returns."""
     for plain, parameter in pairs:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             left = parameter.grad is not None
         if left:
             _hand_over(plain, parameter)

@@ -21,8 +21,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep._torch_compat import (
+    GET_BASE,
+    DisableTorchFunctionSubclass,
+    assert_async,
+    is_fsdp_hook,
+    make_wrapper_subclass,
+    tree_leaves,
+    tree_map,
+)
 from lockstep.errors import UsageError
 
 
@@ -197,7 +205,7 @@ def _lowest(scores: Tensor, dim: int) -> Tensor:
 
 def _check(targets: Tensor, counts: Tensor, words: int) -> None:
     if targets.is_cuda:  # as F.cross_entropy there: the host does not wait for the answer
-        torch._assert_async((~counts | ((targets >= 0) & (targets < words))).all())
+        assert_async((~counts | ((targets >= 0) & (targets < words))).all())
         return
     wrong = targets[counts & ((targets < 0) | (targets >= words))]
     if len(wrong):
@@ -258,7 +266,7 @@ class VocabParallelLogits(Tensor):
             family: how many views there are of one tensor, and how often these were used; each has the same list.
         """
         sizes = [*part.shape[:dim], vocabulary.words, *part.shape[dim + 1 :]]
-        made: VocabParallelLogits = Tensor._make_wrapper_subclass(
+        made: VocabParallelLogits = make_wrapper_subclass(
             VocabParallelLogits, sizes, dtype=part.dtype, device=part.device
         )
         made.part, made.vocabulary, made.words_dim, made.family, made.known_whole = part, vocabulary, dim, family, None
@@ -294,7 +302,7 @@ class VocabParallelLogits(Tensor):
         self.part = self.part.detach()
         if self.known_whole is not None:
             self.known_whole = self.known_whole.detach()
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             self.detach_()
         return self
 
@@ -304,7 +312,7 @@ class VocabParallelLogits(Tensor):
     ) -> Any:
         given = dict(kwargs or {})
         if func in _ABOUT_THE_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **given)
         on_parts = _ON_PARTS.get(func)
         if on_parts is not None and args and isinstance(args[0], VocabParallelLogits) and args[0].divided:
@@ -483,16 +491,14 @@ def _hooked(func: Any, scores: VocabParallelLogits, hook: Any) -> Any:
 
     Gathered for it, the scores of 4 lines of 128 tokens and their loss took 128 MB in place of 48 (16,384 words).
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState  # a second, which undivided models are spared
-
-    return func(scores.part, hook) if isinstance(getattr(hook, "__self__", None), FSDPState) else NotImplemented
+    return func(scores.part, hook) if is_fsdp_hook(hook) else NotImplemented
 
 
 _ABOUT_THE_SHAPE = frozenset(
     [
         *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
         *(Tensor.layout.__get__, Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__),  # type: ignore[attr-defined]
-        Tensor._base.__get__,  # type: ignore[union-attr]
+        GET_BASE,
         *(Tensor.size, Tensor.dim, Tensor.numel, torch.numel, Tensor.__len__),
         *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     ]

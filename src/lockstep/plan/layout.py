@@ -162,7 +162,7 @@ class PipelineWorker:
 
 
 def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """The number of layers of each stage if all cost the same: what ``lockstep.parallel.split`` finds, at once.
+    """The number of layers of each stage if all cost the same, as ``parallel.pipeline_config`` finds it.
 
     Args:
         layers: number of layers.

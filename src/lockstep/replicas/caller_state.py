@@ -19,16 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
-from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
+from lockstep._torch_compat import (
+    DeviceContext,
+    TorchDispatchMode,
+    dispatch_mode_key,
+    dispatch_modes,
+    function_modes,
+    is_profiled,
+    num_dispatch_modes,
+    num_function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    saved_tensors_hooks,
+    saved_tensors_hooks_disabled,
+)
 from lockstep.replicas.device.host_syncs import recording_host_syncs
 
 _SYMBOLS = {
@@ -43,7 +51,7 @@ _SYMBOLS = {
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
 
 
-_is_profiled = torch._C._autograd._profiler_enabled
+_is_profiled = is_profiled
 
 
 class _SharedPtr(ctypes.Structure):
@@ -191,12 +199,12 @@ class CallerModes:
         """The calling thread's modes now, but for those of this package, which see to their replicas themselves."""
         functions: list[Any] = []
         operators: list[Any] = []
-        if torch._C._len_torch_function_stack():
-            functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if torch._C._len_torch_dispatch_stack():
-            operators = _python_dispatch._get_current_dispatch_mode_stack()
-        saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        no_saved: str | None = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if num_function_modes():
+            functions = function_modes()
+        if num_dispatch_modes():
+            operators = dispatch_modes()
+        saved: Any = saved_tensors_hooks(False)
+        no_saved: str | None = saved_tensors_hooks_disabled()
         if not (functions or operators or saved or no_saved):
             return NO_MODES
         return cls(
@@ -222,11 +230,11 @@ class CallerModes:
         if self.device is None:
             yield
             return
-        _push_mode(DeviceContext(own if own.type == self.device.type else self.device))  # type: ignore[no-untyped-call]
+        push_function_mode(DeviceContext(own if own.type == self.device.type else self.device))
         try:
             yield
         finally:
-            _pop_mode()  # type: ignore[no-untyped-call]
+            pop_function_mode()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -238,11 +246,11 @@ class CallerModes:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved))
             # Pushed and not entered: entering is the caller's, and may do more, once.
             for function_mode in self.functions:
-                _push_mode(function_mode)  # type: ignore[no-untyped-call]
-                stack.callback(_pop_mode)
+                push_function_mode(function_mode)
+                stack.callback(pop_function_mode)
             for mode in self.operators:
-                _python_dispatch._push_mode(mode)
-                stack.callback(_python_dispatch._pop_mode, getattr(mode, "_mode_key", None))
+                push_dispatch_mode(mode)
+                stack.callback(pop_dispatch_mode, dispatch_mode_key(mode))
             yield
 
 

@@ -26,7 +26,7 @@ import torch
 from lockstep import config, errors
 from lockstep.config import LogicalDevice
 from lockstep.errors import DataError, LockstepError, ReplicaError
-from lockstep.parent_death import end_with_pipe
+from lockstep.parent_death import die_with_pipe
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.measure import Record, StepTimes, mean_times, measure
 from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, largest_batch, plan
@@ -145,7 +145,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         os.setsid()
-        end_with_pipe(parent.sentinel)
+        die_with_pipe(parent.sentinel)
 
 
 def _receive(connection: Connection, name: str) -> Answer | Failure:

@@ -1,7 +1,7 @@
-"""What every strategy offers, whatever its kind: it does not depend on where the replicas run.
+"""What all strategies have in common: run, reduce, gather, mirror, variables and datasets.
 
-Run, reduce, gather, mirror, variables and datasets follow from what an ``Executor`` supplies. Abstract:
-MirroredStrategy, MultiWorkerMirroredStrategy and the default strategy are the implementations.
+An ``Executor`` says where replicas run; ``Strategy`` builds everything else on it. ``ThreadedStrategy`` runs local
+replicas in threads. ``DefaultStrategy`` is the one outside every scope: one device, in the caller's thread.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import PerReplica, merge, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across

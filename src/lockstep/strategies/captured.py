@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from lockstep._torch_compat import tree_leaves
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 

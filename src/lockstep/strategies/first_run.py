@@ -24,10 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
+from lockstep._torch_compat import DisableTorchFunction, NormBase, disable_dispatch_modes, tree_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_calls
@@ -278,7 +276,7 @@ class FirstRun:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Hides from the program's modes what is computed here, and ignores errors, as of tensors freed meanwhile."""
-    with suppress(Exception), torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
+    with suppress(Exception), DisableTorchFunction(), torch.no_grad(), disable_dispatch_modes():
         yield
 
 
@@ -304,7 +302,7 @@ def _line_of(frame: FrameType) -> str:
 
 def _counting_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module by name, without those of norm layers, which are averaged on purpose."""
-    known = {id(buffer) for part in module.modules() if isinstance(part, _NormBase) for buffer in part.buffers()}
+    known = {id(buffer) for part in module.modules() if isinstance(part, NormBase) for buffer in part.buffers()}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in known}
 
 

@@ -1,4 +1,4 @@
-"""MirroredStrategy: one process, one replica per logical device, each in its own thread."""
+"""MirroredStrategy: one process, with one replica for each logical device, each in its own thread."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class MirroredStrategy(ThreadedStrategy):
         job = declared_job()
         if job is not None:
             raise UsageError(
-                f"{job.source} declares a job of {job.workers} workers, and MirroredStrategy would train one model in "
-                "each of them; use MultiWorkerMirroredStrategy, or start one process without those variables"
+                f"{job.source} declares a job of {job.num_workers} workers, and MirroredStrategy would train one model "
+                "in each of them; use MultiWorkerMirroredStrategy, or start one process without those variables"
             )
         chosen = observed(resolve_devices(devices))
         runner = ReplicaRunner(chosen, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s)

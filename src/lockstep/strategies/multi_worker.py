@@ -1,4 +1,8 @@
-"""MultiWorkerMirroredStrategy: many processes, on one host or many, each with its local replicas."""
+"""MultiWorkerMirroredStrategy: many processes on one host or many, each with local replicas.
+
+``own_devices`` chooses a worker's devices where the program names none. ``WorkerJob`` is this process's part in the
+job: it joins, agrees with the others on how to train, and makes communicators and gradient exchanges.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lockstep.cluster.local import core_card, divide_cores, place_here
+from lockstep.cluster.local import core_info, divide_cores, own_local_rank
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
@@ -37,7 +41,7 @@ def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
     gpus = list_physical_devices("GPU")
     if not gpus:
         return tuple(list_logical_devices("CPU"))
-    own = {gpus[number].name for number in place_here(cluster).own_gpus(len(gpus))}
+    own = {gpus[number].name for number in own_local_rank(cluster).own_gpus(len(gpus))}
     return tuple(device for device in list_logical_devices("GPU") if device.physical.name in own)
 
 
@@ -105,7 +109,7 @@ class WorkerJob:
         self._gpus: tuple[int, ...] = ()
         self.workers: Communicator = SingleWorkerCommunicator(len(devices))
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
-            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_card()}
+            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_info()}
             self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
             divide_cores(self._membership.infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in self._membership.infos)
@@ -172,7 +176,7 @@ class WorkerJob:
         """Tells the others that this worker ends with ``error``."""
         # A loss that is not finite all workers raise together, and may go on together.
         if self._membership is not None and not isinstance(error, NonFiniteLossError):
-            self._membership.failed(error)
+            self._membership.report_failure(error)
 
     def when_over(self, stop: Callable[[BaseException], None]) -> None:
         """Has ``stop`` called once, from another thread, when another worker has ended the job."""

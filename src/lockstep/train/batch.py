@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError
 from lockstep.replicas.context import ReplicaContext

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lockstep._torch_compat import tree_flatten, tree_unflatten
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError

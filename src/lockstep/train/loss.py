@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lockstep._torch_compat import tree_leaves
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits

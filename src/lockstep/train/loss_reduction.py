@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lockstep._torch_compat import functorch_interpreter, saved_tensors_hooks
 from lockstep.replicas.rng.mode import restore_l1_weight
 
 Pair = tuple[Tensor, Any]
@@ -71,7 +72,7 @@ class ReductionTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = restore_l1_weight(func, kwargs or {})
         watch = _WATCHED.get(func)
-        if watch is None or torch._C._functorch.peek_interpreter_stack() is not None:  # in vmap, tensors are of one row
+        if watch is None or functorch_interpreter() is not None:  # in vmap, tensors are of one row
             return func(*args, **kwargs)
         if _hooks_of_saved_tensors() is not self._hooks:  # a checkpoint calls it again, where nobody looks
             return self._unwatched(func, args, kwargs)
@@ -300,7 +301,7 @@ def _sum_exactly(values: Tensor) -> Tensor:
 
 
 def _hooks_of_saved_tensors() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return saved_tensors_hooks(True)
 
 
 def _version(tensor: Tensor) -> int:

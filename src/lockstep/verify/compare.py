@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lockstep.verify.trace import BatchRecord, BatchTensor, EndRecord, OutputRecord, Rows, StartRecord, UpdateRecord
+from lockstep.verify.trace import BatchRecord, BatchTensor, EndRecord, Rows, StartRecord, StepTrace, UpdateRecord
 
 # Batches.
 
@@ -240,7 +240,7 @@ class GradientFit:
 
 def summed_gradients(update: UpdateRecord) -> dict[str, Tensor]:
     """The gradients as the optimizer gets them: summed over the replicas, divided once by the count; float64."""
-    return _weighted_sum(update, [1.0] * len(update.gradients))
+    return _weighted_sum(update, [1.0] * len(update.replicas))
 
 
 def fit_gradients(
@@ -254,7 +254,7 @@ def fit_gradients(
         shards: number of rows of each replica; None if unknown.
         weights: the parameters before the update.
     """
-    replicas = len(update.gradients)
+    replicas = len(update.replicas)
     fits = []
     if shards is not None and any(shards):
         fits.append(_fit("shares", update, reference, [rows / sum(shards) for rows in shards]))
@@ -270,10 +270,10 @@ def fit_gradients(
 
 
 def _weighted_sum(update: UpdateRecord, factors: Sequence[float]) -> dict[str, Tensor]:
-    count = sum(update.counts) or 1.0
+    count = sum(trace.count for trace in update.replicas) or 1.0
     result: dict[str, Tensor] = {}
-    for factor, gradients in zip(factors, update.gradients, strict=True):
-        for name, gradient in gradients.items():
+    for factor, trace in zip(factors, update.replicas, strict=True):
+        for name, gradient in trace.gradients.items():
             part = gradient.double() * (factor / count)
             result[name] = result[name] + part if name in result else part
     return result
@@ -322,9 +322,10 @@ class ParameterPair:
 
     def after(self, ours: UpdateRecord, reference: UpdateRecord) -> ParameterPair:
         """The parameters after an update and what changed after it."""
+        mine, other = ours.replicas[0], reference.replicas[0]
         return ParameterPair(
-            ours={**self.ours, **ours.parameters, **ours.changed_after},
-            reference={**self.reference, **reference.parameters, **reference.changed_after},
+            ours={**self.ours, **mine.parameters, **mine.changed_after},
+            reference={**self.reference, **other.parameters, **other.changed_after},
         )
 
 
@@ -416,20 +417,20 @@ def compare_updates(
         before: the parameters of both runs before this update.
         tolerance: gradients that differ by more are fitted.
     """
-    step = ours.step
+    step, first, other = ours.step, ours.replicas[0], reference.replicas[0]
     batch = compare_batches(ours.batches, reference.batches)
-    mine, other = summed_gradients(ours), summed_gradients(reference)
-    gradients = tuple(_by_name(step, "gradient", mine, other))
-    updated = ParameterPair(ours=ours.parameters, reference=reference.parameters)
-    changed_before = ParameterPair(ours=ours.changed_before, reference=reference.changed_before)
-    changed_after = ParameterPair(ours=ours.changed_after, reference=reference.changed_after)
+    expected = summed_gradients(reference)
+    gradients = tuple(_by_name(step, "gradient", summed_gradients(ours), expected))
+    updated = ParameterPair(ours=first.parameters, reference=other.parameters)
+    changed_before = ParameterPair(ours=first.changed_before, reference=other.changed_before)
+    changed_after = ParameterPair(ours=first.changed_after, reference=other.changed_after)
     differences = (
         _rows_difference(step, batch),
         *_changed(step, "weight changed before update", before, changed_before),
         *(_compare_outputs(step, ours, reference) if batch.verdict == "same" else ()),
         _loss_difference(ours, reference),
         *gradients,
-        *_by_name(step, "weight", ours.parameters, reference.parameters),
+        *_by_name(step, "weight", updated.ours, updated.reference),
         *_changed(step, "weight changed after update", updated, changed_after),
         *_by_name(step, "buffer", ours.buffers, reference.buffers),
     )
@@ -438,12 +439,12 @@ def compare_updates(
         step=step,
         batch=batch,
         differences=differences,
-        fits=() if equal else fit_gradients(ours, other, shard_sizes(ours.batches), before.reference),
+        fits=() if equal else fit_gradients(ours, expected, shard_sizes(ours.batches), before.reference),
         update_scale=_update_scale(updated, before),
         changed=tuple(
             {**changed_before.ours, **changed_after.ours, **changed_before.reference, **changed_after.reference}
         ),
-        losses=ours.losses,
+        losses=tuple(trace.loss for trace in ours.replicas),
     )
 
 
@@ -470,22 +471,22 @@ def _rows_difference(step: int, batch: BatchComparison) -> Difference:
 
 def _compare_outputs(step: int, ours: UpdateRecord, reference: UpdateRecord) -> Iterator[Difference]:
     """Compares row by row, if all replicas together have as many rows as the single replica."""
-    for mine, other in zip(ours.outputs, reference.outputs, strict=False):
-        whole, single = _joined_rows(mine), _joined_rows(other)
-        if mine.name == other.name and whole is not None and single is not None and whole.shape == single.shape:
-            yield tensor_difference(step, "output", mine.name, whole, single)
-
-
-def _joined_rows(output: OutputRecord) -> Tensor | None:
-    parts = [part for part in output.replicas if part is not None and len(part)]
-    return torch.cat(parts) if len({part.shape[1] for part in parts}) == 1 else None
+    for (name, whole), (other_name, single) in zip(ours.outputs, reference.outputs, strict=False):
+        if name == other_name and whole is not None and single is not None and whole.shape == single.shape:
+            yield tensor_difference(step, "output", name, whole, single)
 
 
 def _loss_difference(ours: UpdateRecord, reference: UpdateRecord) -> Difference:
-    mine, other = (sum(u.totals) / sum(u.counts) if any(u.totals) else sum(u.losses) for u in (ours, reference))
+    mine, other = _loss(ours.replicas), _loss(reference.replicas)
     amount = math.inf if math.isnan(mine - other) else abs(mine - other)
     note = f"{mine:.6g} and {other:.6g}"
     return Difference(step=ours.step, kind="loss", name="total", amount=amount, size=abs(other), note=note)
+
+
+def _loss(replicas: Sequence[StepTrace]) -> float:
+    if any(trace.total for trace in replicas):
+        return sum(trace.total for trace in replicas) / sum(trace.count for trace in replicas)
+    return sum(trace.loss for trace in replicas)
 
 
 def _update_scale(after: ParameterPair, before: ParameterPair) -> float | None:

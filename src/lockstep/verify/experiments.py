@@ -174,7 +174,7 @@ def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
         elif isinstance(ours, UpdateRecord) and isinstance(reference, UpdateRecord) and weights is not None:
             steps.append(compare_updates(ours, reference, weights, Tolerance(unit=2.0**-23)))
             weights = weights.after(ours, reference)
-            draws = draws or ours.draws or reference.draws
+            draws = draws or any(trace.draws for trace in (*ours.replicas, *reference.replicas))
     ends = _ends(config, pair)
     if starts is None or not steps:
         raise ConfigError(f"{config.program.name} {_nothing_to_compare(ends[0])}")

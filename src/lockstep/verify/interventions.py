@@ -14,13 +14,11 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lockstep._torch_compat import VF, BatchNormBase, DropoutBase, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.sharding import has_rows, shard_sizes
-from lockstep.data.structure import rows_of, take_rows
+from lockstep.data.sharding import shard_sizes
+from lockstep.data.structure import leaf_has_rows, rows_of, take_rows
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
@@ -33,14 +31,14 @@ def local_batch_norms(modules: Sequence[MirroredModule]) -> list[str]:
     return [
         name
         for name, part in _named_modules(modules)
-        if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm) and part.training
+        if isinstance(part, BatchNormBase) and not isinstance(part, SyncBatchNorm) and part.training
     ]
 
 
 def active_dropouts(modules: Sequence[MirroredModule]) -> list[str]:
     """The names of the dropout modules in training mode with p > 0."""
     return [
-        name for name, part in _named_modules(modules) if isinstance(part, _DropoutNd) and part.training and part.p > 0
+        name for name, part in _named_modules(modules) if isinstance(part, DropoutBase) and part.training and part.p > 0
     ]
 
 
@@ -61,7 +59,7 @@ def intervene_before_run(modules: Sequence[MirroredModule], interventions: Inter
     """Freezes batch norms. Called outside replicas, before every run, which resets the copies' training mode first."""
     if interventions.batch_norm == "frozen":
         for part in (part for module in modules for copy in module.copies for part in copy.modules()):
-            if isinstance(part, _BatchNorm):
+            if isinstance(part, BatchNormBase):
                 part.eval()
 
 
@@ -137,7 +135,7 @@ def without_randomness(level: Randomness) -> Iterator[None]:
                 replace(owner, name, lambda _: lambda input, *_, **__: input)
             replace(F, "scaled_dot_product_attention", _attention_without_dropout)
             for name in _RECURRENT:
-                replace(torch._VF, name, _recurrent_without_dropout)
+                replace(VF, name, _recurrent_without_dropout)
         if level == "constant":
             for name, constant in _DRAWS.items():
                 replace(torch, name, partial(_constant, value=constant))
@@ -223,4 +221,4 @@ def one_shard(shard: int | None, number: int) -> Iterator[None]:
 
 
 def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica) and len(leaf) == 1 and has_rows(leaf[0])
+    return isinstance(leaf, PerReplica) and len(leaf) == 1 and leaf_has_rows(leaf[0])

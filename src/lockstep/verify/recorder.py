@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.config import LogicalDevice
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import Totals
@@ -31,7 +32,7 @@ from lockstep.verify.interventions import (
     intervene_before_run,
     local_batch_norms,
 )
-from lockstep.verify.trace import EndRecord, Message, ReplicaTrace, StartRecord, tensors_with_rows, update_record
+from lockstep.verify.trace import EndRecord, Message, ReplicaTrace, StartRecord, UpdateRecord, tensors_with_rows
 
 
 class Weights:
@@ -274,9 +275,10 @@ class Recorder(Observer):
             (trace.current.changed_before if done is None else done.changed_after).update(changed)
         buffers = weights.buffers() if completed > self._sent else {}
         for step in range(self._sent, completed):
-            traces = [trace.take_update(step) for trace in self._traces]
+            traces = tuple(trace.take_update(step) for trace in self._traces)
             only = self._run.only_replica
-            self._send(update_record(step + 1, traces if only is None else [traces[only]], buffers))
+            replicas = traces if only is None else (traces[only],)
+            self._send(UpdateRecord(step=step + 1, replicas=replicas, buffers=buffers))
         self._sent = completed
 
 
@@ -291,7 +293,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         if isinstance(module, MirroredModule):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 recorder.module_called(module, (args, kwargs), outputs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:

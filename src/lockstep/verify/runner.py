@@ -32,7 +32,7 @@ import torch
 
 from lockstep.config import apply_device_request, parse_device_request
 from lockstep.errors import ReplicaError
-from lockstep.parent_death import end_with_pipe
+from lockstep.parent_death import die_with_pipe
 from lockstep.verify.config import Program, RunConfig, VerifyConfig
 from lockstep.verify.interventions import one_shard, without_randomness
 from lockstep.verify.recorder import EnoughRecordedError, Recorder, recording
@@ -174,7 +174,7 @@ def _child_main(config: VerifyConfig, run: RunConfig, folder: Path, connection: 
     os.setsid()  # a process group of its own, so that whatever the program starts can be killed with it
     parent = parent_process()
     if parent is not None:
-        end_with_pipe(parent.sentinel)
+        die_with_pipe(parent.sentinel)
     _redirect_output(folder / "output")
     # The child inherits the start method that it was started by; the program's own workers get Python's default.
     multiprocessing.set_start_method(None, force=True)

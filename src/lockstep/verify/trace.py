@@ -1,21 +1,21 @@
 """What a run records: values only, on the CPU, picklable. One ``UpdateRecord`` for each optimizer update.
 
-Each replica writes a ``ReplicaTrace`` of its own, one ``StepTrace`` per update; ``update_record`` joins those of all
+Each replica writes a ``ReplicaTrace`` of its own, one ``StepTrace`` per update; an ``UpdateRecord`` joins those of all
 replicas. Rows of a batch are recorded as fingerprints, outputs as some of their values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lockstep._torch_compat import keystr, tree_flatten_with_path
 from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.rng.state import own_generator
 
@@ -47,52 +47,6 @@ class BatchRecord:
 
     arguments: tuple[BatchTensor, ...] = ()
     inputs: tuple[BatchTensor, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputRecord:
-    """An output of a mirrored module.
-
-    Args:
-        name: the module's name and the path of this tensor in its output.
-        replicas: [rows, values] per replica; None where the replica did not call the module.
-    """
-
-    name: str
-    replicas: tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateRecord:
-    """One update and what led to it.
-
-    Args:
-        step: number of the update, from 1.
-        batches: the batches since the previous update, in order.
-        changed_before: parameters that changed outside the optimizer, between a run's begin and this update.
-        outputs: outputs of mirrored modules, in call order.
-        losses: the sum of what each replica back-propagated.
-        totals: ``Totals.total`` of each replica; all 0 in a custom loop.
-        counts: ``Totals.count`` of each replica; they add up to 1 in a custom loop.
-        gradients: each replica's own gradients, by parameter.
-        parameters: the parameters after the update.
-        changed_after: parameters that changed outside the optimizer after the update and before the next run.
-        buffers: the buffers after the step, averaged over the replicas.
-        draws: whether a replica drew random numbers.
-    """
-
-    step: int
-    batches: tuple[BatchRecord, ...]
-    changed_before: Mapping[str, Tensor]
-    outputs: tuple[OutputRecord, ...]
-    losses: tuple[float, ...]
-    totals: tuple[float, ...]
-    counts: tuple[float, ...]
-    gradients: tuple[Mapping[str, Tensor], ...]
-    parameters: Mapping[str, Tensor]
-    changed_after: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    draws: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +94,83 @@ class ReadyRecord:
     """The process has started and is about to run the program."""
 
 
+CallKey = tuple[int, int, str]
+"""Number of the run, number of the call in it, name of the tensor."""
+
+
+@dataclass
+class StepTrace:
+    """What one replica records for one update.
+
+    Args:
+        arguments: fingerprints of the tensors among the arguments of each ``strategy.run``, by run and name.
+        inputs: fingerprints of the tensors that mirrored modules were called with.
+        outputs: outputs of mirrored modules, [rows, values].
+        changed_before: parameters that changed outside the optimizer before this update. The same on all replicas.
+        loss: the sum of what was back-propagated.
+        total: ``Totals.total``; 0 in a custom loop.
+        count: ``Totals.count``; the counts of all replicas add up to 1 in a custom loop.
+        gradients: the replica's own gradients, by parameter.
+        parameters: the parameters after the update. The same on all replicas.
+        changed_after: parameters that changed outside the optimizer after it. The same on all replicas.
+        draws: whether the replica drew random numbers.
+    """
+
+    arguments: dict[tuple[int, str], Rows] = field(default_factory=dict)
+    inputs: dict[CallKey, Rows] = field(default_factory=dict)
+    outputs: dict[CallKey, Tensor] = field(default_factory=dict)
+    changed_before: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    total: float = 0.0
+    count: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    changed_after: dict[str, Tensor] = field(default_factory=dict)
+    draws: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """One update.
+
+    Args:
+        step: its number, from 1.
+        replicas: the replicas' traces.
+        buffers: the buffers after the step, averaged over the replicas.
+    """
+
+    step: int
+    replicas: tuple[StepTrace, ...]
+    buffers: Mapping[str, Tensor]
+
+    @property
+    def batches(self) -> tuple[BatchRecord, ...]:
+        """The batches since the previous update, in order."""
+        runs = sorted({run for trace in self.replicas for run, *_ in [*trace.arguments, *trace.inputs]})
+        arguments, inputs = ([getattr(trace, name) for trace in self.replicas] for name in ("arguments", "inputs"))
+        return tuple(BatchRecord(arguments=_join(arguments, run), inputs=_join(inputs, run)) for run in runs)
+
+    @property
+    def outputs(self) -> list[tuple[str, Tensor | None]]:
+        """The outputs in call order, with their names. Rows of all replicas are concatenated; None if they differ."""
+        found = []
+        for key in _keys(trace.outputs for trace in self.replicas):
+            parts = [trace.outputs[key] for trace in self.replicas if key in trace.outputs and len(trace.outputs[key])]
+            joined = torch.cat(parts) if len({part.shape[1] for part in parts}) == 1 else None
+            found.append((key[-1], joined))
+        return found
+
+
+def _join(replicas: Sequence[Mapping[Any, Rows]], run: int | str) -> tuple[BatchTensor, ...]:
+    keys = [key for key in _keys(replicas) if key[0] == run]
+    return tuple(BatchTensor(name=key[-1], replicas=tuple(rows.get(key, ()) for rows in replicas)) for key in keys)
+
+
+def _keys(mappings: Iterable[Mapping[Any, Any]]) -> list[Any]:
+    """The keys of all replicas, each once: a replica with an empty shard may have skipped a call."""
+    return sorted({key: None for mapping in mappings for key in mapping}, key=lambda key: key[:-1])
+
+
 Message = ReadyRecord | StartRecord | UpdateRecord | EndRecord
 
 KEPT_VALUES = 256
@@ -183,27 +214,6 @@ def _as_integers(rows: Tensor) -> Tensor:
 def _odd_factors(number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randint(-(2**62), 2**62, (number,), generator=generator) * 2 + 1
-
-
-CallKey = tuple[int, int, str]
-"""Number of the run, number of the call in it, name of the tensor."""
-
-
-@dataclass
-class StepTrace:
-    """What one replica records for one update; the fields are those of ``UpdateRecord``."""
-
-    arguments: dict[tuple[int, str], Rows] = field(default_factory=dict)
-    inputs: dict[CallKey, Rows] = field(default_factory=dict)
-    outputs: dict[CallKey, Tensor] = field(default_factory=dict)
-    changed_before: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = 0.0
-    total: float = 0.0
-    count: float = 0.0
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    changed_after: dict[str, Tensor] = field(default_factory=dict)
-    draws: bool = False
 
 
 class ReplicaTrace:
@@ -266,46 +276,3 @@ class ReplicaTrace:
         autocast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
         units = [torch.finfo(dtype).eps for dtype in (*autocast, tensor.dtype) if dtype.is_floating_point]
         self.unit = max([self.unit, *units])
-
-
-def update_record(step: int, traces: Sequence[StepTrace], buffers: Mapping[str, Tensor]) -> UpdateRecord:
-    """Joins the replicas' traces of one update."""
-    first = traces[0]
-    runs = sorted({run for trace in traces for run, *_ in [*trace.arguments, *trace.inputs]})
-    return UpdateRecord(
-        step=step,
-        batches=tuple(
-            BatchRecord(
-                arguments=_join(traces, lambda trace: trace.arguments, run),
-                inputs=_join(traces, lambda trace: trace.inputs, run),
-            )
-            for run in runs
-        ),
-        changed_before=first.changed_before,
-        outputs=tuple(
-            OutputRecord(name=key[-1], replicas=tuple(trace.outputs.get(key) for trace in traces))
-            for key in _keys(trace.outputs for trace in traces)
-        ),
-        losses=tuple(trace.loss for trace in traces),
-        totals=tuple(trace.total for trace in traces),
-        counts=tuple(trace.count for trace in traces),
-        gradients=tuple(trace.gradients for trace in traces),
-        parameters=first.parameters,
-        changed_after=first.changed_after,
-        buffers=buffers,
-        draws=any(trace.draws for trace in traces),
-    )
-
-
-def _join(
-    traces: Sequence[StepTrace], rows_of: Callable[[StepTrace], Mapping[Any, Rows]], run: int | str
-) -> tuple[BatchTensor, ...]:
-    keys = [key for key in _keys(rows_of(trace) for trace in traces) if key[0] == run]
-    return tuple(
-        BatchTensor(name=str(key[-1]), replicas=tuple(rows_of(trace).get(key, ()) for trace in traces)) for key in keys
-    )
-
-
-def _keys(mappings: Iterable[Mapping[Any, Any]]) -> list[Any]:
-    """The keys of all replicas, each once: a replica with an empty shard may have skipped a call."""
-    return sorted({key: None for mapping in mappings for key in mapping}, key=lambda key: key[:-1])

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
@@ -46,7 +46,7 @@ class CountedItems(Tensor):
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, cls):
                     value.used = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 

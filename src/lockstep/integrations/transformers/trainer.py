@@ -19,9 +19,9 @@ import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import TrainingArguments
 
+from lockstep._torch_compat import tree_map
 from lockstep.collectives.communicator import all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.layout import BatchLayout

@@ -1,14 +1,13 @@
-"""The exchange of gradients between workers: in buckets, while the backward pass goes on.
+"""Sums gradients between workers in buckets, during the backward pass (as DDP does; Li et al. 2020).
 
-    hook of each parameter, in each local replica:  gradient is there
-    bucket k full, and k is next:  local sum in replica order -> a flat tensor -> start_all_reduce, in the background
-    update:  the buckets that are not full yet -> wait for all -> the leaders' ".grad"
+    gradient hook of each parameter, in each local replica:  the gradient is there
+    all gradients of the next bucket are there:  local sum in replica order -> flat tensor -> asynchronous all-reduce
+    optimizer step:  all-reduce the buckets that are not full -> wait for all -> the leaders' ".grad"
 
-Workers may be in different buckets at a time, but all begin them in the order of the plan. A backward pass that is not
-the last before the update is ``held``: its gradients stay here, and the next one sends what has added up. A gradient
-that changes after its bucket has gone (a second backward pass that nobody announced, clipping by hand) is noticed at
-the update, and all buckets go again; from then on they go at the update, until a cycle without such a change. Frozen
-parameters do not travel; which ones are frozen is looked at in every update.
+All workers send buckets in the order of the plan. In ``no_sync`` a backward pass sends nothing, and the next one sends
+the accumulated gradients. A gradient that changes after its bucket was sent (a second backward pass without
+``no_sync``, clipping by hand) is noticed at the step, which then sends all buckets again; after that, buckets are sent
+at the step until a step without such a change. Frozen parameters are not sent; every step checks which ones are frozen.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from weakref import WeakMethod, finalize
 import torch
 from torch import nn
 
+from lockstep._torch_compat import DisableTorchFunction, foreach_add_, foreach_copy_
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.process_group import ProcessGroup
 from lockstep.config import LogicalDevice
@@ -65,7 +65,7 @@ class GradientMarks:
         """What the calling thread queues from now on, on each device, runs behind the gradients noted there."""
         for mark in self._last:
             if mark is not None:
-                mark.precede()
+                mark.wait()
 
 
 _LOG = logging.getLogger("lockstep")
@@ -254,7 +254,7 @@ class BucketExchange(GradientExchange):
 
     def _note(self, copy: torch.Tensor) -> None:
         """Nothing goes in this cycle before the update: whether it could have, a look at the gradient then will say."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._noted.append(_taken(copy))
 
     def _warn(self) -> None:
@@ -283,7 +283,7 @@ class BucketExchange(GradientExchange):
         members = self._plan.buckets[position]
         # A hook runs in its replica's thread, whose function mode would be asked at every call: 1.3 ms of MobileNetV2's
         # 5.9 for all buckets.
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             self._marks.precede()
             bucket = _Bucket(members, [self._parameters[index] for index in members], self._travel_as)
             bucket.work = self._stream.start_all_reduce(bucket.flat)
@@ -362,9 +362,9 @@ class _Bucket:
                 values.append(gradient.to(views[position].device))
                 started[position] = True
             if copied[0]:
-                torch._foreach_copy_(*copied)
+                foreach_copy_(*copied)
             if added[0]:
-                torch._foreach_add_(*added)
+                foreach_add_(*added)
         for view, any_gradient in zip(views, started, strict=True):
             if not any_gradient:
                 view.zero_()

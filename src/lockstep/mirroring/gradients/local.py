@@ -1,10 +1,10 @@
-"""The exchange: gradients of all replicas are summed, always in replica order. Here: those of one process, in place.
+"""Sums the gradients of all replicas of one process in place, always in replica order.
 
-    within a storage group, slice by slice      between groups, once, by copies or over NCCL (device_sums)
+    within a storage group, slice by slice      between groups, once, by copies or over NCCL
     replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
 
-Replicas of one group each sum a slice of the parameters, so the work is spread over their threads. The sum ends in the
-leader's ``.grad``; the other members' gradients become None. A parameter without a gradient anywhere keeps none.
+Each replica of a storage group sums a slice of the parameters, so the work is divided among their threads. The sum is
+the leader's ``.grad``; the other members' gradients become None. A parameter without any gradient has none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lockstep._torch_compat import foreach_add_, foreach_copy_, foreach_div_, nccl_sums_in_process
 from lockstep.mirroring.gradients.bucket_plan import plan_runs, views_of
 from lockstep.mirroring.optim.nonfinite import Number
 from lockstep.mirroring.zero1 import ShardingGroup
@@ -48,7 +49,7 @@ def choose_sum(devices: Sequence[torch.device], *, nccl: bool) -> SumBetween:
 
 def has_nccl() -> bool:
     """Whether this torch can sum between the GPUs of a process with NCCL."""
-    return hasattr(torch._C, "_nccl_all_reduce")
+    return nccl_sums_in_process
 
 
 def sum_by_copies(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
@@ -65,9 +66,9 @@ def sum_by_copies(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
         own = [[_gradient(copies[leader]) for copies in in_place] for leader in leaders]
         totals, *rest = own
         for gradients in rest:
-            torch._foreach_add_(totals, [each.to(total.device) for each, total in zip(gradients, totals, strict=True)])
+            foreach_add_(totals, [each.to(total.device) for each, total in zip(gradients, totals, strict=True)])
         for gradients in rest:
-            torch._foreach_copy_(gradients, totals)
+            foreach_copy_(gradients, totals)
     for copies in others:
         _sum_into_new(copies, leaders)
 
@@ -177,7 +178,7 @@ def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     pairs = list(zip(views_of(flat, parameters), parameters, strict=True))
     there = [(view, each.grad) for view, each in pairs if each.grad is not None]
     if there:
-        torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
+        foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
     for view, each in pairs:
         if each.grad is None:
             view.zero_()
@@ -311,7 +312,7 @@ def sum_within_group(parameters: Sequence[Copies], members: Sequence[int]) -> No
                 added.append(gradient)
             copies[other].grad = None
         if into:
-            torch._foreach_add_(into, added)
+            foreach_add_(into, added)
 
 
 def joined_norm(norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -337,7 +338,7 @@ def divide(gradients: Sequence[torch.Tensor], divisor: Number) -> None:
         if gradient.is_sparse:
             gradient.div_(divisor)
     if dense:
-        torch._foreach_div_(dense, divisor)
+        foreach_div_(dense, divisor)
 
 
 def _divide_on_device(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
@@ -346,4 +347,4 @@ def _divide_on_device(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) 
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, group in by_dtype.items():
-        torch._foreach_div_(group, divisor.to(group[0].device, dtype, non_blocking=True))
+        foreach_div_(group, divisor.to(group[0].device, dtype, non_blocking=True))

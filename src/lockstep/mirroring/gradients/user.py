@@ -1,10 +1,11 @@
-"""Gradients that a step looks at before the update: each replica is given the sums over all of them.
+"""Gradients as the user's program sees them: the sums over all replicas, in the step and in hooks on parameters.
 
-    backward -> param.grad read in the step -> [meet: sums] -> every replica sees the sum, in memory of its own
-             -> clipped, scaled, logged, as on one device -> optimizer.step() takes replica 0's, as they are then
+    backward -> param.grad is read in the step -> [barrier: sum] -> every replica sees the sum, in memory of its own
+             -> clipped, scaled or logged, as on one device -> optimizer.step() uses replica 0's
 
-So ``clip_grad_norm_`` between ``backward()`` and ``step()`` is what it is on one device. A backward pass that comes
-after the read adds to the sums of the first replica of all, and to nothing in the others: so all is there once.
+So ``clip_grad_norm_`` between ``backward()`` and ``step()`` does what it does on one device. A backward pass after the
+read adds to replica 0's sums, and in the other replicas to nothing, so that every gradient counts once. Hooks that the
+user has registered on parameters are called once, with the sum.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local import Copies
@@ -68,7 +70,7 @@ class HeldHook:
                 "strategy.mirror(optimizer) over it, or remove the hook"
             )
         parameter = self._parameter()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             fresh = parameter is not None and given is not parameter and parameter.grad is None
         self.calls = 1 if fresh else self.calls + 1
         return None
@@ -215,7 +217,7 @@ class GivenSums:
             all_but_first: leave the first local replica's, which the update is to take.
         """
         if replica or not all_but_first:
-            with torch._C.DisableTorchFunction():  # the replica's guard would take it for the step's own doing
+            with DisableTorchFunction():  # the replica's guard would take it for the step's own doing
                 for at in self._sums[replica]:
                     self._parameters[at][replica].grad = None
         self.forget(replica)
@@ -245,7 +247,7 @@ class GivenSums:
         self._given[replica] = False
         if at in self._sums[replica]:
             self._sums[replica].discard(at)
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._parameters[at][replica].grad = None
 
 

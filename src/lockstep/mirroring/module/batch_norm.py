@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from lockstep._torch_compat import BatchNormBase, tree_leaves
 from lockstep.errors import ConfigError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
@@ -191,13 +190,13 @@ class RefusingOtherBatchNorms(TorchFunctionMode):
 
 
 @functools.cache
-def synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+def synchronised(kind: type[BatchNormBase]) -> type[BatchNormBase]:
     """The subclass of ``kind`` whose statistics are those of the global batch."""
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (SyncBatchNorm, kind), named)
 
 
-def convert_sync_batch_norm(module: nn.Module, kind: type[_BatchNorm] = _BatchNorm) -> nn.Module:
+def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = BatchNormBase) -> nn.Module:
     """Has every batch norm inside ``module`` take its statistics over all replicas. In place.
 
     Each batch norm stays the same object with the same parameters, buffers, hooks and keys; its class becomes a
@@ -228,16 +227,16 @@ def has_sync_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, SyncBatchNorm) for part in module.modules())
 
 
-def _own_class(kind: type) -> type[_BatchNorm]:
+def _own_class(kind: type) -> type[BatchNormBase]:
     """The class that a synchronised class was made from."""
-    own: type[_BatchNorm] = kind.__mro__[kind.__mro__.index(SyncBatchNorm) + 1]
+    own: type[BatchNormBase] = kind.__mro__[kind.__mro__.index(SyncBatchNorm) + 1]
     return own
 
 
 def _own_forward(kind: type) -> Callable[..., Any]:
     own = _own_class(kind)
     # torch.nn.SyncBatchNorm.forward would use process groups of torch.distributed.
-    return _BatchNorm.forward if own is nn.SyncBatchNorm else own.forward
+    return BatchNormBase.forward if own is nn.SyncBatchNorm else own.forward
 
 
 def _made_again(kind: Any, *args: Any) -> Any:
@@ -256,7 +255,7 @@ def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, A
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)
-    if single and any(isinstance(part, _BatchNorm) for part in module.modules()):
+    if single and any(isinstance(part, BatchNormBase) for part in module.modules()):
         return _NoStatisticsOfOneValue()
     return nullcontext()
 

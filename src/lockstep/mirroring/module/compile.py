@@ -22,10 +22,17 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
-from torch.overrides import _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lockstep._torch_compat import (
+    TorchDispatchMode,
+    detect_fake_mode,
+    dynamo,
+    inductor,
+    innermost_function_mode,
+    num_function_modes,
+    tree_leaves,
+    without_innermost_function_mode,
+)
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
 from lockstep.replicas.rng.mode import ReplicaRng
 
@@ -118,11 +125,11 @@ class CompiledCopies:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except dynamo().exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, LockstepError):
                 raise error.inner_exception from None
             raise
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except dynamo().exc.TorchDynamoException as error:
             reason = str(error).strip().split("\n", 1)[0]
             raise ConfigError(
                 f"torch.compile cannot take the whole forward of {self._name}: {reason}; change it, or leave "
@@ -188,9 +195,9 @@ class _Backend:
 
     def _code(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         if self.compilation.backend != "inductor":
-            return torch._dynamo.lookup_backend(self.compilation.backend)(graph, inputs)
-        options = torch._inductor.list_mode_options(self.compilation.mode)
-        return torch._inductor.compile(graph, inputs, options=options)
+            return dynamo().lookup_backend(self.compilation.backend)(graph, inputs)
+        options = inductor().list_mode_options(self.compilation.mode)
+        return inductor().compile(graph, inputs, options=options)
 
 
 def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
@@ -199,7 +206,7 @@ def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
     Raises:
         ConfigError: the graph draws.
     """
-    fake = torch._guards.detect_fake_mode(inputs)
+    fake = detect_fake_mode(inputs)
     if fake is None:
         return
     with fake, torch.no_grad(), _Draws() as draws:
@@ -230,12 +237,10 @@ class _Draws(TorchDispatchMode):
 @contextmanager
 def _without_replica_random() -> Iterator[None]:
     """Inside the block the replica's function mode is off: dynamo would follow it into every call of torch."""
-    if not torch._C._len_torch_function_stack() or not isinstance(
-        torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1), ReplicaRng
-    ):
+    if not num_function_modes() or not isinstance(innermost_function_mode(), ReplicaRng):
         yield
         return
-    with _pop_mode_temporarily():
+    with without_innermost_function_mode():
         yield
 
 

@@ -1,8 +1,8 @@
-"""One copy of a module per replica, and which of the copies share one storage of the weights.
+"""Copies of a module, one for each replica, and which of them share one storage of the weights.
 
-Replicas of one physical device without a memory limit alias the parameters: one copy of the weights, each replica
-with its own gradients. Buffers, such as batch-norm statistics, are each replica's own. With a memory limit every
-replica holds its own weights, since the user asked to see what as many real devices would hold.
+Replicas of one physical device without a memory limit share the storage of the weights, and each has its own gradients
+and buffers. With a memory limit every replica has its own weights, since the user wants to see what as many real
+devices would hold.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 
@@ -154,7 +155,7 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
         return moved
     data = parameter.data if alias else parameter.data.to(device, copy=True)
     # bitsandbytes asks for a weight's class, and quantises once more what is not of its own.
-    make = partial(torch.Tensor._make_subclass, kind) if of_its_own_kind else nn.Parameter
+    make = partial(make_subclass, kind) if of_its_own_kind else nn.Parameter
     duplicate: nn.Parameter = make(data, parameter.requires_grad)
     duplicate.__dict__.update(parameter.__dict__)
     return duplicate

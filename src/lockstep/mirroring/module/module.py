@@ -1,4 +1,8 @@
-"""Making mirrored modules: place the user's module, copy it for the other replicas."""
+"""The mirrored module, and how ``strategy.mirror(module)`` makes it.
+
+In a replica, calls, parameters and attributes are those of the replica's copy; outside replicas they are the user's
+module's. Names are those of the plain module, without a prefix.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, parse_to
 from lockstep.collectives.communicator import Communicator, check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -368,7 +372,7 @@ class MirroredModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, inside a replica of its copy, outside of all."""
         # What looks at a step's calls would take the look at a ".grad" for the step's own, and wait for all replicas.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for duplicate in self._copies if get_replica_context() is None else [self._here()]:
                 duplicate.zero_grad(set_to_none)
 
@@ -385,7 +389,7 @@ class MirroredModule(nn.Module):
         Raises:
             UsageError: for others.
         """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = parse_to(*args, **kwargs)
         for tensor in self.module.parameters():
             converts = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
             if converts or (device is not None and torch.empty(0, device=device).device != tensor.device):
@@ -569,7 +573,7 @@ def mirror_module(
             'model its first ones, for any other make it outside torch.device("meta")'
         )
     # torch's own synchronised batch norm asks for it by its class.
-    convert_sync_batch_norm(module, _BatchNorm if sync_batchnorm else nn.SyncBatchNorm)
+    convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
     layout = _layout(module, memory_format)
     with allocating_on(devices[0]):
         _place(module, devices[0], layout)

@@ -1,4 +1,9 @@
-"""All storages of the weights as one optimizer, which is what torch.amp.GradScaler works on."""
+"""The plain optimizers under a mirrored one: one for each storage of the weights.
+
+``StorageOptimizers`` has the user's optimizer and its copies. It updates slices of the parameters on several threads
+where the optimizer is elementwise, and uses torch's fused kernels on GPUs. ``AmpAdapter`` shows all storages to
+torch.amp.GradScaler as one optimizer.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lockstep._torch_compat import optimizer_post_hooks, optimizer_pre_hooks
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local import Copies
 from lockstep.mirroring.optim.misuse import IN_LOCKSTEP, refuse_plain_step
@@ -158,8 +163,8 @@ class StorageOptimizers:
             # An optimizer around another one may have none: it need not call Optimizer.__init__.
             vars(self.plain).get("_optimizer_step_pre_hooks", {}),
             vars(self.plain).get("_optimizer_step_post_hooks", {}),
-            [hook for hook in _global_optimizer_pre_hooks.values() if hook is not refuse_plain_step],
-            _global_optimizer_post_hooks,
+            [hook for hook in optimizer_pre_hooks.values() if hook is not refuse_plain_step],
+            optimizer_post_hooks,
         )
         return type(self.plain) in ELEMENTWISE and not any(hooks)
 

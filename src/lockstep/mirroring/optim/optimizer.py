@@ -1,7 +1,7 @@
-"""A mirrored optimizer: torch's face of the update in lockstep.
+"""The mirrored optimizer: a ``torch.optim.Optimizer`` whose step updates all replicas.
 
-It is a ``torch.optim.Optimizer`` whose groups, state and ``state_dict`` are the plain optimizer's, so schedulers and
-savers work on it as on the plain one. What happens in a step is ``mirroring.update``'s business.
+Its groups, state and ``state_dict`` are the plain optimizer's, so schedulers and checkpoints work on it as on the plain
+one. ``step`` runs one update.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.local import Copies, GradientExchange
@@ -206,7 +207,7 @@ class MirroredOptimizer(Optimizer):
         replica = context.local_replica
         if not self._given.given_to(replica):
             self._check_whole()
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._given.take_back(replica)
                 self._update.sum(context)
                 self._given.give(context)
@@ -294,10 +295,10 @@ class MirroredOptimizer(Optimizer):
         """
         own = {id(copies[0]) for copies in self._parameters}
         steps = any(id(parameter) in own for parameter in module.parameters())
-        return self._partition(replicas) if steps else nullcontext()
+        return self._held_back(replicas) if steps else nullcontext()
 
     @contextmanager
-    def _holding(self, replicas: Sequence[int]) -> Iterator[None]:
+    def _held_back(self, replicas: Sequence[int]) -> Iterator[None]:
         block = object()
         self._held.add(block)
         self._was_held = True
@@ -360,7 +361,7 @@ class MirroredOptimizer(Optimizer):
         """Clears the current replica's gradients; outside a replica those of all."""
         context = get_replica_context()
         # The replica's function mode would be asked at every access to a ".grad".
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for copies in self._parameters:
                 for parameter in copies if context is None else [copies[context.local_replica]]:
                     if set_to_none or parameter.grad is None:
@@ -376,7 +377,7 @@ class MirroredOptimizer(Optimizer):
         self._holds_sums = self._summed_after_run = False
         self._lost = ""
         if context is None or context.local_replica == 0:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 forget(self._parameters)
 
     def gradient_marks(self) -> list[tuple[int, int]] | None:

@@ -1,13 +1,12 @@
-"""One update in lockstep: the order of things when all replicas are at the end of a step.
+"""One update of all replicas.
 
-    replica r:  meet: totals, NaN check -> sum a slice -> [meet: between storages] -> divide -> [meet: user's hooks]
-                -> [meet: norm; clip] -> update a slice -> meet: done [workers that share state: all weights]
+    replica r:  [barrier: totals, NaN check] -> sum a slice -> [barrier: between storages] -> divide
+                -> [barrier: user's hooks] -> [barrier: norm; clip] -> update a slice
+                -> [barrier: end; with ZeRO-1, all workers get all weights]
 
-Gradients are summed, never averaged; the count, where one is given, divides them once. The arithmetic is in
-``exchange`` and ``updaters``. The two halves also stand alone: ``sum``, then what the program does with the sums
-outside replicas, then ``apply``.
-
-On GPUs nothing is read: totals, counts and norms stay there, and so does the decision to skip (``skipping``).
+Gradients are summed, never averaged; the count divides them once, where one is given. ``sum`` and ``apply`` are the two
+halves, for a program that looks at the sums in between, outside replicas. On GPUs the host reads nothing: totals,
+counts, norms and the decision to skip stay there.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
+from lockstep._torch_compat import DisableTorchFunction, foreach_mul_, foreach_norm
 from lockstep.mirroring.gradients.local import Copies, GradientExchange, divide, gradients_of
 from lockstep.mirroring.gradients.user import hooked, run_hooks
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers
@@ -208,7 +208,7 @@ class LockstepUpdate:
         # Nothing here is random, and the replica's function mode would be asked at every access to a ".grad": for
         # MobileNetV2 it made 11 ms of an update that takes 2.
         observer, replica = current_observer(), context.local_replica
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if observer is None:
                 return self._run(context, totals, clip_norm, scaler)
             own = [copies[replica] for copies in self._parameters]
@@ -223,7 +223,7 @@ class LockstepUpdate:
         Every replica must call it.
         """
         observer, replica = current_observer(), context.local_replica
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if observer is not None:
                 own = [copies[replica] for copies in self._parameters]
                 observer.update_begins(context, own, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
@@ -240,7 +240,7 @@ class LockstepUpdate:
         first = self._leaders[0]
         own = self._groups[context.local_replica][0] == first
         mine = [index for index in self._slices[context.local_replica] if own]
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             norm: torch.Tensor = context.meet("gradient norm", self._norms(mine, first), self._global_norm)
             if math.isfinite(clip_norm):
                 _clip(gradients_of([self._parameters[index] for index in mine], first), norm, clip_norm)
@@ -250,7 +250,7 @@ class LockstepUpdate:
         """The second half: updates every storage by the gradients that replica 0's copies hold. All must call it."""
         observer, replica = current_observer(), context.local_replica
         leader = self._groups[replica][0]
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             context.meet("optimizer update", None, self._take_over)
             if self.updaters.divisible:
                 mine = [self._parameters[index][leader] for index in self._slices[replica]]
@@ -350,7 +350,7 @@ class LockstepUpdate:
             return {}
         with_gradient = [index for index in indices if self._parameters[index][leader].grad is not None]
         gradients = gradients_of([self._parameters[index] for index in with_gradient], leader)
-        norms = torch._foreach_norm(gradients) if gradients else ()
+        norms = foreach_norm(gradients) if gradients else ()
         return dict(zip(with_gradient, norms, strict=True))
 
     def _global_norm(self, parts: list[dict[int, torch.Tensor]]) -> torch.Tensor:
@@ -399,4 +399,4 @@ def _clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip_norm: floa
     if not gradients:
         return
     coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].device))
+    foreach_mul_(list(gradients), coefficient.to(gradients[0].device))

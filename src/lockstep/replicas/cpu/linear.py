@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep._torch_compat import functorch_is_active, mkldnn_linear, num_dispatch_modes, will_run_node
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WORTH_IT = 1 << 22
 """Multiplications from which a product is given to oneDNN: below, what Python adds is as much as what is saved."""
@@ -28,7 +30,7 @@ def onednn_is_faster() -> bool:
         bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
         and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and mkldnn_linear is not None
         and _vendor() == "AuthenticAMD"
     )
 
@@ -88,7 +90,7 @@ def _wanted(needs_gradient: bool, edge: tuple[Any, int] | None) -> bool:
     if not needs_gradient or edge is None:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(edge[0]))
+        return bool(will_run_node(edge[0]))
     except RuntimeError:  # a leaf that torch.autograd.grad was asked about
         return True
 
@@ -104,7 +106,7 @@ def _weight_gradient(product: Any, rows: Tensor, examples: Tensor) -> Tensor:
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``input`` weight^T + bias."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    result: Tensor = mkldnn_linear(input, weight, bias, "none", [], "")
     return result
 
 
@@ -125,8 +127,8 @@ def _suits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and input.shape[-1] == weight.shape[1]
         and input.numel() * weight.shape[0] >= _WORTH_IT
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
+        and not functorch_is_active()
+        and not num_dispatch_modes()
         and bool(torch.backends.mkldnn.enabled)
     )
 

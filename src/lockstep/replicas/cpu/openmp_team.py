@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import torch
+from lockstep._torch_compat import library_path
 
 SHARE_OF_RUNS = 0.01
 """Most of the time of the runs that ending teams may take: a caller that makes one in every step has it made anew."""
@@ -74,7 +74,7 @@ def _pause() -> Callable[[int], int] | None:
     """The function ``omp_pause_resource_all`` of libgomp, which is about the calling thread alone; others' are not."""
     if not sys.platform.startswith("linux"):
         return None
-    openmp = ctypes.CDLL(torch._C.__file__)  # with what it is linked to
+    openmp = ctypes.CDLL(library_path())  # with what it is linked to
     if hasattr(openmp, "kmp_get_blocktime"):  # LLVM's or Intel's
         return None
     return getattr(openmp, "omp_pause_resource_all", None)  # since GCC 9

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep._torch_compat import end_allocation_to_pool, release_pool
 from lockstep.config import LogicalDevice
 from lockstep.replicas.device.memory import PoolUse
 
@@ -102,11 +103,11 @@ class CudaDeviceGraph:
     def _give_pool_back(self) -> None:
         """What torch leaves out: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
         try:
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            end_allocation_to_pool(self._device.index, self._pool)
         except RuntimeError:  # the allocator has been told
             if not torch.__version__.startswith("2.13.0"):
                 return
-        torch._C._cuda_releasePool(self._device.index, self._pool)
+        release_pool(self._device.index, self._pool)
 
 
 class CudaDriver:

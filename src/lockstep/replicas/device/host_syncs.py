@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep._torch_compat import TorchDispatchMode
 from lockstep.replicas.context import get_replica_context
 
 # Torch, this room and what looks at losses: function modes stand between a program's line and the operator.

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import torch.utils._device
 from torch.overrides import TorchFunctionMode
 
+from lockstep._torch_compat import default_device, sample_dirichlet, standard_gamma
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng import ops
 from lockstep.replicas.rng.state import GeneratorHere, own_generator
@@ -41,8 +42,8 @@ _TAKES_GENERATOR: frozenset[Any] = frozenset(
             torch.randn_like,
             torch.randint_like,
         ),
-        *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.binomial, torch._standard_gamma),
-        *(torch._sample_dirichlet, torch.Tensor.bernoulli, torch.Tensor.multinomial, torch.Tensor.bernoulli_),
+        *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.binomial, standard_gamma),
+        *(sample_dirichlet, torch.Tensor.bernoulli, torch.Tensor.multinomial, torch.Tensor.bernoulli_),
         *(torch.Tensor.cauchy_, torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_),
         *(torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_),
     ]
@@ -76,10 +77,7 @@ _FRAMES_TO_CALL = 24
 """How far above a mode's call the function stands that it was called for, with other modes between."""
 _METADATA: frozenset[Any] = frozenset(
     [
-        *(
-            vars(torch._C.TensorBase)[name].__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")
-        ),
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")),
         *(torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point),
     ]
 )
@@ -262,7 +260,7 @@ def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     first = args[0] if args else next(iter(kwargs.values()), None)
     if isinstance(first, torch.Tensor):
         return first.device.type != "cpu"
-    default = torch.utils._device.CURRENT_DEVICE
+    default = default_device()
     return default is not None and default.type != "cpu"
 
 

@@ -11,6 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from lockstep._torch_compat import safe_softmax
+
 # Klambauer et al. 2017, "Self-Normalizing Neural Networks": the value that alpha dropout sets units to.
 _SELU_SATURATION = -1.7580993408473766
 
@@ -87,7 +89,7 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     # A row with no key to see gives zeros, not NaN, as in torch.
-    weights = torch._safe_softmax(scores, -1)
+    weights = safe_softmax(scores, -1)
     return torch.matmul(dropout(weights, p, generator), value)
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import SGD, Adam, AdamW
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep._torch_compat import DisableTorchFunction, foreach_copy_, tree_leaves, tree_map
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import is_plain
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -88,7 +88,7 @@ class StaticInputs:
     def take(self, batch: Any) -> None:
         """Copies a batch of the same signature to the fixed addresses, on the current stream."""
         if self._tensors:
-            torch._foreach_copy_(self._tensors, tensors(batch), non_blocking=True)
+            foreach_copy_(self._tensors, tensors(batch), non_blocking=True)
 
 
 def _cloned(leaf: Any) -> Any:
@@ -165,7 +165,7 @@ class CarriedState:
     def now(self) -> Snapshot:
         """A snapshot of the present state."""
         sums: list[Any] = [value for state in self._states for value in (state.total, state.count)]
-        with torch._C.DisableTorchFunction():  # a mode that watches the step must not see this read of the gradients
+        with DisableTorchFunction():  # a mode that watches the step must not see this read of the gradients
             return Snapshot(tuple([parameter.grad for parameter in self._parameters]), tuple(sums))
 
     def put(self, snapshot: Snapshot, *, present: Snapshot | None = None) -> None:

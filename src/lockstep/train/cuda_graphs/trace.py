@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lockstep._torch_compat import TorchDispatchMode, tree_leaves
 from lockstep.collectives.communicator import call_site
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context

@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cli.failure import explain, print_warning, report_failure
+from lockstep.cli.entry_point import failure_line, print_warning, report_failure
 from lockstep.errors import CollectiveError, ConfigError, DataError, MissingExtraError
 
 
 @pytest.mark.parametrize("error", [ConfigError("bad device"), DataError("bad device"), MissingExtraError("bad device")])
 def test_what_was_asked_wrongly_is_two(error: Exception):
-    failure = explain(error)
-
-    assert (failure.line, failure.exit_code) == ("lockstep: error: bad device", 2)
+    assert failure_line(error) == ("lockstep: error: bad device", 2)
 
 
 @pytest.mark.parametrize("error", [CollectiveError("replica 2 waits"), OSError("replica 2 waits")])
 def test_what_failed_while_running_is_one(error: Exception):
-    failure = explain(error)
-
-    assert (failure.line, failure.exit_code) == ("lockstep: error: replica 2 waits", 1)
+    assert failure_line(error) == ("lockstep: error: replica 2 waits", 1)
 
 
 def test_an_error_over_several_lines_with_notes_is_one_line():
     error = CollectiveError("replicas differ:\n  replica 0 waits")
     error.add_note("replica 0 on cpu:0")
 
-    assert explain(error).line == "lockstep: error: replicas differ: replica 0 waits (replica 0 on cpu:0)"
+    assert failure_line(error)[0] == "lockstep: error: replicas differ: replica 0 waits (replica 0 on cpu:0)"
 
 
 def test_an_error_that_nobody_expected_is_named_and_says_how_to_see_more():
-    failure = explain(KeyError("x"))
+    line, exit_code = failure_line(KeyError("x"))
 
-    assert failure.line == "lockstep: error: KeyError: 'x'; run again with --traceback to see where"
-    assert failure.exit_code == 1
+    assert line == "lockstep: error: KeyError: 'x'; run again with --traceback to see where"
+    assert exit_code == 1
 
 
 def test_ctrl_c_is_no_error():
-    failure = explain(KeyboardInterrupt())
-
-    assert (failure.line, failure.exit_code) == ("lockstep: interrupted", 130)
+    assert failure_line(KeyboardInterrupt()) == ("lockstep: interrupted", 130)
 
 
 def test_the_line_goes_to_stderr_alone(capsys: pytest.CaptureFixture[str]):

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.cluster.local import local_place
+from lockstep.cluster.local import find_local_rank
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
-from lockstep.launch.resources import share_host, visible_gpus
+from lockstep.launch.resources import divide_host, visible_gpus
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
 def test_the_cores_are_divided(cores: int, workers: int, threads: str):
-    shares = share_host({}, workers=workers, cores=cores, gpus=(), gpus_per_worker=None)
+    shares = divide_host({}, workers=workers, cores=cores, gpus=(), gpus_per_worker=None)
 
     assert shares == ({"OMP_NUM_THREADS": threads},) * workers
 
 
 def test_threads_that_the_user_has_set_stay():
-    assert share_host({"OMP_NUM_THREADS": "3"}, workers=2, cores=8, gpus=(), gpus_per_worker=None) == ({}, {})
+    assert divide_host({"OMP_NUM_THREADS": "3"}, workers=2, cores=8, gpus=(), gpus_per_worker=None) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_threads_that_the_user_has_set_stay():
     ],
 )
 def test_each_gpu_is_at_one_worker_alone(workers: int, each: int | None, expected: list[str]):
-    shares = share_host({}, workers=workers, cores=8, gpus=("4", "5", "6", "7"), gpus_per_worker=each)
+    shares = divide_host({}, workers=workers, cores=8, gpus=("4", "5", "6", "7"), gpus_per_worker=each)
 
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == expected
     assert {share.get("LOCAL_RANK") for share in shares} == {None if each == 0 else "0"}
@@ -46,13 +46,13 @@ def test_each_gpu_is_at_one_worker_alone(workers: int, each: int | None, expecte
 
 @pytest.mark.parametrize(("workers", "gpus"), [(2, ("4", "5", "6", "7")), (3, ("GPU-a", "GPU-b", "GPU-c"))])
 def test_a_worker_takes_all_that_it_is_shown_and_no_two_take_one(workers: int, gpus: tuple[str, ...]):
-    shares = share_host({}, workers=workers, cores=8, gpus=gpus, gpus_per_worker=None)
+    shares = divide_host({}, workers=workers, cores=8, gpus=gpus, gpus_per_worker=None)
     taken = []
     for worker, share in enumerate(shares):
         cluster = ClusterSpec(workers=("hosta:29500", *[""] * (workers - 1)), index=worker, source="torchrun")
         agents = {"LOCAL_RANK": str(worker), "LOCAL_WORLD_SIZE": str(workers)}
         shown = share["CUDA_VISIBLE_DEVICES"].split(",")
-        taken += [shown[number] for number in local_place({**agents, **share}, cluster).own_gpus(len(shown))]
+        taken += [shown[number] for number in find_local_rank({**agents, **share}, cluster).own_gpus(len(shown))]
 
     assert taken == list(gpus)
 
@@ -60,14 +60,14 @@ def test_a_worker_takes_all_that_it_is_shown_and_no_two_take_one(workers: int, g
 @pytest.mark.parametrize(
     ("workers", "each", "said"),
     [
-        (3, None, "3 workers were asked for and there are 2 GPUs, expected one for each"),
-        (2, 2, "2 GPUs for each of 2 workers were asked for and there are 2 GPUs; start fewer workers"),
-        (2, -1, "-1 GPUs for each of 2 workers were asked for"),
+        (3, None, "3 workers were given but there are 2 GPUs, expected one GPU for each"),
+        (2, 2, "2 GPUs were given for each of 2 workers but there are 2 GPUs; start fewer workers"),
+        (2, -1, "-1 GPUs were given for each of 2 workers"),
     ],
 )
 def test_too_few_gpus_are_refused(workers: int, each: int | None, said: str):
     with pytest.raises(ConfigError, match=said):
-        share_host({}, workers=workers, cores=8, gpus=("0", "1"), gpus_per_worker=each)
+        divide_host({}, workers=workers, cores=8, gpus=("0", "1"), gpus_per_worker=each)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.output import Streams, complain, reader_for
+from lockstep.launch.output import OutputForwarder, make_sink
 
 
 def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:
     """Lets workers say something through their pipes, one after the other."""
-    with closing(Streams(tmp_path, logs=None, reader=reader_for(output), complain=complain)) as streams:
-        channels = {worker: streams.open(worker, 0, named=False) for worker in {each[0] for each in said}}
+    with closing(OutputForwarder(tmp_path, logs=None, sink=make_sink(output))) as forwarder:
+        pipes_of = {worker: forwarder.open(worker, 0, named=False) for worker in {each[0] for each in said}}
         for worker, stream, data in said:
-            path = channels[worker].out if stream == "out" else channels[worker].err
-            with Path(path).open("wb", buffering=0) as pipe:
+            with Path(pipes_of[worker][stream]).open("wb", buffering=0) as pipe:
                 pipe.write(data)
 
 
@@ -45,11 +44,11 @@ def test_nobody_is_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == ("", "")
 
 
-def test_logs_hold_both_streams_and_restarts_have_their_own(tmp_path: Path):
-    with closing(Streams(tmp_path, logs=tmp_path, reader=reader_for("none"), complain=complain)) as streams:
+def test_logs_hold_both_forwarder_and_restarts_have_their_own(tmp_path: Path):
+    with closing(OutputForwarder(tmp_path, logs=tmp_path, sink=make_sink("none"))) as forwarder:
         for attempt in (0, 1):
-            channel = streams.open(3, attempt, named=True)
-            for path, data in ((channel.out, b"out\n"), (channel.err, b"err\n")):
+            pipes = forwarder.open(3, attempt, named=True)
+            for path, data in ((pipes["out"], b"out\n"), (pipes["err"], b"err\n")):
                 handle = os.open(path, os.O_WRONLY)
                 os.write(handle, data)
                 os.close(handle)
@@ -111,8 +110,8 @@ def test_a_log_that_cannot_be_written_is_told_once_and_all_is_passed_on(
 ):
     (tmp_path / "worker-0.log").symlink_to("/dev/full")
     with (
-        closing(Streams(tmp_path, logs=tmp_path, reader=reader_for("chief"), complain=complain)) as streams,
-        Path(streams.open(0, 0, named=False).out).open("wb", buffering=0) as pipe,
+        closing(OutputForwarder(tmp_path, logs=tmp_path, sink=make_sink("chief"))) as forwarder,
+        Path(forwarder.open(0, 0, named=False)["out"]).open("wb", buffering=0) as pipe,
     ):
         pipe.write(b"a\n")
         pipe.write(b"b\n")

@@ -40,13 +40,13 @@ def test_a_worker_that_goes_silent_is_lost_on_all_others(
 
     for said in answers:
         assert said.error.startswith(
-            f"worker 1 (127.0.0.2:{said.error.split(':')[1][:5].rstrip(')')}) is lost: nothing"
+            f"worker 1 (127.0.0.2:{said.error.split(':')[1][:5].rstrip(')')}) is lost: no heartbeat"
         )
-        assert "what it last did: the update of step 7" in said.error
+        assert "last status: the update of step 7" in said.error
         assert said.at_s - at_s < LOST_AFTER_S + NOISE_S
     assert answers[0].error == answers[1].error
-    assert [thread for thread, _ in job[0].do("called")] == ["lockstep-watch"]
-    assert job[2].do("called") == [("lockstep-watch", answers[0].error)]
+    assert [thread for thread, _ in job[0].do("called")] == ["lockstep-heartbeat"]
+    assert job[2].do("called") == [("lockstep-heartbeat", answers[0].error)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -61,7 +61,7 @@ def test_the_chief_is_lost_with_its_store(members: MakeMembers, number: signal.S
         said = member.answer()
         assert "worker 0 (127.0.0.1:" in said.error
         assert "which serves the job's store, is lost: " in said.error
-        assert "what it last did: the sum of gradients of step 3" in said.error
+        assert "last status: the sum of gradients of step 3" in said.error
         assert said.at_s - at_s < LOST_AFTER_S + NOISE_S
         assert len(member.do("called")) == 1
         assert member.do("close") < 3.0
@@ -75,7 +75,7 @@ def test_a_worker_that_was_stopped_learns_that_it_was_given_up(members: MakeMemb
     job[1].send(signal.SIGCONT)
 
     assert job[1].error("wait", 10.0).startswith(error)
-    assert "this worker was stopped or cut off itself" in job[1].error("wait", 10.0)
+    assert "this worker itself was stopped or cut off" in job[1].error("wait", 10.0)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -140,7 +140,7 @@ def test_a_broken_connection_between_living_workers_names_both(members: MakeMemb
 
     assert error.startswith("worker 0 (127.0.0.1:")
     assert " and worker 1 (127.0.0.2:" in error
-    assert "do not reach each other any more though both still answer" in error
+    assert "can no longer reach each other although both are alive" in error
     assert error.endswith("waited in the sum of gradients: Read error [127.0.0.2]:4")
     assert job[1].error("wait", 10.0) == error
 
@@ -171,7 +171,7 @@ def test_the_chief_ends_first_and_nobody_minds(members: MakeMembers):
 
 def test_nothing_is_left_of_a_member_that_has_closed(members: MakeMembers):
     job = members(2)
-    assert {"lockstep-store", "lockstep-watch"} <= set(job[0].do("threads"))
+    assert {"lockstep-store", "lockstep-heartbeat"} <= set(job[0].do("threads"))
 
     for member in job[::-1]:
         member.do("close")
@@ -205,7 +205,7 @@ from lockstep.membership.membership import join
 from lockstep.cluster.spec import ClusterSpec
 
 member = join(ClusterSpec(workers={workers!r}, index=1), timeout_s=60.0, lost_after_s=2.0)
-member.doing("its last step")
+member.set_status("its last step")
 {end}
 """
 

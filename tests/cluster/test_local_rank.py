@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.local import LocalPlace, local_place
+from lockstep.cluster.local import LocalRank, find_local_rank
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 
@@ -25,33 +25,33 @@ def named(index: int, **variables: str) -> tuple[dict[str, str], ClusterSpec]:
     return variables, ClusterSpec(workers=("hosta:1", "hostb:1", "hosta:2", "hostb:2"), index=index)
 
 
-ALONE = LocalPlace()
+ALONE = LocalRank()
 PLACES = {
     "one process": (({}, None), ALONE),
     "one worker": (({}, ClusterSpec(workers=("",), index=0)), ALONE),
     "an evaluator": (({}, ClusterSpec(workers=("hosta:1", "hosta:2"), index=0, task="evaluator")), ALONE),
-    "torchrun": (torchrun(3), LocalPlace(index=1, workers=2)),
+    "torchrun": (torchrun(3), LocalRank(rank=1, workers=2)),
     "torchrun's variables by hand": (({}, ClusterSpec(workers=FOUR, index=3, source="torchrun")), ALONE),
     "lockstep run": (
         torchrun(2, LOCKSTEP_OWN_GPUS="1"),
-        LocalPlace(index=0, workers=2, sees_own=True),
+        LocalRank(rank=0, workers=2, sees_own=True),
     ),
     "srun": (
         slurm(SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_STEP_TASKS_PER_NODE="1(x1),3"),
-        LocalPlace(index=1, workers=3),
+        LocalRank(rank=1, workers=3),
     ),
     "srun --gpus-per-task": (
         slurm(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2(x2)", SLURM_GPUS_PER_TASK="1"),
-        LocalPlace(index=1, workers=2, sees_own=True),
+        LocalRank(rank=1, workers=2, sees_own=True),
     ),
     "srun --tres-per-task": (
         slurm(SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="2(x2)", SLURM_TRES_PER_TASK="cpu:2"),
-        LocalPlace(index=0, workers=2),
+        LocalRank(rank=0, workers=2),
     ),
     "an old srun": (slurm(SLURM_LOCALID="1"), ALONE),
-    "the third of TF_CONFIG": (named(2), LocalPlace(index=1, workers=2)),
-    "the second of TF_CONFIG": (named(1), LocalPlace(index=0, workers=2)),
-    "started by hand": (named(1, CUDA_VISIBLE_DEVICES="2,3"), LocalPlace(index=0, workers=2, sees_own=True)),
+    "the third of TF_CONFIG": (named(2), LocalRank(rank=1, workers=2)),
+    "the second of TF_CONFIG": (named(1), LocalRank(rank=0, workers=2)),
+    "started by hand": (named(1, CUDA_VISIBLE_DEVICES="2,3"), LocalRank(rank=0, workers=2, sees_own=True)),
 }
 
 
@@ -59,7 +59,7 @@ PLACES = {
 def test_the_place_among_the_workers_of_a_host(case: str):
     (environment, cluster), expected = PLACES[case]
 
-    assert local_place(environment, cluster) == expected
+    assert find_local_rank(environment, cluster) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,22 @@ def test_the_place_among_the_workers_of_a_host(case: str):
     [
         (ALONE, 4, [0, 1, 2, 3]),
         (ALONE, 0, []),
-        (LocalPlace(index=1, workers=2), 4, [2, 3]),
-        (LocalPlace(index=2, workers=3), 4, [2]),
-        (LocalPlace(index=3, workers=4), 4, [3]),
-        (LocalPlace(index=3, workers=4), 1, [0]),  # each sees another one, as with --virtual-local-rank
-        (LocalPlace(index=3, workers=4), 2, [1]),
-        (LocalPlace(index=0, workers=4, sees_own=True), 2, [0, 1]),
-        (LocalPlace(index=1, workers=2), 0, []),
+        (LocalRank(rank=1, workers=2), 4, [2, 3]),
+        (LocalRank(rank=2, workers=3), 4, [2]),
+        (LocalRank(rank=3, workers=4), 4, [3]),
+        (LocalRank(rank=3, workers=4), 1, [0]),  # each sees another one, as with --virtual-local-rank
+        (LocalRank(rank=3, workers=4), 2, [1]),
+        (LocalRank(rank=0, workers=4, sees_own=True), 2, [0, 1]),
+        (LocalRank(rank=1, workers=2), 0, []),
     ],
 )
-def test_a_worker_s_own_gpus(place: LocalPlace, gpus: int, expected: list[int]):
+def test_a_worker_s_own_gpus(place: LocalRank, gpus: int, expected: list[int]):
     assert list(place.own_gpus(gpus)) == expected
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 def test_no_two_workers_have_one_gpu_where_there_are_enough(workers: int):
-    parts = [LocalPlace(index=index, workers=workers).own_gpus(8) for index in range(workers)]
+    parts = [LocalRank(rank=index, workers=workers).own_gpus(8) for index in range(workers)]
 
     assert len({gpu for part in parts for gpu in part}) == sum(map(len, parts))
     assert len({len(part) for part in parts}) == 1
@@ -97,4 +97,4 @@ def test_no_two_workers_have_one_gpu_where_there_are_enough(workers: int):
 )
 def test_what_cannot_be_read_is_told(environment: tuple[dict[str, str], ClusterSpec], said: str):
     with pytest.raises(ClusterError, match=said):
-        local_place(*environment)
+        find_local_rank(*environment)

@@ -7,15 +7,14 @@ import pytest
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import (
-    Ending,
-    JobEnd,
-    describe_failure,
+    FailureReport,
+    JobStatus,
+    describe_exception,
     describe_loss,
-    read_ending,
-    shorten_traceback,
+    last_traceback_lines,
 )
 from lockstep.membership.membership import join
-from lockstep.membership.rendezvous import Card, find_disagreement, read_card
+from lockstep.membership.rendezvous import WorkerInfo, find_disagreement
 
 
 def noted(error: BaseException, *notes: str) -> BaseException:
@@ -39,27 +38,27 @@ def noted(error: BaseException, *notes: str) -> BaseException:
     ],
 )
 def test_a_failure_in_one_line(error: BaseException, doing: str, sentence: str):
-    assert describe_failure("worker 1", error, doing) == sentence
+    assert describe_exception("worker 1", error, doing) == sentence
 
 
 def test_a_long_message_is_cut():
-    assert len(describe_failure("worker 1", ValueError("x" * 10_000), "")) < 700
+    assert len(describe_exception("worker 1", ValueError("x" * 10_000), "")) < 700
 
 
 def test_a_loss_says_for_how_long_and_what_it_last_did():
-    assert describe_loss("worker 1", 12.34, "step 3").startswith(
-        "worker 1 is lost: nothing has been heard of it for 12.3 s (what it last did: step 3)."
+    assert describe_loss("worker 1", "no heartbeat for 12.3 s", "step 3").startswith(
+        "worker 1 is lost: no heartbeat for 12.3 s (last status: step 3)."
     )
-    assert "(what it last did: unknown)" in describe_loss("worker 1", 1.0, "")
+    assert "(last status: unknown)" in describe_loss("worker 1", "no answer", "")
 
 
 def test_an_ending_is_read_as_it_was_written_and_one_that_cannot_be_read_still_ends():
-    ending = Ending(worker=1, found_by=0, reason="worker 1 is lost", trace="line\nline")
+    report = FailureReport(worker=1, reporter=0, reason="worker 1 is lost", traceback="line\nline")
 
-    assert read_ending(ending.to_text()) == ending
-    assert "'nonsense'" in read_ending("nonsense").reason
-    assert ending.error().__notes__ == ["Traceback of worker 1, its last lines:\nline\nline"]
-    assert ending.error() is not ending.error()
+    assert FailureReport.from_json(report.to_json()) == report
+    assert "'nonsense'" in FailureReport.from_json("nonsense").reason
+    assert report.error().__notes__ == ["Traceback of worker 1, its last lines:\nline\nline"]
+    assert report.error() is not report.error()
 
 
 def test_a_traceback_is_shortened_to_its_end():
@@ -71,53 +70,55 @@ def test_a_traceback_is_shortened_to_its_end():
     with pytest.raises(ValueError, match="at the bottom") as caught:
         deep(40)
 
-    lines = shorten_traceback(caught.value).splitlines()
+    lines = last_traceback_lines(caught.value).splitlines()
     assert len(lines) == 12
     assert lines[-1] == "ValueError: at the bottom"
 
 
 def test_the_first_end_stays_and_is_told_once():
-    end, told = JobEnd(), []
-    end.subscribe(lambda error: told.append(str(error)))
-    first = Ending(worker=1, found_by=0, reason="the first")
+    job, told = JobStatus(), []
+    job.subscribe(lambda error: told.append(str(error)))
+    first = FailureReport(worker=1, reporter=0, reason="the first")
 
-    assert end.conclude(first) is first
-    assert end.conclude(Ending(worker=2, found_by=0, reason="the second")) is first
-    end.subscribe(lambda error: told.append(f"late: {error}"))
+    assert job.fail(first) is first
+    assert job.fail(FailureReport(worker=2, reporter=0, reason="the second")) is first
+    job.subscribe(lambda error: told.append(f"late: {error}"))
 
     assert told == ["the first", "late: the first"]
 
 
-def card(index: int = 0, **terms: str) -> Card:
-    return Card(index=index, host="hosta", pid=4242, address="10.0.0.1", token="t", info={"replicas": 2}, terms=terms)
+def worker(index: int = 0, **terms: str) -> WorkerInfo:
+    return WorkerInfo(
+        rank=index, host="hosta", pid=4242, address="10.0.0.1", token="t", info={"replicas": 2}, terms=terms
+    )
 
 
 def test_a_card_is_read_as_it_was_written():
-    assert read_card(card(torch="2.13").to_text()) == card(torch="2.13")
-    with pytest.raises(ClusterError, match="what lies in the job's store is no worker's entry"):
-        read_card('{"index": 0}')
+    assert WorkerInfo.from_json(worker(torch="2.13").to_json()) == worker(torch="2.13")
+    with pytest.raises(ClusterError, match="the job's store has an unreadable worker info"):
+        WorkerInfo.from_json('{"rank": 0}')
 
 
 def test_a_disagreement_names_both_workers_and_both_values():
     names = ("worker 0 (a:1)", "worker 1 (process 4242 on hosta)")
-    mine, theirs = card(torch="2.13", protocol="1"), card(1, torch="2.12", protocol="1")
+    mine, theirs = worker(torch="2.13", protocol="1"), worker(1, torch="2.12", protocol="1")
 
     assert find_disagreement(mine, mine, names) == ""
     assert find_disagreement(mine, theirs, names).startswith(
         "worker 1 (process 4242 on hosta) and worker 0 (a:1) disagree: torch is 2.12 on worker 1 (process 4242 on "
         "hosta) and 2.13 on worker 0 (a:1);"
     )
-    assert "protocol is unknown on worker 1" in find_disagreement(mine, card(1, torch="2.13"), names)
+    assert "protocol is unknown on worker 1" in find_disagreement(mine, worker(1, torch="2.13"), names)
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "lost_after_s"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 def test_times_must_be_times(name: str, value: float):
-    with pytest.raises(ClusterError, match=f"{name}=.* is no time to wait; give a number of seconds above 0"):
+    with pytest.raises(ClusterError, match=f"{name}=.* was given, expected a number of seconds above 0"):
         join(ClusterSpec(workers=["127.0.0.1:20000"], index=0), **({"timeout_s": 1.0} | {name: value}))
 
 
 def test_an_evaluator_is_no_member():
     spec = ClusterSpec(workers=["127.0.0.1:20000"], index=0, task="evaluator")
-    with pytest.raises(ClusterError, match="an evaluator is no member of the training"):
+    with pytest.raises(ClusterError, match="an evaluator does not take part in the training"):
         join(spec, timeout_s=1.0)

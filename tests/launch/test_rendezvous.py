@@ -11,8 +11,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 from lockstep.errors import ClusterError
-from lockstep.launch.output import tell_nobody
-from lockstep.launch.rendezvous import ComingHosts
+from lockstep.launch.rendezvous import ElasticHosts
 
 NAME = "pod-0.job"
 LIMIT_S = 20.0
@@ -62,8 +61,8 @@ Meet = Callable[..., RendezvousHandler]
 @pytest.fixture
 def meet(port: int) -> Iterator[Meet]:
     def meet(host: str, timeout_s: float = LIMIT_S) -> RendezvousHandler:
-        return ComingHosts(address=f"{host}:{port}", least=1, most=2, job="a job", timeout_s=timeout_s).meet(
-            tell_nobody
+        return ElasticHosts(address=f"{host}:{port}", least=1, most=2, job="a job", timeout_s=timeout_s).meet(
+            lambda line: None
         )
 
     return meet

@@ -1,0 +1,257 @@
+"""Every private API of torch that Lockstep uses, probed when this module is imported.
+
+Other modules import these names from here and touch no private name of torch themselves; a test of the architecture
+holds that. Each block says what its names are for. If the installed torch lacks one, the import ends in an ImportError
+that names the purpose, what was missing, and the torch version. What would import large parts of torch (DTensor, FSDP,
+dynamo) is a function here, whose probe runs at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import overrides
+from torch.utils import _device, _python_dispatch
+
+_GLOO_THREADS = 2
+TESTED = ("2.13",)
+"""The torch versions that the tests ran with."""
+
+
+@contextmanager
+def _probe(purpose: str) -> Iterator[None]:
+    """Reports a private API that is missing, or behaves in another way, as an ImportError."""
+    try:
+        yield
+    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise ImportError(
+            f"torch {torch.__version__} lacks what Lockstep needs for {purpose} ({error}); "
+            f"install torch {' or '.join(TESTED)}, with which Lockstep was tested"
+        ) from error
+
+
+with _probe("batches, arguments and results that are nested structures"):
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import keystr as keystr
+    from torch.utils._pytree import register_pytree_node as register_pytree_node
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+with _probe("running the caller's function modes and default device in replica threads"):
+    from torch.utils._device import DeviceContext as DeviceContext
+
+    function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+    push_function_mode: Callable[[Any], None] = overrides._push_mode
+    pop_function_mode: Callable[[], Any] = overrides._pop_mode
+    without_innermost_function_mode: Any = overrides._pop_mode_temporarily
+    num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+    num_function_modes()
+
+with _probe("watching operators, and running the caller's dispatch modes in replica threads"):
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+    dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+    push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
+    pop_dispatch_mode: Callable[[Any], Any] = _python_dispatch._pop_mode
+    disable_dispatch_modes: Any = _python_dispatch._disable_current_modes
+    num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    num_dispatch_modes()
+
+with _probe("looking at tensors past function modes and tensor subclasses"):
+    DisableTorchFunction = torch._C.DisableTorchFunction
+    DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+with _probe("the caller's hooks for saved tensors"):
+    saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    saved_tensors_hooks(False)
+    saved_tensors_hooks_disabled: Callable[[], str | None] = (
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+    )
+    saved_tensors_hooks_disabled()
+
+with _probe("telling whether the calling thread is profiled"):
+    is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+    is_profiled()
+
+with _probe("telling whether tensors are batched or traced by torch.func"):
+    functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+    functorch_is_active()
+    functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+    functorch_interpreter()
+
+with _probe("telling reads and writes of gradients and data in a step"):
+    GET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+    SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
+    SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+    GET_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__
+    SET_GRAD_MODE: Any = torch._C._set_grad_enabled
+    VF: Any = torch._VF
+    MAKE_DUAL: Any = VF._make_dual
+
+with _probe("noticing writes into tensors, views and shared storage"):
+    _tensor = torch.zeros(())
+    _tensor._version, _tensor._is_view(), _tensor._base, _tensor.untyped_storage()._cdata
+    unsafe_view: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view
+    unsafe_view(_tensor, _tensor.shape)
+
+with _probe("updates of many tensors in one call"):
+    foreach_add_: Any = torch._foreach_add_
+    foreach_copy_: Any = torch._foreach_copy_
+    foreach_div_: Any = torch._foreach_div_
+    foreach_mul_: Any = torch._foreach_mul_
+    foreach_norm: Any = torch._foreach_norm
+
+with _probe("random numbers of the replica's own"):
+    standard_gamma: Any = torch._standard_gamma
+    sample_dirichlet: Any = torch._sample_dirichlet
+    safe_softmax: Callable[[torch.Tensor, int], torch.Tensor] = torch._safe_softmax
+    _device.CURRENT_DEVICE  # noqa: B018
+
+with _probe("backward passes that compute some gradients at a time"):
+    will_run_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+with _probe("targets on a GPU that are checked without waiting for it"):
+    assert_async: Callable[[torch.Tensor], None] = torch._assert_async
+
+with _probe("tensors of the whole shape over a part of the data"):
+    make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+    make_subclass: Any = torch.Tensor._make_subclass
+
+with _probe("telling batch normalisation and dropout layers"):
+    BatchNormBase = torch.nn.modules.batchnorm._BatchNorm
+    NormBase = torch.nn.modules.batchnorm._NormBase
+    DropoutBase = torch.nn.modules.dropout._DropoutNd
+
+with _probe("Module.to() and load_state_dict() of mirrored and sharded modules"):
+    IncompatibleKeys: Any = torch.nn.modules.module._IncompatibleKeys
+    parse_to: Any = torch._C._nn._parse_to
+    parse_to(torch.float32)
+
+with _probe("the hooks that torch runs around every optimizer's step"):
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    optimizer_pre_hooks: dict[int, Any] = _global_optimizer_pre_hooks
+    optimizer_post_hooks: dict[int, Any] = _global_optimizer_post_hooks
+
+with _probe("stores and process groups between workers"):
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+
+    if dist.is_gloo_available():
+        for _name in ("_devices", "_threads", "_timeout"):
+            getattr(dist.ProcessGroupGloo._Options(), _name)  # type: ignore[attr-defined]
+
+# A faster kernel, on CPUs where torch was built with it; without it, torch's own linear is used.
+mkldnn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+nccl_sums_in_process = hasattr(torch._C, "_nccl_all_reduce")
+"""Whether one process can sum over several GPUs with NCCL."""
+
+
+def default_device() -> torch.device | None:
+    """The device that ``torch.set_default_device`` has set; None if it was not called."""
+    return _device.CURRENT_DEVICE
+
+
+def innermost_function_mode() -> Any:
+    """The function mode that was entered last in this thread; None where there is none."""
+    modes = num_function_modes()
+    return torch._C._get_function_stack_at(modes - 1) if modes else None
+
+
+def dispatch_mode_key(mode: TorchDispatchMode) -> Any:
+    """What ``pop_dispatch_mode`` needs of a mode."""
+    return getattr(mode, "_mode_key", None)
+
+
+def gloo_group(store: Store, rank: int, size: int, *, address: str, timeout: timedelta) -> Any:
+    """A gloo process group that listens on ``address``; gloo's own choice is the address of the host's name."""
+    with _probe("process groups over gloo"):
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._threads = _GLOO_THREADS
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl_group(store: Store, rank: int, size: int, *, timeout: timedelta) -> Any:
+    """An NCCL process group."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
+    """The backend of a group for ``device``, with another timeout than torch gave it."""
+    backend: Any = group._get_backend(device)
+    backend._set_default_timeout(timeout)
+    return backend
+
+
+def forget_groups(mesh: Any) -> None:
+    """Drops the process groups that a DeviceMesh holds: DTensor's caches keep meshes they have seen."""
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
+def end_allocation_to_pool(device: int, pool: Any) -> None:
+    """Ends the use of a memory pool by a CUDA graph."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def release_pool(device: int, pool: Any) -> None:
+    """Gives up a CUDA graph's memory pool."""
+    torch._C._cuda_releasePool(device, pool)
+
+
+def use_own_dtensor_rng(mesh: Any) -> None:
+    """Keeps DTensor from giving all workers of ``mesh`` the chief's random state at its first random operator."""
+    with _probe("random numbers of DTensors"):
+        from torch.distributed.tensor import _random
+
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+
+
+def is_fsdp_hook(hook: Any) -> bool:
+    """Whether a tensor's hook is one by which FSDP learns that a backward pass has come."""
+    with _probe("full sharding beside sharded logits"):
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    return isinstance(getattr(hook, "__self__", None), FSDPState)
+
+
+def dtensor_chunks(tensor: Any) -> list[Any]:
+    """The parts of a DTensor that this worker holds, with ``sizes`` and ``offsets``."""
+    with _probe("checkpoints of sharded parameters"):
+        chunks: list[Any] = tensor.__create_chunk_list__()
+    return chunks
+
+
+def dynamo() -> Any:
+    """``torch._dynamo``, for ``lookup_backend`` and its errors."""
+    with _probe("compile_module"):
+        return torch._dynamo
+
+
+def inductor() -> Any:
+    """``torch._inductor``."""
+    with _probe("compile_module"):
+        return torch._inductor
+
+
+def detect_fake_mode(inputs: Any) -> Any:
+    """The mode under which torch.compile traces ``inputs``; None where they are real tensors."""
+    with _probe("compile_module"):
+        return torch._guards.detect_fake_mode(inputs)
+
+
+def library_path() -> str:
+    """The file of torch's C++ extension."""
+    return torch._C.__file__

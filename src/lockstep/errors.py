@@ -1,0 +1,93 @@
+"""The exceptions that lockstep raises on purpose.
+
+A message says what was received, what was expected, and what to do. Each class also derives from the built-in exception
+that a caller would expect to catch, so that ``except ValueError`` works as it does everywhere else. This module imports
+nothing but torch, and that only for ``DeviceMemoryError``, when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CallbackError",
+    "CheckpointError",
+    "ClusterError",
+    "CollectiveError",
+    "ConfigError",
+    "DataError",
+    "DeviceMemoryError",
+    "LockstepError",
+    "MissingExtraError",
+    "NonFiniteLossError",
+    "ReplicaError",
+    "UsageError",
+]
+
+
+class LockstepError(Exception):
+    """The base class: ``except ls.errors.LockstepError`` catches all that this package raises on purpose."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A setting, an argument or a device specification cannot be used."""
+
+
+class UsageError(LockstepError, RuntimeError):
+    """A call in the wrong place or order, such as a cross-replica method called inside a replica."""
+
+
+class DataError(LockstepError, ValueError):
+    """Input data cannot be divided or used: an empty dataset, tensors of unequal length, an unreadable file."""
+
+
+class MissingExtraError(LockstepError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+
+class ReplicaError(LockstepError, RuntimeError):
+    """A replica could not be run or did not stop."""
+
+
+class CollectiveError(LockstepError, RuntimeError):
+    """Replicas did not meet at the same collective; the message says which replica waits where."""
+
+
+class ClusterError(LockstepError, RuntimeError):
+    """A cluster is malformed or incomplete, or its workers disagree, fail or are lost."""
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """Weights or a checkpoint cannot be written, read, or fitted to the module."""
+
+
+class NonFiniteLossError(LockstepError, ArithmeticError):
+    """The loss became NaN or infinite; the message names the step. The weights are those of the last good update."""
+
+
+class CallbackError(LockstepError, RuntimeError):
+    """A callback raised; the message names it and its exception is the cause."""
+
+
+if TYPE_CHECKING:
+
+    class DeviceMemoryError(LockstepError, torch.OutOfMemoryError):
+        """A step took more memory than its logical device's share allows."""
+
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "DeviceMemoryError":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import torch
+
+        class DeviceMemoryError(LockstepError, torch.OutOfMemoryError):
+            """A step took more memory than its logical device's share allows."""
+
+            __module__ = "lockstep.errors"
+            __qualname__ = "DeviceMemoryError"  # so that it can be pickled
+
+        return globals().setdefault(name, DeviceMemoryError)
