@@ -1,4 +1,4 @@
-"""Shapes from what people have in hand; those of transformers' models are counted beside real modules."""
+"""Parameters of well-known models, as they were published."""
 
 from __future__ import annotations
 
@@ -9,7 +9,73 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.plan import KNOWN_SHAPES, ModelShape, shape_of
+from lockstep.plan.shapes import divisors, one_of
 from lockstep.recipes.mlm.config import MlmConfig
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    # Without the pooler, which nothing asks.
+    "bert-tiny": 4_385_920 - 128 * 129,
+    "bert-base": 109_482_240 - 768 * 769,
+    "bert-large": 335_141_888 - 1024 * 1025,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_known_model_has_its_published_parameters(name: str):
+    assert KNOWN_SHAPES[name].parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("1.7b", 1.7),
+        ("3.6b", 3.6),
+        ("7.5b", 7.5),
+        ("18b", 18.4),
+        ("39b", 39.1),
+        ("76b", 76.1),
+        ("145b", 145.6),
+        ("310b", 310.1),
+        ("530b", 529.6),
+        ("1t", 1008.0),
+    ],
+)
+def test_megatrons_models_have_the_parameters_of_their_table(name: str, billions: float):
+    assert round(KNOWN_SHAPES[f"megatron-{name}"].parameters / 1e9, 1) == billions
+
+
+def test_heads_that_do_not_divide_are_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"heads=5 does not divide hidden=12; choose 1, 2, 3, 4, 6 or 12"):
+        ModelShape(layers=2, hidden=12, heads=5, vocabulary=100, sequence=8)
+    with pytest.raises(ConfigError, match=r"kv_heads=4 does not divide heads=6; choose 1, 2, 3 or 6"):
+        ModelShape(layers=2, hidden=12, heads=6, kv_heads=4, vocabulary=100, sequence=8)
+    with pytest.raises(ConfigError, match=r"layers=0 was given, expected at least 1"):
+        ModelShape(layers=0, hidden=12, heads=6, vocabulary=100, sequence=8)
+
+
+def test_learned_positions_grow_with_the_sequence_and_rotary_ones_do_not():
+    gpt2, llama = KNOWN_SHAPES["gpt2"], KNOWN_SHAPES["llama-3-8b"]
+
+    assert gpt2.with_sequence(2048).parameters - gpt2.parameters == 1024 * gpt2.hidden
+    assert llama.with_sequence(1024).parameters == llama.parameters
+
+
+def test_long_lists_of_divisors_are_shortened():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert one_of(divisors(7)) == "1 or 7"
+    assert one_of([3]) == "3"
+    assert one_of(divisors(5040)).endswith(" ... or 5040")
+
 
 LLAMA = {
     "model_type": "llama",
