@@ -83,9 +83,7 @@ class Lora:
         for pair in text.split(","):
             name, equals, value = (part.strip() for part in pair.partition("="))
             if not (name and equals and value):
-                raise ConfigError(
-                    f"lora={text!r} was given, expected name=value pairs, separated by commas: {_EXAMPLE}"
-                )
+                raise ConfigError(f"lora={text!r} was given, expected name=value pairs with commas: {_EXAMPLE}")
             if name not in cls.__dataclass_fields__:
                 raise ConfigError(
                     f"lora has no setting {name!r}; choose from {', '.join(cls.__dataclass_fields__)}: {_EXAMPLE}"
