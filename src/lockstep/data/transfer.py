@@ -74,7 +74,7 @@ class Transfer:
         if sent is None:
             return
         for mark in sent.marks:
-            mark.precede()
+            mark.wait()
             here = mark.driver.current_stream(mark.device)
             for copy in sent.copies:
                 if copy.device == mark.device:
