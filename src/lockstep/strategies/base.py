@@ -208,7 +208,7 @@ class Strategy(Executor):
         return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates per-replica values along ``axis``, in replica order. Their shapes may differ in that dimension."""
+        """Concatenates per-replica values along ``axis``, in replica order. Shapes may differ in that dimension."""
         self._outside("gather")
         gather = partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis)
         return self._map_values(gather, read_per_replica(value))
