@@ -24,13 +24,37 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import lockstep
-from benchmarks.inputs import write_inputs
-from benchmarks.laps import LapRecord
-from benchmarks.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
-from benchmarks.trial import Trial
+from benchmarks.step_timer import StepRecord
+from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Batch, Launcher, RunningTrial, Trial, Workload, too_slow
 from lockstep.errors import ReplicaError
+from lockstep.extras import require
 from lockstep.parent_death import ParentDeathGuard
+
+
+def write_inputs(workload: Workload, batches: int, path: Path) -> None:
+    """Writes the different ones of so many global batches as an ``.npz`` file of arrays [different, rows, ...].
+
+    The targets are ``y``; the inputs are ``x``, or have the names that the module's arguments have.
+
+    Args:
+        workload: whose batches.
+        batches: how many are trained on; a batch that comes again is the same object.
+        path: of the file.
+    """
+    numpy = require("numpy", "images")
+    different = list({id(batch): batch for batch in workload.make_batches(batches)}.values())
+    parts = [_named(batch) for batch in different]
+    numpy.savez(path, **{name: numpy.stack([part[name].numpy() for part in parts]) for name in parts[0]})
+
+
+def _named(batch: Batch) -> dict[str, Tensor]:
+    x, y = batch
+    inputs: dict[str, Any] = x if isinstance(x, dict) else {"x": x}
+    return {**inputs, "y": y}
+
 
 _PACKAGES = (Path(lockstep.__file__).parent, Path(__file__).parent)
 _CREDENTIALS = struct.Struct("3i")  # what Linux tells of a Unix socket's other end: process, user, group
@@ -58,7 +82,7 @@ class Program(Launcher):
     variables: Mapping[str, str] = field(default_factory=dict)
     takes_batches: bool = True
 
-    def launch(self, trial: Trial, folder: Path) -> Team:
+    def launch(self, trial: Trial, folder: Path) -> RunningTrial:
         """Writes the batches and starts the program, which imports both packages from the folder."""
         inputs = folder / "inputs.npz"
         for package in _PACKAGES:
@@ -69,7 +93,7 @@ class Program(Launcher):
         job = {**self._job(trial, folder, inputs), "lifeline": lifeline.path}
         variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
-        return _ProgramTeam(["env", *variables, *command], trial, folder, lifeline)
+        return _ProgramTrial(["env", *variables, *command], trial, folder, lifeline)
 
     def _job(self, trial: Trial, folder: Path, inputs: Path) -> dict[str, Any]:
         return {
@@ -106,7 +130,7 @@ class _Member:
         os.close(self.handle)
 
 
-class _ProgramTeam(Team):
+class _ProgramTrial(RunningTrial):
     def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: ParentDeathGuard) -> None:
         self._trial = trial
         self._members: list[_Member] = []
@@ -124,9 +148,9 @@ class _ProgramTeam(Team):
     def pids(self) -> list[int]:
         return [member.pid for member in self._members]
 
-    def records(self) -> list[LapRecord]:
+    def records(self) -> list[StepRecord]:
         limit = time.monotonic() + TRIAL_LIMIT_S
-        records: list[LapRecord] = []
+        records: list[StepRecord] = []
         waiting: dict[socket.socket, _Member] = {}
         with ExitStack() as stack:
             ended = os.pidfd_open(self._process.pid)
@@ -160,7 +184,7 @@ class _ProgramTeam(Team):
         self._members.append(_Member(connection))
         return self._members[-1]
 
-    def _receive(self, connection: socket.socket) -> LapRecord:
+    def _receive(self, connection: socket.socket) -> StepRecord:
         with connection.makefile("rb") as lines:
             line = lines.readline()
         if not line:
@@ -182,7 +206,7 @@ class _ProgramTeam(Team):
         self._process.wait()
 
 
-def record_of(line: bytes) -> LapRecord:
+def record_of(line: bytes) -> StepRecord:
     """The record that a process sent.
 
     Raises:
@@ -191,9 +215,9 @@ def record_of(line: bytes) -> LapRecord:
     try:
         values = json.loads(line)
         lists = {name: tuple(values[name]) for name in ("step_s", "exchange_s", "notes") if name in values}
-        return LapRecord(**{**values, **lists})
+        return StepRecord(**{**values, **lists})
     except (ValueError, TypeError, KeyError) as error:
-        raise ReplicaError(f"a program sent {line[:60]!r}, expected JSON as benchmarks/laps.py has it") from error
+        raise ReplicaError(f"a program sent {line[:60]!r}, expected JSON as benchmarks/step_timer.py has it") from error
 
 
 def _socket(folder: Path) -> Path:

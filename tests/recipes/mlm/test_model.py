@@ -60,13 +60,13 @@ def test_a_static_model_gives_every_slot_logits_and_looks_at_no_input(attention:
     tokens, attention_mask = inputs()
     packed = model(tokens, attention_mask, POSITIONS)
 
-    model.static = True
+    model.static_shapes = True
     with HostSyncs() as reads:
         every = model(tokens, attention_mask, POSITIONS)
 
     assert every.shape == (3, 3, 60)
     torch.testing.assert_close(every[POSITIONS != NO_POSITION], packed)
-    assert reads.places == []
+    assert reads.syncs == []
 
 
 def test_without_positions_it_is_asked_about_every_token(model: MaskedLanguageModel):

@@ -62,7 +62,7 @@ def test_a_docstring_that_warns_is_read_without_a_warning(tmp_path: Path, recwar
 
 def test_a_library_without_sources_is_one_line_that_says_what_to_do(tmp_path: Path):
     with pytest.raises(
-        DataError, match=r"needs '.*topics.py'.*, expected the library sources; give your own .* --text DIR$"
+        DataError, match=r"needs '.*topics.py'.*, expected the library sources; give your own .* --data DIR$"
     ):
         python_paragraphs(tmp_path)
 
@@ -76,3 +76,8 @@ def test_the_installed_python_has_thousands_of_distinct_paragraphs():
     assert len(set(lines)) == len(lines)
     assert len(text.valid) == len(lines) // 20
     assert "Python library in" in text.source
+
+
+def test_too_few_long_paragraphs_are_an_error():
+    with pytest.raises(DataError, match="expected at least 20; set a smaller min_characters"):
+        python_text(longer_than=10**6)

@@ -65,7 +65,7 @@ class GradientMarks:
         """What the calling thread queues from now on, on each device, runs behind the gradients noted there."""
         for mark in self._last:
             if mark is not None:
-                mark.precede()
+                mark.wait()
 
 
 _LOG = logging.getLogger("lockstep")
