@@ -65,11 +65,11 @@ class Program(Launcher):
             (folder / package.name).symlink_to(package)
         if self.takes_batches:
             write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
-        lifeline = ParentDeathGuard()
-        job = {**self._job(trial, folder, inputs), "lifeline": lifeline.path}
+        guard = ParentDeathGuard()
+        job = {**self._job(trial, folder, inputs), "guard": guard.path}
         variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
-        return _ProgramTeam(["env", *variables, *command], trial, folder, lifeline)
+        return _ProgramTeam(["env", *variables, *command], trial, folder, guard)
 
     def _job(self, trial: Trial, folder: Path, inputs: Path) -> dict[str, Any]:
         return {
@@ -107,12 +107,12 @@ class _Member:
 
 
 class _ProgramTeam(Team):
-    def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: ParentDeathGuard) -> None:
+    def __init__(self, command: list[str], trial: Trial, folder: Path, guard: ParentDeathGuard) -> None:
         self._trial = trial
         self._members: list[_Member] = []
         self._done = False
         with ExitStack() as stack:
-            stack.callback(lifeline.kill)
+            stack.callback(guard.kill)
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(_socket(folder)))
             self._listener.listen()

@@ -32,14 +32,14 @@ class Seat:
         rank: 0 to processes - 1.
         started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
         store: path of a file, not there yet, at which the processes of the trial meet.
-        lifeline: what the process hangs on.
+        guard: the path of the guard that ends the process with this one.
         host: on which host the process runs; None is this machine as it is.
     """
 
     rank: int
     started_s: float
     store: str
-    lifeline: str
+    guard: str
     host: Host | None = None
 
 
@@ -73,7 +73,7 @@ class _SpawnedTeam(Team):
         self._trial = trial
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        self._lifeline = ParentDeathGuard()
+        self._guard = ParentDeathGuard()
         self._done = False
         with ExitStack() as stack:
             hosts = None if launcher.link is None else stack.enter_context(two_hosts(launcher.link))
@@ -85,7 +85,7 @@ class _SpawnedTeam(Team):
                     rank=rank,
                     started_s=started_s,
                     store=str(folder / "store"),
-                    lifeline=self._lifeline.path,
+                    guard=self._guard.path,
                     host=host,
                 )
                 self._start(seat)
@@ -126,7 +126,7 @@ class _SpawnedTeam(Team):
         limit = time.monotonic() + (END_LIMIT_S if self._done else 0.0)
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
-        self._lifeline.kill()  # also those that were asked to end and have not, and whatever they had started
+        self._guard.kill()  # also those that were asked to end and have not, and whatever they had started
         for process in self._processes:
             process.join()
             process.close()
@@ -154,7 +154,7 @@ def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None
     """The life of one process of a trial: train, report inside the last step, wait there until all were measured."""
 
     os.setsid()
-    die_with(seat.lifeline)
+    die_with(seat.guard)
 
     def report(record: LapRecord) -> None:
         connection.send(record)

@@ -26,8 +26,8 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
-    lifeline = ParentDeathGuard()
-    process = context.Process(target=_answer, args=(function, lifeline.path, far), daemon=True)
+    guard = ParentDeathGuard()
+    process = context.Process(target=_answer, args=(function, guard.path, far), daemon=True)
     process.start()
     far.close()
     try:
@@ -37,8 +37,8 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
     except EOFError:
         raise ReplicaError("the process that looks at the device ended without an answer") from None
     finally:
-        lifeline.kill()  # with whatever it has started
-        process.kill()  # one that had not come to hang on it yet
+        guard.kill()  # with whatever it has started
+        process.kill()  # one that had not reached die_with yet
         process.join()
         process.close()
         near.close()
@@ -47,9 +47,9 @@ def apart(function: Callable[[], T], *, limit_s: float) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _answer(function: Callable[[], object], lifeline: str, connection: Connection) -> None:
+def _answer(function: Callable[[], object], guard: str, connection: Connection) -> None:
     os.setsid()
-    die_with(lifeline)
+    die_with(guard)
     try:
         connection.send((function(), ""))
     except Exception as error:

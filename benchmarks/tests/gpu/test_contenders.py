@@ -67,7 +67,7 @@ def trained(
 ) -> LapRecord:
     records: list[LapRecord] = []
     laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
-    seat = Seat(rank=0, started_s=0.0, store="", lifeline="")
+    seat = Seat(rank=0, started_s=0.0, store="", guard="")
     body(trial, seat, laps, setting=Setting(device=device, precision=precision, pace=PACE), **how)
     (record,) = records
     assert len(record.step_s) == PACE.laps
@@ -196,7 +196,7 @@ for name in sys.argv[1:]:
     laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
     body = getattr(peers, f"train_{name}")
     setting = Setting(device="cpu", precision="fp32", pace=PACE)
-    body(trial(name), Seat(rank=0, started_s=0.0, store="", lifeline=""), laps, setting=setting)
+    body(trial(name), Seat(rank=0, started_s=0.0, store="", guard=""), laps, setting=setting)
     said[name] = records[0].loss, records[0].trained, len(records[0].step_s)
 print("SAID", json.dumps(said))
 """

@@ -145,7 +145,7 @@ class ProcessGroup:
         self._nccl = gpu is not None
         self._under_way = 0
         self._broken_off = False
-        # In a thread of its own: with a worker that was stopped since the roll call it would hang for ``timeout_s``.
+        # In a thread of its own: with a worker that was stopped since the rendezvous it would hang for ``timeout_s``.
         self._backend: Any = membership.run_with_watchdog(
             lambda: (
                 _gloo(store, rank, size, timeout_s, membership)

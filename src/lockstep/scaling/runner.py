@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
-import os
 import shlex
 import signal
 import sys
@@ -26,7 +25,7 @@ import torch
 from lockstep import config, errors
 from lockstep.config import LogicalDevice
 from lockstep.errors import DataError, LockstepError, ReplicaError
-from lockstep.parent_death import die_with_pipe
+from lockstep.parent_death import die_with_parent
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.measure import Record, StepTimes, mean_times, measure
 from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, largest_batch, plan
@@ -101,7 +100,7 @@ def run_trial(trial: Trial) -> Answer:
 def answer(trial: Trial, connection: Connection) -> None:
     """The life of the process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that what is open is closed
-    _end_with_parent()
+    die_with_parent()
     with closing(connection):
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -138,14 +137,6 @@ def _interrupts_kept_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_with_parent() -> None:
-    """Ends this process, and what it starts, when the one that asked has gone, however it went."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        os.setsid()
-        die_with_pipe(parent.sentinel)
 
 
 def _receive(connection: Connection, name: str) -> Answer | Failure:
