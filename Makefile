@@ -10,7 +10,7 @@ PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all check bench bench-peers bench-workers bench-trainer bench-memory bench-layouts gpu docs clean
+.PHONY: help demo test test-slow test-all check bench bench-test gpu docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,36 +45,29 @@ check: $(STAMP) ## lint, formatting, types for every supported Python, and the o
 	@for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version || exit 1; done
 	@$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_python_versions.py
 
-bench: $(STAMP) ## measure step time and memory beside the peers; writes a dated table
-	@$(BIN)/python -m benchmarks
+# make bench lists the suites; make bench SUITE=cpu ARGS="--rounds 1" runs one.
+bench: $(STAMP) ## measure a suite beside others and write a dated table: make bench SUITE=cpu; without SUITE: list them
+	@$(BIN)/python -m benchmarks $(SUITE) $(ARGS)
 
-# Each peer's environment is its own. One that cannot be made is told, and the table says that the peer did not run.
+bench-test: $(STAMP) ## run the quick tests of the benchmarks, which make test leaves out
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow" benchmarks/tests
+
+ifeq ($(SUITE),peers)
+bench: $(PEER_STAMPS)
+endif
+
+# Each framework has an environment of its own. Where one cannot be made, the table says that the framework did not run.
 $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 	@echo "installing into $(PEERS_VENV)/$* (once; hundreds of megabytes)"
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@if $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<; then touch $@; \
 	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
 
-bench-peers: $(STAMP) $(PEER_STAMPS) ## the same beside Accelerate, Fabric, TensorFlow and JAX too, in .venv-peers
-	@$(BIN)/python -m benchmarks --peers also
-
-bench-workers: $(STAMP) ## measure many workers beside DDP, on one host and on two that a slowed link joins
-	@$(BIN)/python -m benchmarks --workers
-
-bench-trainer: $(STAMP) ## measure the recipe reviews' step beside the original Transformers Trainer
-	@$(BIN)/python -m benchmarks --trainer
-
-bench-memory: $(STAMP) ## measure the memory that LoRA, bf16 and gradient checkpointing save
-	@$(BIN)/python -m benchmarks --memory
-
-bench-layouts: $(STAMP) ## measure each worker's memory by layout of a divided model, beside the estimate
-	@$(BIN)/python -m benchmarks --layouts
-
 # Any machine with a CUDA GPU, whatever else it has: nothing is installed, nothing fetched. docs/gpu.md says more.
 gpu: ## run the tests that need a GPU and measure on it, with ten minutes to spend: make gpu GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
 	    || { echo "$(GPU_PYTHON) is no Python 3.11 or later with torch; name one that is: make gpu GPU_PYTHON=~/venv/bin/python"; exit 1; }
-	@PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks --gpu --tests tests
+	@PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu --tests tests
 
 docs: $(STAMP) ## build the documentation, warnings being errors
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -7,13 +7,87 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.peer_settings import settings_of
 from benchmarks.programs import Program
-from benchmarks.trial import Contender
+from benchmarks.trial import Contender, Layout
 from lockstep.errors import ConfigError
+
+_LAYOUTS: Mapping[str, tuple[Layout, ...]] = {"mobilenetv2": ("channels_last", "contiguous"), "mlm": ("contiguous",)}
+_DDP = "DDP over gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """One way to run a peer's program.
+
+    Args:
+        text: for the table.
+        shares: among how many replicas or processes the global batch is divided.
+        processes: how many of its processes train.
+        layout: memory format.
+        suffix: of the contender's name.
+        words: between the interpreter and the script.
+        options: for the program.
+        variables: environment variables.
+    """
+
+    text: str
+    shares: int
+    processes: int = 1
+    layout: Layout = "framework"
+    suffix: str = ""
+    words: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def settings_of(peer: str, workload: str) -> list[PeerSettings]:
+    """The settings of a peer on a workload; empty where its program does not know that workload."""
+    if workload not in _LAYOUTS:
+        return []
+    if peer == "tensorflow":
+        return [_tensorflow(replicas) for replicas in (2, 4, 1)]
+    if peer == "jax":
+        return [_jax(2)]
+    return [_torch(peer, 2, layout) for layout in _LAYOUTS[workload]]
+
+
+def _torch(peer: str, processes: int, layout: Layout) -> PeerSettings:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    start, words = ("Accelerator.prepare under torchrun", torchrun) if peer == "accelerate" else ("Fabric.launch", ())
+    return PeerSettings(
+        text=f"{start}, {processes} processes, {_DDP}, cores // processes threads each, {layout}",
+        shares=processes,
+        processes=processes,
+        layout=layout,
+        suffix=" channels_last" if layout == "channels_last" else "",
+        words=words,
+    )
+
+
+def _tensorflow(replicas: int) -> PeerSettings:
+    how = f"MirroredStrategy on {replicas} logical CPU devices" if replicas > 1 else "one device, no strategy"
+    return PeerSettings(
+        text=f"{how}, one process, strategy.run in a tf.function, oneDNN on, as many threads as TensorFlow chooses, "
+        "no XLA, NHWC, the batches on their devices beforehand",
+        shares=replicas,
+        options={"intra": "0", "inter": "0", "xla": "no"},
+        variables={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+
+
+def _jax(devices: int) -> PeerSettings:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return PeerSettings(
+        text=f"Keras's DataParallel on JAX, one process, {flags}, Model.train_on_batch, NHWC",
+        shares=devices,
+        options={"loop": "train_on_batch", "data_format": "channels_last"},
+        variables={"KERAS_BACKEND": "jax", "XLA_FLAGS": flags},
+    )
+
 
 _PROBE_LIMIT_S = 60.0
 _PROBE = (
@@ -74,16 +148,20 @@ def versions_of(peer: Peer, places: Places) -> str:
     for path in (python, script):
         if not path.exists():
             raise ConfigError(
-                f"{path} is not there; make bench-peers makes the environments, from the project's folder"
+                f"{path} is not there; make bench SUITE=peers makes the environments, from the project's folder"
             )
     command = [str(python), "-c", _PROBE, *peer.packages]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=True)
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise ConfigError(f"{python} lacks a package: {reason[0]}; remove its folder and make bench-peers") from error
+        raise ConfigError(
+            f"{python} lacks a package: {reason[0]}; remove its folder, then run make bench SUITE=peers"
+        ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{python} does not run: {error}; remove its folder and make bench-peers") from error
+        raise ConfigError(
+            f"{python} does not run: {error}; remove its folder, then run make bench SUITE=peers"
+        ) from error
     return ", ".join(f"{name} {is_}" for name, is_ in zip(peer.packages, json.loads(done.stdout), strict=True))
 
 

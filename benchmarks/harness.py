@@ -5,19 +5,61 @@ round 1: A B C    round 2: A B C    ...    one sample each time, compared with t
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from statistics import fmean
+from statistics import fmean, median
 
-from benchmarks.laps import LapRecord
-from benchmarks.memory import Memory, memory_of
-from benchmarks.trial import Trial
+from benchmarks.step_timer import LapRecord
+from benchmarks.trial import Conditions, Contender, Trial, Workload
 from lockstep.errors import ConfigError, ReplicaError
+
+_KB_PER_MB = 1024
+
+_log = logging.getLogger("benchmarks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Megabytes (2**20 bytes), of one process or added up over several.
+
+    Args:
+        peak_mb: the most that was resident at any time (VmHWM). For a job of several processes the sum of their
+            peaks, which their steps in unison reach together.
+        rss_mb: resident now; pages that processes share are counted in each.
+        pss_mb: resident now; a page that n processes share counts 1/n in each.
+    """
+
+    peak_mb: float
+    rss_mb: float
+    pss_mb: float
+
+
+def memory_of(pids: Sequence[int]) -> Memory:
+    """The memory of running processes together."""
+    parts = [_one(pid) for pid in pids]
+    return Memory(
+        peak_mb=sum(part.peak_mb for part in parts),
+        rss_mb=sum(part.rss_mb for part in parts),
+        pss_mb=sum(part.pss_mb for part in parts),
+    )
+
+
+def read_sizes(lines: Iterable[str]) -> dict[str, float]:
+    """``{"Rss": 2.1, ...}`` in megabytes from lines such as ``Rss:    2208 kB``; other lines are passed over."""
+    fields = (line.split() for line in lines)
+    return {field[0].rstrip(":"): int(field[1]) / _KB_PER_MB for field in fields if field[2:3] == ["kB"]}
+
+
+def _one(pid: int) -> Memory:
+    now = read_sizes(Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+    ever = read_sizes(Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Memory(peak_mb=ever["VmHWM"], rss_mb=now["Rss"], pss_mb=now["Pss"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +129,18 @@ class Rounds:
 
 Progress = Callable[[Sample | Absence, int, int], None]
 """Called with each outcome as it comes, how many there are by then, and how many there will be."""
+
+
+def log_progress(outcome: Sample | Absence, done: int, planned: int) -> None:
+    """Logs an outcome in one line."""
+    who = f"{done:3d}/{planned}  {outcome.workload:12s} {outcome.contender:27s}"
+    if isinstance(outcome, Absence):
+        _log.warning("%s is left out from here on: %s", who, outcome.reason)
+        return
+    times = f"{median(outcome.step_ms):8.1f} ms a step, first step after {outcome.first_step_s:5.2f} s"
+    _log.info(
+        "%s round %d %s, peak %5.0f MB, loss %.4f", who, outcome.round + 1, times, outcome.memory.peak_mb, outcome.loss
+    )
 
 
 def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Progress) -> Rounds:
@@ -180,3 +234,17 @@ def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memo
 def _mean_ms(processes: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The mean over the processes, step by step."""
     return tuple(1000 * fmean(step) for step in zip(*processes, strict=True))
+
+
+def trials_of(workload: Workload, contenders: Iterable[Contender], conditions: Conditions) -> list[Trial]:
+    """One trial of each contender on all cores, in their order."""
+    return [
+        Trial(
+            workload=workload,
+            contender=contender,
+            warm_up=conditions.warm_up,
+            steps=conditions.steps,
+            cores=conditions.machine.cores,
+        )
+        for contender in contenders
+    ]

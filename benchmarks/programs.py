@@ -24,13 +24,37 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import lockstep
-from benchmarks.inputs import write_inputs
-from benchmarks.laps import LapRecord
-from benchmarks.team import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, too_slow
-from benchmarks.trial import Trial
+from benchmarks.step_timer import LapRecord
+from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Batch, Launcher, Team, Trial, Workload, too_slow
 from lockstep.errors import ReplicaError
+from lockstep.extras import require
 from lockstep.parent_death import ParentDeathGuard
+
+
+def write_inputs(workload: Workload, batches: int, path: Path) -> None:
+    """Writes the different ones of so many global batches as an ``.npz`` file of arrays [different, rows, ...].
+
+    The targets are ``y``; the inputs are ``x``, or have the names that the module's arguments have.
+
+    Args:
+        workload: whose batches.
+        batches: how many are trained on; a batch that comes again is the same object.
+        path: of the file.
+    """
+    numpy = require("numpy", "images")
+    different = list({id(batch): batch for batch in workload.make_batches(batches)}.values())
+    parts = [_named(batch) for batch in different]
+    numpy.savez(path, **{name: numpy.stack([part[name].numpy() for part in parts]) for name in parts[0]})
+
+
+def _named(batch: Batch) -> dict[str, Tensor]:
+    x, y = batch
+    inputs: dict[str, Any] = x if isinstance(x, dict) else {"x": x}
+    return {**inputs, "y": y}
+
 
 _PACKAGES = (Path(lockstep.__file__).parent, Path(__file__).parent)
 _CREDENTIALS = struct.Struct("3i")  # what Linux tells of a Unix socket's other end: process, user, group
@@ -193,7 +217,7 @@ def record_of(line: bytes) -> LapRecord:
         lists = {name: tuple(values[name]) for name in ("step_s", "exchange_s", "notes") if name in values}
         return LapRecord(**{**values, **lists})
     except (ValueError, TypeError, KeyError) as error:
-        raise ReplicaError(f"a program sent {line[:60]!r}, expected JSON as benchmarks/laps.py has it") from error
+        raise ReplicaError(f"a program sent {line[:60]!r}, expected JSON as benchmarks/step_timer.py has it") from error
 
 
 def _socket(folder: Path) -> Path:

@@ -5,16 +5,17 @@ Everything here travels to a contender's fresh process, so functions are named b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from benchmarks.step_timer import LapRecord
 from lockstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from benchmarks.team import Launcher
+from lockstep.scaling.machine import Machine
 
 Layout = Literal["auto", "channels_last", "contiguous", "framework"]
 """Memory format of a module's weights and pictures; "auto" leaves it to the strategy, "framework" to the peer."""
@@ -84,6 +85,44 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long a suite measures where the command line does not say.
+
+    Args:
+        warm_up: steps before the timed ones.
+        steps: timed steps of a trial.
+        rounds: trials of each contender.
+    """
+
+    warm_up: int
+    steps: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How a run was made.
+
+    Args:
+        date: YYYY-MM-DD.
+        machine: where.
+        command: what was typed.
+        warm_up: steps before the timed ones, in each trial.
+        steps: timed steps of each trial.
+        rounds: trials of each contender.
+        peers: each peer's name and the versions of its packages.
+    """
+
+    date: str
+    machine: Machine
+    command: str
+    warm_up: int
+    steps: int
+    rounds: int
+    peers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """One contender doing one workload, once, in fresh processes.
 
@@ -118,3 +157,74 @@ class Trial:
     def threads_per_process(self) -> int:
         """Intra-op threads of each process: an equal part of the cores, at least one."""
         return max(1, self.cores // self.contender.processes)
+
+
+TRIAL_LIMIT_S = 300.0
+"""A trial that takes longer is given up, if it has no limit of its own."""
+END_LIMIT_S = 30.0
+"""Processes that have not ended so long after they were let go are killed."""
+
+
+T = TypeVar("T")
+
+
+def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T], str]) -> list[T]:
+    """The items whose names ``--only`` gives, in their own order; all of them for None.
+
+    Raises:
+        ConfigError: a name is unknown; the message lists the known ones.
+    """
+    known = list(dict.fromkeys(map(name, items)))
+    unknown = [each for each in only or () if each not in known]
+    if unknown:
+        raise ConfigError(f"--only {' '.join(unknown)} is unknown; choose from {', '.join(map(repr, known)) or 'none'}")
+    return [item for item in items if not only or name(item) in only]
+
+
+def select_contenders(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
+    """The contenders that ``--only`` names; all of them for None."""
+    return select(contenders, only, name=lambda contender: contender.name)
+
+
+class Team(ABC):
+    """The running processes of one trial. Whoever launched it calls ``end``, on errors too."""
+
+    @property
+    @abstractmethod
+    def pids(self) -> list[int]:
+        """The processes that train."""
+
+    @abstractmethod
+    def records(self) -> list[LapRecord]:
+        """One record of each process that trains; they stay in their last step until ``end``.
+
+        Raises:
+            ReplicaError: a process ended before its last step, or they took longer than ``limit_of`` says.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Lets the processes go on to their end, and ends those that do not."""
+
+
+class Launcher(ABC):
+    """A way to start the processes of a trial."""
+
+    @abstractmethod
+    def launch(self, trial: Trial, folder: Path) -> Team:
+        """Starts them.
+
+        Args:
+            trial: what they do.
+            folder: empty, for whatever they need; it outlives them.
+        """
+
+
+def limit_of(trial: Trial) -> float:
+    """Seconds after which a trial is given up: its own limit, or else ``TRIAL_LIMIT_S``."""
+    return TRIAL_LIMIT_S if trial.limit_s is None else trial.limit_s
+
+
+def too_slow(trial: Trial) -> str:
+    """The message for a trial that took longer than its limit."""
+    return f"{trial.name} was not done after {limit_of(trial):.0f} s; give it fewer --steps or a faster machine"

@@ -113,6 +113,9 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 )
 
 
+USUAL_WORKLOADS = ("mobilenetv2", "mlm")
+
+
 def find_workload(name: str) -> Workload:
     """The workload of that name.
 

@@ -29,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]],
     devices = ls.config.apply_device_request(ls.config.parse_device_request(args.devices)) if args.devices else None
     strategy = ls.MirroredStrategy(devices, seed=0)
     # MobileNetV2 without its top, pooling, Dense(512), Dense(classes); and global batches of (pictures, labels).
-    config = ImagesConfig(data=args.data, size=args.size, batch_size=args.batch_size, hidden=512, valid_share=0.0)
+    config = ImagesConfig(data=args.data, size=args.size, batch_size=args.batch_size, hidden=512, valid_fraction=0.0)
     task = build_images(config)
     # Left alone, each replica's batch norm sees its own shard. Over the global batch it is that of one device.
     model = strategy.mirror(task.module.to(dtype), sync_batchnorm=True)
@@ -69,9 +69,7 @@ def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]],
             batch_loss, batch_right = strategy.reduce("sum", strategy.run(test_step, args=(pictures, labels)))
             total += float(batch_loss)
             right += int(batch_right)
-    print(
-        f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} pictures of {len(task.classes)} classes)"
-    )
+    print(f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} images)")
     strategy.close()
     return steps, task.module
 

@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]],
     dtype = torch.float64 if args.float64 else torch.float32
     device = torch.device(args.device)
     # MobileNetV2 without its top, pooling, Dense(512), Dense(classes); and global batches of (pictures, labels).
-    config = ImagesConfig(data=args.data, size=args.size, batch_size=args.batch_size, hidden=512, valid_share=0.0)
+    config = ImagesConfig(data=args.data, size=args.size, batch_size=args.batch_size, hidden=512, valid_fraction=0.0)
     task = build_images(config)
     model = task.module.to(device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -65,9 +65,7 @@ def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]],
             batch_loss, batch_right = test_step(pictures.to(device), labels.to(device))
             total += float(batch_loss)
             right += int(batch_right)
-    print(
-        f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} pictures of {len(task.classes)} classes)"
-    )
+    print(f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} images)")
     return steps, task.module
 
 

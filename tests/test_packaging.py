@@ -135,7 +135,7 @@ def test_an_installed_wheel_trains(environment: Path, wheel: Path, tmp_path: Pat
         lines = (f"{part} line {n} says that the {n % 7} replicas of step {n % 5} agree " * 3 for n in range(20))
         (tmp_path / f"small.{part}.tokens").write_text("\n".join(lines))
     sizes = "--layers 1 --hidden 16 --heads 2 --feed-forward 32 --vocabulary 100 --sequence-length 16 --batch-size 8"
-    command = ["train", "mlm", "--text", tmp_path, *sizes.split(), "--devices", "cpu:2", "--epochs", "1"]
+    command = ["train", "mlm", "--data", tmp_path, *sizes.split(), "--devices", "cpu:2", "--epochs", "1"]
     said = run(environment / "bin/lockstep", *command, "--output", "out", folder=tmp_path)
 
     assert Path(found.strip()).is_relative_to(environment), found

@@ -91,3 +91,10 @@ def headings(page: Path) -> list[str]:
 
 def test_the_first_commands_of_the_readme_are_demo_and_test():
     assert [line.split("#")[0].strip() for line in blocks(README, "bash")[0].splitlines()] == ["make demo", "make test"]
+
+
+def test_the_architecture_names_files_that_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)+\w*\.py|(?:\w+/)+)`", page))
+
+    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "src/lockstep" / name).exists()] == []

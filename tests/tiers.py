@@ -96,7 +96,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
 SLOW_TESTS: dict[str, tuple[str, ...]] = {
     "checkpoint/test_folder.py": ("test_a_folder_without_permission_is_one_line",),
     "cli/test_bench.py": ("test_one_command_measures_prints_and_leaves_three_files",),
-    "mirroring/test_compiled.py": ("test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",),
+    "mirroring/test_compile.py": ("test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",),
     "recipes/memory/test_parity.py": ("test_two_workers_learn_as_one_device",),
     "scaling/test_page.py": (
         "test_a_browser_shows_every_number_and_all_plots",

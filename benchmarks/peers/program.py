@@ -82,7 +82,7 @@ def start_laps(job: Job, *, trained: int) -> Any:
         job: the job.
         trained: parameters that the optimizer changes.
     """
-    laps = _load(Path(job.source) / "benchmarks" / "laps.py")
+    laps = _load(Path(job.source) / "benchmarks" / "step_timer.py")
     stopwatch = laps.Laps(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
     stopwatch.trained = trained
     return stopwatch

@@ -12,7 +12,7 @@ from typing import Any
 from program import Job
 from torch import Tensor, nn
 
-from benchmarks.contenders.plain import laid_out, memory_format, trained_parameters
+from benchmarks.loops import laid_out, memory_format, trained_parameters
 from benchmarks.trial import Batch
 from benchmarks.workloads import find_workload
 from lockstep.data.sharding import split_batch

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.conftest import _leaks_nothing, forks, fresh_devices, nothing_compiled, python  # noqa: F401 - fixtures
+from tests.conftest import _leaks_nothing, forks, fresh_devices, make_strategy, nothing_compiled, python, split_cpu  # noqa: F401 - fixtures
 
-from benchmarks.contenders.ddp import train_ddp
-from benchmarks.figures import Figures
-from benchmarks.harness import Sample
-from benchmarks.markdown import Conditions
-from benchmarks.memory import Memory
-from benchmarks.spawned import SpawnedBody
-from benchmarks.trial import Contender, Layout, Role
+from benchmarks.harness import Memory, Sample
+from benchmarks.loops import train_ddp
+from benchmarks.processes import SpawnedBody
+from benchmarks.results import Figures
+from benchmarks.trial import Conditions, Contender, Layout, Role
 from lockstep.scaling.machine import Machine
 
 

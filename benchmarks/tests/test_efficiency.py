@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.efficiency import efficiencies_of
+from benchmarks.results import efficiencies_of
 
 
 @pytest.fixture

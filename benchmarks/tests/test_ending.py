@@ -34,7 +34,7 @@ import os, signal, sys
 from pathlib import Path
 from benchmarks.harness import run_trial
 from benchmarks.programs import Program
-from benchmarks.spawned import SpawnedBody
+from benchmarks.processes import SpawnedBody
 from benchmarks.trial import Contender, Trial
 from benchmarks.workloads import WORKLOADS
 
@@ -83,7 +83,19 @@ def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path
 def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals, python: Callable[..., Any], tmp_path: Path):
     own = tmp_path / "own"
     own.mkdir()
-    asked = ["--workload", "linear", "--only", "lockstep-2", "--steps", "1", "--rounds", "1000", "--output", "tables"]
+    asked = [
+        "cpu",
+        "--workload",
+        "linear",
+        "--only",
+        "lockstep-2",
+        "--steps",
+        "1",
+        "--rounds",
+        "1000",
+        "--output",
+        "tables",
+    ]
     # torch keeps a folder of its own there, for good.
     bench = python("-m", "benchmarks", *asked, TMPDIR=str(own), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "torch"))
     first = bench.stderr.readline()

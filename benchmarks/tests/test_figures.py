@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.figures import best_rival, figures_of, paired_ratio
+from benchmarks.results import best_rival, figures_of, paired_ratio
 from lockstep.errors import DataError
 from lockstep.scaling.runner import percentile
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.harness import plan_rounds, run_rounds, run_trial
-from benchmarks.roster import roster
+from benchmarks.suites.cpu import roster
 from benchmarks.trial import Trial
 from benchmarks.workloads import WORKLOADS
 from lockstep.errors import ConfigError, ReplicaError

@@ -12,9 +12,9 @@ import pytest
 from benchmarks import hosts
 from benchmarks.harness import run_trial
 from benchmarks.hosts import Host, Link, divide_cores, two_hosts, why_no_hosts
-from benchmarks.spawned import SpawnedBody
+from benchmarks.processes import SpawnedBody
+from benchmarks.suites.workers import on_two_hosts
 from benchmarks.trial import Trial
-from benchmarks.workers.roster import on_two_hosts
 from benchmarks.workloads import WORKLOADS
 from lockstep.errors import ConfigError, ReplicaError
 

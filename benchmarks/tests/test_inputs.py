@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.inputs import write_inputs
+from benchmarks.programs import write_inputs
 from benchmarks.workloads import WORKLOADS
 
 

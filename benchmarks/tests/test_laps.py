@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-import benchmarks.laps as laps_module
-from benchmarks.laps import LapRecord, Laps
+import benchmarks.step_timer as laps_module
+from benchmarks.step_timer import LapRecord, Laps
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.frameworks import PEERS, Places, versions_of
-from benchmarks.lineup import line_up
-from benchmarks.roster import roster
+from benchmarks.suites.cpu import line_up, roster
 from lockstep.errors import ConfigError
 
 PROGRAMS = Path(__file__).parents[1] / "peers"
@@ -36,7 +35,7 @@ def test_without_peers_the_roster_takes_part(places: Places):
 
 
 def test_peers_come_before_the_checks(places: Places, monkeypatch):
-    monkeypatch.setattr("benchmarks.lineup.versions_of", lambda peer, places: f"{peer.name} 1")
+    monkeypatch.setattr("benchmarks.suites.cpu.versions_of", lambda peer, places: f"{peer.name} 1")
     lineup = line_up(["mlm"], peers="also", places=places)
 
     assert names(lineup.contenders["mlm"])[-9:] == [
@@ -56,7 +55,7 @@ def test_peers_come_before_the_checks(places: Places, monkeypatch):
 
 
 def test_the_torch_peers_try_both_memory_formats(places: Places, monkeypatch):
-    monkeypatch.setattr("benchmarks.lineup.versions_of", lambda peer, places: "")
+    monkeypatch.setattr("benchmarks.suites.cpu.versions_of", lambda peer, places: "")
     lineup = line_up(["mobilenetv2"], peers="only", places=places)
 
     assert names(lineup.contenders["mobilenetv2"])[:4] == [
@@ -72,7 +71,8 @@ def test_who_is_not_there_is_absent_with_a_reason(tmp_path: Path):
 
     assert lineup.contenders["mlm"] == list(roster("mlm"))
     assert {absence.workload for absence in lineup.absences} == {"mlm"}  # no peer knows the workload linear
-    assert lineup.absences[0].reason.startswith(f"{tmp_path}/accelerate/bin/python is not there; make bench-peers")
+    expected = f"{tmp_path}/accelerate/bin/python is not there; make bench SUITE=peers"
+    assert lineup.absences[0].reason.startswith(expected)
 
 
 def test_the_versions_are_the_environments_own(places: Places):
@@ -86,9 +86,9 @@ def test_a_missing_program_is_told(places: Places, tmp_path: Path):
 
 
 def test_only_names_peers_too(places: Places, monkeypatch):
-    monkeypatch.setattr("benchmarks.lineup.versions_of", lambda peer, places: "")
+    monkeypatch.setattr("benchmarks.suites.cpu.versions_of", lambda peer, places: "")
     lineup = line_up(["mlm"], peers="also", places=places, only=["jax-2", "lockstep-2"])
 
     assert names(lineup.contenders["mlm"]) == ["lockstep-2", "jax-2"]
-    with pytest.raises(ConfigError, match="--only tpu names no contender; choose from 'accelerate-2'"):
+    with pytest.raises(ConfigError, match="--only tpu is unknown; choose from 'accelerate-2'"):
         line_up(["mlm"], peers="only", places=places, only=["tpu"])

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import SUITES, main
 
 
 def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    words = ["--workload", "linear", "--only", "single", "--rounds", "1", "--steps", "2", "--warm-up", "1"]
+    words = ["cpu", "--workload", "linear", "--only", "single", "--rounds", "1", "--steps", "2", "--warm-up", "1"]
 
     assert main([*words, "--output", str(tmp_path)]) == 0
 
     (table,) = tmp_path.glob("*.md")
     assert "| single |" in table.read_text()
     assert f"command: `python -m benchmarks {' '.join(words)}" in table.read_text()
-    assert caplog.messages[0].startswith("  1/1  round 1  linear       single")
-    assert caplog.messages[-1] == f"\nwritten to {table}"
+    assert caplog.messages[0].startswith("  1/1  linear       single")
+    assert caplog.messages[-1] == f"written to {table}"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytes
     [
         (
             ["--only", "tpu"],
-            "--only tpu names no contender; choose from 'lockstep-2', 'lockstep-4', 'half alone', 'halves together'",
+            "--only tpu is unknown; choose from 'lockstep-2', 'lockstep-4', 'half alone', 'halves together'",
         ),
         (["--rounds", "0"], "rounds=0 was given, expected at least 1"),
         (["--steps", "0"], "steps=0 was given, expected at least 1"),
@@ -36,7 +36,7 @@ def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytes
 def test_bad_words_are_one_line_and_write_nothing(
     words: list[str], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    assert main([*words, "--output", str(tmp_path)]) == 1
+    assert main(["cpu", *words, "--output", str(tmp_path)]) == 1
 
     (line,) = caplog.messages
     assert line.startswith(f"error: {message}")
@@ -44,7 +44,7 @@ def test_bad_words_are_one_line_and_write_nothing(
 
 
 def test_peers_without_environments_are_rows_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    words = ["--workload", "mlm", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--peers", "only"]
+    words = ["cpu", "--workload", "mlm", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--peers", "only"]
 
     assert main([*words, "--environments", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 0
 
@@ -61,9 +61,35 @@ def test_an_interrupt_is_one_line_and_writes_nothing(
     def interrupt(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("benchmarks.__main__._say", interrupt)  # in the midst of a run
-    words = ["--workload", "linear", "--only", "single", "--rounds", "2", "--steps", "1", "--warm-up", "1"]
+    monkeypatch.setattr("benchmarks.suites.cpu.log_progress", interrupt)  # in the midst of a run
+    words = ["cpu", "--workload", "linear", "--only", "single", "--rounds", "2", "--steps", "1", "--warm-up", "1"]
 
     assert main([*words, "--output", str(tmp_path)]) == 130
     assert caplog.messages == ["interrupted; nothing was written"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_suite_the_suites_are_listed(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in SUITES)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_has_a_help_with_its_defaults(suite: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main([suite, "--help"])
+
+    assert ended.value.code == 0
+    assert "rows of the table to measure" in capsys.readouterr().out
+
+
+def test_an_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["tpu"])
+
+    assert ended.value.code == 2
+    assert "invalid choice: 'tpu'" in capsys.readouterr().err

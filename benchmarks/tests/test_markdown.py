@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.efficiency import Efficiency
 from benchmarks.harness import Absence
-from benchmarks.markdown import WorkloadResult, render
+from benchmarks.results import Efficiency
+from benchmarks.suites.cpu import WorkloadResult, render
 from benchmarks.workloads import WORKLOADS
 from lockstep.report import markdown_table
 

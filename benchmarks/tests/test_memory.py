@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from benchmarks.memory import memory_of, read_sizes
+from benchmarks.harness import memory_of, read_sizes
 
 
 def test_sizes_are_read_in_megabytes():

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frameworks import PEERS, Places, contenders_of
-from benchmarks.peer_settings import settings_of
+from benchmarks.frameworks import PEERS, Places, contenders_of, settings_of
 from benchmarks.programs import Program
 
 ROOT = Path(__file__).parents[2]

@@ -118,7 +118,7 @@ def test_only_peers_are_forgiven(make_trial):
 @pytest.mark.workers
 def test_a_program_that_hangs_is_ended_with_all_its_processes(make_trial, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(programs, "TRIAL_LIMIT_S", 6.0)
-    monkeypatch.setattr("benchmarks.team.TRIAL_LIMIT_S", 6.0)
+    monkeypatch.setattr("benchmarks.trial.TRIAL_LIMIT_S", 6.0)
     pids = tmp_path / "pids"
     hang = f"\nopen({str(pids)!r}, 'a').write(str(os.getpid()) + ' ')\nimport threading; threading.Event().wait()\n"
     text = WHOLE.replace("for index", hang.replace("{", "{{").replace("}", "}}") + "for index")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
-from benchmarks.markdown import WorkloadResult, render
 from benchmarks.report import write_report
+from benchmarks.suites.cpu import WorkloadResult, render, report_of
 from benchmarks.workloads import WORKLOADS
 
 
@@ -20,7 +20,7 @@ def results(make):
 
 
 def test_both_files_are_named_by_date_and_cores(make, results, tmp_path: Path):
-    path = write_report(tmp_path / "new", make.conditions(), results, [make.sample("ours-2", 1, 2)])
+    path = write_report(tmp_path / "new", report_of(make.conditions(), results, [make.sample("ours-2", 1, 2)]))
 
     assert path == tmp_path / "new" / "2026-01-31-cpu-2.md"
     assert path.read_text() == render(make.conditions(), results)
@@ -28,7 +28,7 @@ def test_both_files_are_named_by_date_and_cores(make, results, tmp_path: Path):
 
 
 def test_the_json_holds_every_sample_and_the_verdicts(make, results, tmp_path: Path):
-    path = write_report(tmp_path, make.conditions(), results, [make.sample("ours-2", 1, 2)])
+    path = write_report(tmp_path, report_of(make.conditions(), results, [make.sample("ours-2", 1, 2)]))
     record = json.loads(path.with_suffix(".json").read_text())
 
     assert record["samples"][0]["step_ms"] == [1, 2]
@@ -42,7 +42,7 @@ def test_the_json_holds_every_sample_and_the_verdicts(make, results, tmp_path: P
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(make, results, tmp_path: Path, monkeypatch):
-    write_report(tmp_path, make.conditions(), results, [])
+    write_report(tmp_path, report_of(make.conditions(), results, []))
     before = contents(tmp_path)
 
     def full(self: Path, *args: object, **kwargs: object) -> int:
@@ -50,14 +50,15 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(make, results, tmp_p
 
     monkeypatch.setattr(report.Path, "write_text", full)
     with pytest.raises(OSError, match="no space left"):
-        write_report(tmp_path, replace(make.conditions(), command="another"), results, [])
+        write_report(tmp_path, report_of(replace(make.conditions(), command="another"), results, []))
 
     assert contents(tmp_path) == before
 
 
 def test_a_sample_that_is_no_json_writes_nothing(make, results, tmp_path: Path):
+    report = report_of(make.conditions(), results, [replace(make.sample("a", 1), loss=object())])
     with pytest.raises(TypeError, match="not JSON serializable"):
-        write_report(tmp_path / "new", make.conditions(), results, [replace(make.sample("a", 1), loss=object())])
+        write_report(tmp_path / "new", report)
 
     assert not (tmp_path / "new").exists()
 

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from benchmarks.contenders.plain import memory_format
-from benchmarks.roster import roster
+from benchmarks.loops import memory_format
+from benchmarks.suites.cpu import roster
 from lockstep.errors import ConfigError
 
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.efficiency import Efficiency
-from benchmarks.targets import Target, targets_of
+from benchmarks.results import Efficiency, Target, targets_of
 
 
 @pytest.fixture

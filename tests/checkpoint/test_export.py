@@ -24,7 +24,7 @@ WEIGHTS = {
 def written(folder: Path, step: int, **modules: dict[str, torch.Tensor]) -> Path:
     path = folder / f"step-{step:08d}"
     write_checkpoint(
-        path, Contents(record=CheckpointRecord(step=step, run="a", replicas=(1,)), parts={}, weights=modules)
+        path, Contents(record=CheckpointRecord(step=step, run="a", replicas=(1,)), states={}, weights=modules)
     )
     return path
 
@@ -58,7 +58,7 @@ def test_a_stream_that_fails_leaves_the_file_of_before(tmp_path: Path):
 
 
 def test_a_type_without_a_word_is_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"a is torch\.complex64, which safetensors has no word for"):
+    with pytest.raises(CheckpointError, match=r"a is torch\.complex64, which safetensors does not have"):
         stream_weights(tmp_path / "f", {"a": torch.empty(2, dtype=torch.complex64, device="meta")}, [])
 
 

@@ -22,7 +22,7 @@ from lockstep.errors import CheckpointError
 def contents(step: int, *, run: str = "a", monitored: float | None = None, numbers: int = 8) -> Contents:
     return Contents(
         record=CheckpointRecord(step=step, run=run, replicas=(2, 2), monitored=monitored),
-        parts={"optimizer": {"lr": 0.1, "moments": torch.full((numbers,), float(step))}},
+        states={"optimizer": {"lr": 0.1, "moments": torch.full((numbers,), float(step))}},
         weights={"model": {"weight": torch.full((numbers,), float(step))}},
     )
 
@@ -47,15 +47,15 @@ def test_a_checkpoint_comes_back_whole(tmp_path: Path):
     assert (
         back.record == CheckpointRecord(step=120, run="a", replicas=(2, 2), monitored=float("inf")) == read_record(path)
     )
-    assert back.parts["optimizer"]["lr"] == 0.1
-    assert torch.equal(back.parts["optimizer"]["moments"], torch.full((8,), 120.0))
+    assert back.states["optimizer"]["lr"] == 0.1
+    assert torch.equal(back.states["optimizer"]["moments"], torch.full((8,), 120.0))
     assert torch.equal(back.weights["model"]["weight"], torch.full((8,), 120.0))
 
 
 def test_weights_lie_beside_as_one_plain_file_a_module(tmp_path: Path):
     write_checkpoint(tmp_path / "one", contents(1))
     weights = {"generator": {"w": torch.ones(1)}, "critic": {"w": torch.zeros(1)}}
-    write_checkpoint(tmp_path / "two", Contents(record=contents(1).record, parts={}, weights=weights))
+    write_checkpoint(tmp_path / "two", Contents(record=contents(1).record, states={}, weights=weights))
 
     assert read_weights(tmp_path / "one" / "weights.safetensors")["weight"].tolist() == [1.0] * 8
     assert read_weights(tmp_path / "two" / "weights-critic.safetensors")["w"].tolist() == [0.0]

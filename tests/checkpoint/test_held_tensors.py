@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, read_tensors, write_shards, write_tensors, writers
+from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards, write_tensors, writers
 from lockstep.errors import CheckpointError
 from lockstep.parallel.regions import Region, whole_region
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_two_wrote_one_reads_whole(folder: Path):
-    found = read_tensors(folder)
+    found = TensorReader(folder).read_all()
 
     assert {name: value.dtype for name, value in found.items()} == {name: each.dtype for name, each in WHOLE.items()}
     assert all(torch.equal(found[name], value) for name, value in WHOLE.items())
@@ -98,14 +98,14 @@ def test_a_copy_is_what_was_held_then(folder: Path):
     tensor.zero_()
     write_shards({"late": copied}, folder / "late", number=0, of=1)
 
-    assert torch.equal(read_tensors(folder / "late")["late"], torch.ones(2))
+    assert torch.equal(TensorReader(folder / "late").read_all()["late"], torch.ones(2))
 
 
 def test_tied_tensors_are_each_written_in_full(tmp_path: Path):
     tensor = torch.ones(2, 3)
     write_shards({"words": TensorShard(tensor), "head": TensorShard(tensor)}, tmp_path, number=0, of=1)
 
-    assert all(torch.equal(value, tensor) for value in read_tensors(tmp_path).values())
+    assert all(torch.equal(value, tensor) for value in TensorReader(tmp_path).read_all().values())
 
 
 def test_each_box_has_one_writer_and_all_write_about_as_much():

@@ -83,7 +83,7 @@ def test_the_state_is_that_of_the_call_though_it_is_written_later(
     held.set()
     manager.wait()
 
-    shared = read_checkpoint(path).parts["progress"]["shared"]
+    shared = read_checkpoint(path).states["progress"]["shared"]
     assert shared["step"] == 0
     assert shared["tensor"].tolist() == [0.0] * 3
 
@@ -144,7 +144,11 @@ def test_removing_all_removes_the_folder(manager: CheckpointManager, tmp_path: P
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"keep": 0}, "keep=0 is no number"), ({"keep": True}, "keep=True"), ({"best": "auto"}, "best='auto' is unknown")],
+    [
+        ({"keep": 0}, "keep=0 is not a number"),
+        ({"keep": True}, "keep=True"),
+        ({"best": "auto"}, "best='auto' is unknown"),
+    ],
 )
 def test_bad_settings_are_refused(progress: dict[str, Any], arguments: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
@@ -153,5 +157,5 @@ def test_bad_settings_are_refused(progress: dict[str, Any], arguments: dict[str,
 
 @pytest.mark.parametrize("step", [-1, 1.0, True])
 def test_a_step_that_is_no_number_is_refused(manager: CheckpointManager, step: Any):
-    with pytest.raises(ConfigError, match=r"step=.* is no number of a step; give 0 or more"):
+    with pytest.raises(ConfigError, match=r"step=.* is not a number of a step; give 0 or more"):
         manager.save(step)

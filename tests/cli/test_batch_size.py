@@ -15,7 +15,7 @@ from lockstep.cli.app import parse
 from lockstep.errors import ConfigError
 
 MLM = {
-    "--text": "text",
+    "--data": "text",
     "--cache-dir": "cache",
     "--layers": "1",
     "--hidden": "16",
@@ -26,7 +26,7 @@ MLM = {
     "--epochs": "1",
 }
 SMALL_MLM = ["mlm", *(word for pair in MLM.items() for word in pair), "--quiet"]
-IMAGES = {"--size": "32", "--width-multiplier": "0.25", "--epochs": "1", "--valid-share": "0.8"}
+IMAGES = {"--size": "32", "--width-multiplier": "0.25", "--epochs": "1", "--valid-fraction": "0.8"}
 SMALL_IMAGES = ["images", *(word for pair in IMAGES.items() for word in pair), "--quiet"]
 
 

@@ -8,25 +8,25 @@ import pytest
 from PIL import Image
 
 from lockstep.cli import main
-from lockstep.cli.data_images import describe_pictures
-from lockstep.recipes.images.dataset import BrokenPicture, PictureSummary
+from lockstep.cli.data import images_summary
+from lockstep.recipes.images.dataset import BrokenImage, ImageSummary
 
-SUMMARY = PictureSummary(
+SUMMARY = ImageSummary(
     source="pets",
     classes=("Cat", "Dog"),
     counts={"train": (10_000, 9_000), "valid": (1_250, 1_250), "test": (1_250, 1_250)},
-    rule="the parts are as the data has them",
+    rule="the splits are those of the data",
     sizes={(500, 375): 20_000, (4, 4): 1, (1050, 702): 1},
-    broken=tuple(BrokenPicture(path=Path(f"Cat/{n}.jpg"), reason="empty file") for n in range(12)),
-    left_out=("the folder 'extra' beside the parts",),
+    broken=tuple(BrokenImage(path=Path(f"Cat/{n}.jpg"), reason="empty file") for n in range(12)),
+    ignored=("the folder 'extra' beside the parts",),
 )
 
 
 def test_classes_sizes_and_broken_pictures_are_shown():
-    shown = describe_pictures(SUMMARY)
+    shown = images_summary(SUMMARY)
     rows = [line.split() for line in shown.splitlines()]
 
-    assert rows[0] == ["pictures:", "pets"]
+    assert rows[0] == ["images:", "pets"]
     assert rows[2] == ["class", "train", "valid", "test"]
     assert rows[4:7] == [
         ["Cat", "10,000", "1,250", "1,250"],
@@ -35,8 +35,8 @@ def test_classes_sizes_and_broken_pictures_are_shown():
     ]
     assert "sizes   from 4x4 to 1050x702, most often 500x375 (20,000)" in shown
     assert "decoded 3.6 GB at 224x224" in shown
-    assert "besides the folder 'extra' beside the parts" in shown
-    assert "broken  12 of 24,000 pictures (0.05%)" in shown
+    assert "ignored the folder 'extra'" in shown
+    assert "broken  12 of 24,000 images (0.05%)" in shown
     assert shown.splitlines()[-1] == "broken  and 2 more"
     assert max(map(len, shown.splitlines())) < 120
 
@@ -45,7 +45,7 @@ def test_the_embedded_digits_are_described(capsys: pytest.CaptureFixture[str]):
     assert main(["data", "images"]) == 0
 
     shown = capsys.readouterr().out
-    assert shown.startswith("pictures: scikit-learn's digits\n")
+    assert shown.startswith("images: scikit-learn's digits\n")
     assert ["all", "1,295", "143", "359"] in [line.split() for line in shown.splitlines()]
     assert "sizes   from 8x8 to 8x8\n" in shown
 
@@ -86,4 +86,4 @@ def test_a_folder_that_is_none_is_one_line(run_lockstep):
     done = run_lockstep("data", "images", "--data", "nowhere")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("lockstep: error: the picture folder 'nowhere' does not exist")
+    assert done.stderr.startswith("lockstep: error: the image folder 'nowhere' does not exist")

@@ -82,7 +82,7 @@ def test_the_help_of_a_flag_is_the_entry_of_the_docstring():
 def test_the_help_reaches_the_flag():
     (parameter,) = [p for p in config_parameters(Settings) if p.name == "rate"]
 
-    assert get_args(parameter.annotation)[1].help == "the rate at the start."
+    assert get_args(parameter.annotation)[1].help == "The rate at the start."
     assert parameter.default == 1e-4
     assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
 

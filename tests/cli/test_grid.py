@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.grid import GridFlags, grid_table
-from lockstep.cli.training import TrainingFlags
+from lockstep.cli.train import TrainingFlags
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import MeshLayout
 
 
 def test_without_a_degree_nothing_is_divided():
     assert not GridFlags().asked
-    assert GridFlags(data=2).asked
+    assert GridFlags(replicas=2).asked
 
 
 @pytest.mark.parametrize(
     ("flags", "workers"),
     [
         (GridFlags(pipeline=2, tensor=2), 4),
-        (GridFlags(data=-1, tensor=2), 2),
-        (GridFlags(data=2, pipeline=2, tensor=2), 8),
+        (GridFlags(replicas=-1, tensor=2), 2),
+        (GridFlags(replicas=2, pipeline=2, tensor=2), 8),
     ],
 )
 def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: GridFlags, workers: int):
@@ -43,7 +43,7 @@ def test_data_takes_what_the_others_leave():
     ],
 )
 def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
-    with pytest.raises(ConfigError, match=f"^{flag}.* says how workers divide a model, and none of --data, --pipeline"):
+    with pytest.raises(ConfigError, match=f"^{flag}.* says how workers divide a model, and none of --replicas"):
         GridFlags(**given)
 
 
@@ -51,7 +51,7 @@ def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
     ("flags", "workers", "said"),
     [
         (GridFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
-        (GridFlags(data=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
+        (GridFlags(replicas=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
         (GridFlags(pipeline=2), 1, "does not divide the 1 workers"),
     ],
 )

@@ -83,7 +83,7 @@ def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):
         (["devices", "--no-such-flag"], "No such option: --no-such-flag"),
         (["train", "mlm", "--epochs", "many"], "Invalid value for '--epochs'"),
         (["train", "mlm", "--epochs", "many"], "; see lockstep train mlm --help"),
-        (["data", "mlm", "--text", "no-such-folder"], "text folder 'no-such-folder' does not exist"),
+        (["data", "mlm", "--data", "no-such-folder"], "the text folder 'no-such-folder' does not exist"),
     ],
 )
 def test_what_is_not_known_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -96,11 +96,11 @@ def test_what_is_not_known_is_one_line(words: list[str], said: str, capsys: pyte
 
 
 def test_traceback_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[str]):
-    assert main(["data", "mlm", "--text", "no-such-folder", "--traceback"]) == 2
+    assert main(["data", "mlm", "--data", "no-such-folder", "--traceback"]) == 2
 
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback (most recent call last)")
-    assert printed.splitlines()[-1].startswith("lockstep: error: text folder")
+    assert printed.splitlines()[-1].startswith("lockstep: error: the text folder")
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]):

@@ -41,7 +41,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
     done = run_lockstep("train", "images", *SMALL, "--devices", "cpu:3", "--epochs", "2", "--check-exact")
 
     assert done.returncode == 0
-    skipped = "1 of 44 pictures cannot be read: 'pictures/train/cat/7.png' (empty file); they are skipped"
+    skipped = "1 of 44 images cannot be read: 'pictures/train/cat/7.png' (empty file); they are skipped"
     assert done.stderr == f"lockstep: warning: {skipped}\n" * 2
     printed = [line.split() for line in done.stdout.splitlines()]
     assert printed[0][:5] == ["MobileNetV2", "on", "3", "logical", "devices:"]
@@ -54,7 +54,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "logs",
         "curves",
     ]
-    assert "train 35, valid 4, test 4 pictures; 1 broken picture skipped; 0.0 MB decoded in memory" in done.stdout
+    assert "train 35, valid 4, test 4 images; 1 broken image skipped; 0.0 MB decoded in memory" in done.stdout
     assert "3 replicas against one device in plain PyTorch" in done.stdout
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (tmp_path / "out" / "model").iterdir()} == {
@@ -74,7 +74,7 @@ def test_the_published_head_the_disk_and_a_model_to_begin_with(run_lockstep, tmp
 
     assert (first.returncode, first.stderr, again.returncode, again.stderr) == (0, "", 0, "")
     assert "epoch 1/1" not in first.stdout
-    assert "decoded in cache/pictures-" in again.stdout
+    assert "decoded in cache/images-" in again.stdout
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
@@ -85,9 +85,9 @@ def test_the_published_head_the_disk_and_a_model_to_begin_with(run_lockstep, tmp
         (["--size", "many"], "Invalid value for '--size'"),
         (["--size", "7"], "size=7 was given, expected from 8 to 4096 pixels"),
         (["--devices", "cpu:0,cpu:9"], "cpu:9"),
-        (["--data", "nowhere"], "the picture folder 'nowhere' does not exist"),
-        (["--data", "pictures/test/cat/0.png"], "the picture folder 'pictures/test/cat/0.png' is no folder"),
-        (["--data", "pictures/test/cat"], "holds 2 pictures in no class folder"),
+        (["--data", "nowhere"], "the image folder 'nowhere' does not exist"),
+        (["--data", "pictures/test/cat/0.png"], "the image folder 'pictures/test/cat/0.png' is not a folder"),
+        (["--data", "pictures/test/cat"], "holds 2 images outside of class folders"),
         (["--output", "pictures/test/cat/0.png"], "is a file, expected a folder"),
         (["--pretrained", "pictures"], "pretrained='pictures' could not be loaded"),
     ],
@@ -130,10 +130,10 @@ def add_a_class_to_the_test(pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (empty_a_class, "1 class folder without a picture: 'pictures/train/dog'"),
-        (leave_one_class, "holds one class folder, 'cat', expected at least two"),
-        (leave_nothing, "holds no picture, expected a folder of pictures"),
-        (break_all, "44 of 44 pictures cannot be read: 'pictures/test/cat/0.png' (no picture)"),
+        (empty_a_class, "1 class folder without an image: 'pictures/train/dog'"),
+        (leave_one_class, "has one class folder, 'cat', expected at least two"),
+        (leave_nothing, "holds no images, expected a folder of images"),
+        (break_all, "44 of 44 images cannot be read: 'pictures/test/cat/0.png' (no picture)"),
         (add_a_class_to_the_test, "lacks: 'cow'; expected some of 'cat', 'dog'"),
     ],
 )

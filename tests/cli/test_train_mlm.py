@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lockstep.cli import main
 
-PLACES = {"--text": "text", "--cache-dir": "cache", "--output": "out"}
+PLACES = {"--data": "text", "--cache-dir": "cache", "--output": "out"}
 SIZES = {
     "--layers": "1",
     "--hidden": "16",
@@ -53,7 +53,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "curves",
     ]
     assert "3 replicas against one device" in done.stdout
-    asked = printed[printed.index(["would", "fill", "in", "hidden", "sentence"]) + 2 :][:5]
+    asked = printed[printed.index(["prediction", "masked", "sentence"]) + 2 :][:5]
     assert all("[MASK]" in row for row in asked)
     assert all(float(row[1].rstrip(",")) > 0 for row in asked)
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -76,7 +76,7 @@ def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lo
     assert "data=1, pipeline=2, tensor=2 against one device in plain PyTorch, 3 steps, no dropout:" in done.stdout
     (off,) = re.findall(r"SGD +largest difference in loss (\S+), in weights (\S+) ", done.stdout)
     assert max(map(float, off)) < 1e-5
-    answers = done.stdout.splitlines()[printed.index(["would", "fill", "in", "sentence"]) + 2 :][:2]
+    answers = done.stdout.splitlines()[printed.index(["prediction", "sentence"]) + 2 :][:2]
     assert all(line.endswith(f"  {sentence}") for line, sentence in zip(answers, asked[1::2], strict=True))
     assert [line.count("|") for line in answers] == [0, 1]
     weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
@@ -99,8 +99,8 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--heads", "3"], "heads=3 does not divide hidden=16"),
         (["--devices", "cpu:0,cpu:0"], "cpu:0"),
         (["--devices", "cpu:0,cpu:9"], "cpu:9"),
-        (["--text", "nowhere"], "text folder 'nowhere' does not exist"),
-        (["--text", "nowhere", "--layers", "2", "--pipeline", "2"], "text folder 'nowhere' does not exist"),
+        (["--data", "nowhere"], "the text folder 'nowhere' does not exist"),
+        (["--data", "nowhere", "--layers", "2", "--pipeline", "2"], "the text folder 'nowhere' does not exist"),
         (["--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--tensor", "3"], "tensor=3 does not divide heads=2; choose 1 or 2"),
         (["--pipeline", "2"], "pipeline=2 is more stages than the model has layers, 1; choose 1"),
@@ -108,7 +108,7 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--microbatches", "4"], "--microbatches says how workers divide a model"),
         (["--tensor", "2", "--batch-size", "auto"], "--tensor 2 divides it; give a number"),
         (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),
-        (["--example", "no word"], "the example 'no word' hides no word; write [MASK] for each word to fill in"),
+        (["--example", "no word"], "the example 'no word' has no [MASK]; write [MASK] for each word to fill in"),
         (["--backup", "0"], "--backup 0 was given, expected epoch, none, or a number of global batches"),
         (["--backup", "none", "--resume"], "--backup none keeps none; leave one of them out"),
         (["--output", "text/small.train.tokens/below"], "'text/small.train.tokens' is a file, expected a folder"),

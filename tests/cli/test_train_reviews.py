@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 SETTINGS = {
-    "--csv": "reviews.csv",
+    "--data": "reviews.csv",
     "--cache-dir": "cache",
     "--output": "out",
     "--vocabulary": "200",
@@ -73,7 +73,7 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
 
 def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockstep, tmp_path: Path):
     first = run_lockstep("train", "reviews", *SMALL, "--epochs", "1", "--quiet")
-    places = ["--csv", "reviews.csv", "--cache-dir", "cache", "--output", "again", "--epochs", "1"]
+    places = ["--data", "reviews.csv", "--cache-dir", "cache", "--output", "again", "--epochs", "1"]
     adapted = run_lockstep("train", "reviews", *places, "--pretrained", "out/model", "--lora", "r=2")
 
     assert (first.returncode, first.stderr) == (0, "")
@@ -87,7 +87,7 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
     ("words", "said"),
     [
         (["--epochs", "0"], "epochs=0 was given"),
-        (["--csv", "nowhere.csv"], "the review file 'nowhere.csv' does not exist"),
+        (["--data", "nowhere.csv"], "the review file 'nowhere.csv' does not exist"),
         (["--output", "reviews.csv"], "is a file, expected a folder"),
         (["--pretrained", "."], "pretrained='.' could not be loaded"),
         (["--resume", "."], "resume='.' is no checkpoint of a Trainer"),
@@ -127,8 +127,8 @@ def test_reviews_that_cannot_be_used_are_one_line(content: str, said: str, revie
 def test_a_file_of_another_encoding_is_refused_with_the_flag_that_helps_and_then_read(reviews: Path, run_lockstep):
     reviews.write_bytes(reviews.read_text(encoding="utf-8").encode("gb18030"))
 
-    refused = run_lockstep("data", "reviews", "--csv", "reviews.csv")
-    read = run_lockstep("data", "reviews", "--csv", "reviews.csv", "--encoding", "gb18030", "--lines", "1")
+    refused = run_lockstep("data", "reviews", "--data", "reviews.csv")
+    read = run_lockstep("data", "reviews", "--data", "reviews.csv", "--encoding", "gb18030", "--lines", "1")
 
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "(0xb7, line 2) does not belong there; it can be read as gb18030: give --encoding gb18030" in refused.stderr

@@ -72,8 +72,8 @@ def test_a_group_s_connections_wait_as_long_as_they_are_told_and_no_others(host:
     other_groups, _ = make_group(2, host)
 
     found = [GroupConnections(store, rank, 3, SECONDS) for rank in range(3)]
-    timeouts = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for own in found for each in own._opened]
-    assert [len(own._opened) >= 2 for own in found] == [True] * 3  # one to each of the others
+    timeouts = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for own in found for each in own._sockets]
+    assert [len(own._sockets) >= 2 for own in found] == [True] * 3  # one to each of the others
     assert set(timeouts) == {int(SECONDS * 1000)}
     assert not any(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in others)
     assert sums(groups, lambda work: work.wait()) == [3.0] * 3

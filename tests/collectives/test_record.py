@@ -15,7 +15,7 @@ def test_a_record_survives_the_way():
         sequence=2**40,
         numbers=(1.5, -math.inf, 3.0),
         length=77,
-        wishes=5,
+        flags=5,
         digest=2**64 - 1,
     )
 
@@ -49,12 +49,12 @@ def test_workers_at_different_calls_are_named_with_their_places(other: CallRecor
         check_same_call(records, NAMES)
 
     message = str(caught.value)
-    assert "worker 0 (a:1) is at 'optimizer update' (t.py:5 in step), its exchange 0" in message
+    assert "worker 0 (a:1) is at 'optimizer update' (t.py:5 in step), its collective 0" in message
     assert f"worker 1 (b:2) is at {other.name!r}" in message
 
 
 def test_a_worker_that_is_an_exchange_behind_is_found():
-    with pytest.raises(CollectiveError, match=r"worker 1 .* its exchange 4"):
+    with pytest.raises(CollectiveError, match=r"worker 1 .* its collective 4"):
         check_same_call([CallRecord(name="a", sequence=5), CallRecord(name="a", sequence=4)], NAMES[:2])
 
 

@@ -26,9 +26,9 @@ def test_a_wish_that_comes_during_an_exchange_waits_for_the_next():
         """A signal comes while the wishes of before are on their way."""
 
         def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-            sent = self._wishes
+            sent = self._own_flags
             self.set_flags(ControlFlags.SAVE)
-            self._grant(sent, sent=sent)
+            self._receive_flags(sent, sent=sent)
             return [tuple(numbers)]
 
     workers = Interrupted(1)

@@ -97,7 +97,7 @@ def test_a_run_shows_loss_and_accuracy_and_then_the_test(start: Callable[..., St
     assert "loss=" in bar
     assert "accuracy=" in bar
     assert printed.startswith("test: loss ")
-    assert printed.endswith("(7 pictures of 3 classes)\n")
+    assert printed.endswith("(7 images)\n")
 
 
 def test_ctrl_c_ends_in_one_word(start: Callable[..., Started]):

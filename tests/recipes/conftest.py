@@ -37,7 +37,7 @@ def tiny(text_folder: Path, tmp_path: Path) -> MakeConfig:
 
     def make(**settings: Any) -> MlmConfig:
         defaults: dict[str, Any] = {
-            "text": text_folder,
+            "data": text_folder,
             "layers": 1,
             "hidden": 16,
             "heads": 2,

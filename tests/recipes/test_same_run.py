@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.recipes.config_checks import SameRun, settings_but
+from lockstep.recipes.config_checks import ResumeCheck, settings_except
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ def test_settings_are_looked_for_once_and_not_before_a_checkpoint_needs_them():
         found.append(1)
         return {"seed": 0}
 
-    callback = SameRun(find)
+    callback = ResumeCheck(find)
     assert found == []
 
     callback.load_state_dict(callback.state_dict())
@@ -32,13 +32,13 @@ def test_settings_are_looked_for_once_and_not_before_a_checkpoint_needs_them():
 
 
 def test_settings_that_differ_are_named_with_both_values():
-    with pytest.raises(CheckpointError, match="of a run with seed=1, and this one has seed=0; go on with"):
-        SameRun(lambda: {"seed": 0, "size": 8}).load_state_dict({"seed": 1, "size": 8})
+    with pytest.raises(CheckpointError, match="of a run with seed=1, and this run has seed=0; resume with"):
+        ResumeCheck(lambda: {"seed": 0, "size": 8}).load_state_dict({"seed": 1, "size": 8})
 
 
 def test_a_setting_that_the_backup_does_not_know_is_no_difference():
-    SameRun(lambda: {"seed": 0, "size": 8}).load_state_dict({"seed": 0})
+    ResumeCheck(lambda: {"seed": 0, "size": 8}).load_state_dict({"seed": 0})
 
 
 def test_settings_but_those_that_do_not_matter():
-    assert settings_but(Config(seed=3), ("cache",)) == {"seed": 3}
+    assert settings_except(Config(seed=3), ("cache",)) == {"seed": 3}

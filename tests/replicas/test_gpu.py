@@ -48,7 +48,7 @@ def test_outside_turns_and_aside_the_caller_s_numbers_are_drawn():
         numbers = [torch.rand(1)]
         turn.acquire()
         torch.rand(5)
-        with turn.aside():
+        with turn.with_default_rng():
             numbers.append(torch.rand(1))
         own = torch.rand(1)
         turn.release()
@@ -63,16 +63,16 @@ def test_a_turn_issues_on_the_share_s_stream_and_the_others_see_a_mark_of_it():
         first, second = turns_on(devices, driver)
         first.acquire()
         made = torch.ones(3) * 2
-        mark = first.mark()
+        mark = first.record_event()
         first.release()
         assert driver.current_stream(torch.device("cpu")).name == "caller"
 
         second.acquire()
-        second.follow([mark])
+        second.wait_for([mark])
         assert float((made + 1).sum()) == 9.0  # without the mark a fault
-        end = second.mark()
+        end = second.record_event()
         second.release()
-        end.precede()
+        end.wait()
 
     assert [entry.on for entry in driver.calls("on_stream")] == ["gpu:0", "gpu:1"]
     assert [(entry.replica, entry.on.split("@")[0]) for entry in driver.calls("wait")] == [
@@ -90,14 +90,14 @@ def test_a_run_stands_between_what_its_caller_queues_before_and_after():
             for turn in turns:
                 turn.acquire()
                 results.append(before * 2)
-                marks.append(turn.mark())
+                marks.append(turn.record_event())
                 turn.release()
-            with streams.behind(marks):
+            with streams.after(marks):
                 total = results[0] + results[1]
-            behind = streams.marks()
+            behind = streams.record_events()
             for turn in turns:
                 turn.acquire()
-                turn.follow(behind)
+                turn.wait_for(behind)
                 results.append(total * 2)
                 turn.release()
         assert float(total.sum() + results[3].sum()) == 36.0
@@ -110,7 +110,7 @@ def test_the_limit_holds_for_what_tensors_took_and_not_for_room_that_is_kept():
     with stand_in_gpus((64,)) as (devices, driver):
         (turn,) = turns_on(devices, driver, rows=8)
         turn.acquire()
-        with turn.aside(), driver.on_stream(driver.side_stream(torch.device("cpu"), "meeting")):
+        with turn.with_default_rng(), driver.on_stream(driver.side_stream(torch.device("cpu"), "meeting")):
             torch.empty(100 * MB, dtype=torch.uint8)  # made for all, which is not this share's
         torch.empty(50 * MB, dtype=torch.uint8)
         driver.memory.keep("gpu:0", 30 * MB)

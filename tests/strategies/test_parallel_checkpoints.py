@@ -78,7 +78,7 @@ def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> li
 
 def optimizer_state(contents: Contents) -> dict[str, Any]:
     """By the parameters' names."""
-    shared = contents.parts["optimizer"]["shared"]
+    shared = contents.states["optimizer"]["shared"]
     names = [name for group in shared["names"] for name in group]
     return {names[number]: values for number, values in shared["state"]["state"].items()}
 
@@ -119,9 +119,9 @@ def test_a_checkpoint_that_another_layout_has_loaded_and_saved_is_the_same(
     assert states[0].keys() == states[1].keys()
     assert "transformer.h.1.mlp.c_proj.bias" not in states[0]  # frozen
     assert [name for name in states[0] if differing(states[0][name], states[1][name])] == []
-    groups = [contents.parts["optimizer"]["shared"]["state"]["param_groups"] for contents in (one, other)]
+    groups = [contents.states["optimizer"]["shared"]["state"]["param_groups"] for contents in (one, other)]
     assert groups[0] == groups[1]
-    assert one.parts["scheduler"]["shared"] == other.parts["scheduler"]["shared"]
+    assert one.states["scheduler"]["shared"] == other.states["scheduler"]["shared"]
 
 
 def test_a_divided_optimizers_state_moves_between_layouts_too(folder: Path, four: Any):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ({"loss": 3}, "loss is a int; give a function"),
         ({"loss": None}, "compile got no loss"),
         ({"loss": "mse"}, "loss is a str; give a function"),
-        ({"loss": {"scores": nn.MSELoss()}}, "loss is a dict; give a function .* adds up the losses"),
+        ({"loss": {"scores": nn.MSELoss()}}, "loss is a dict; give a function .* adds them up"),
         ({"loss": nn.CrossEntropyLoss}, r"loss is the class CrossEntropyLoss; .* CrossEntropyLoss\(\)"),
         ({"optimizer": 3}, "optimizer is a int; give a torch optimizer"),
         ({"optimizer": lambda parameters: 3}, "optimizer is a int; give a torch optimizer"),

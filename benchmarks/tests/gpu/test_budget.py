@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import rounds as rounds_module
-from benchmarks.gpu.budget import TOTAL_S, TRIAL_LIMIT_S, WRITING_S, Budget
-from benchmarks.gpu.roster import Entrant, entrants
-from benchmarks.gpu.rounds import Planned, in_turn, per_step, run_budgeted
-from benchmarks.gpu.setting import Pace
-from benchmarks.gpu.work import TINY, gpu_workloads
+from benchmarks.gpu import suite as rounds_module
+from benchmarks.gpu.contenders import Entrant, entrants
+from benchmarks.gpu.loops import Pace
+from benchmarks.gpu.suite import TOTAL_S, TRIAL_LIMIT_S, WRITING_S, Budget, Planned, in_turn, per_step, run_budgeted
+from benchmarks.gpu.workloads import TINY, gpu_workloads
 from benchmarks.harness import Sample
 from benchmarks.trial import Trial
 from lockstep.errors import ConfigError, ReplicaError

@@ -15,18 +15,25 @@ import torch
 from tests.stand_in import stand_in_gpus
 
 import lockstep as ls
-from benchmarks.gpu.ahead import on_device, pinned
-from benchmarks.gpu.contenders.ours import share_mb, train_ours
-from benchmarks.gpu.contenders.peers import PACKAGES, missing
-from benchmarks.gpu.contenders.plain import train_ddp, train_plain
-from benchmarks.gpu.device_laps import DeviceLaps
-from benchmarks.gpu.floors import look_at_device
-from benchmarks.gpu.roster import entrants
-from benchmarks.gpu.setting import Pace, Setting, begin_process
-from benchmarks.gpu.work import TINY, gpu_workloads, precision_of
+from benchmarks.gpu.contenders import entrants
+from benchmarks.gpu.loops import (
+    DeviceLaps,
+    Pace,
+    Setting,
+    begin_process,
+    on_device,
+    pinned,
+    share_mb,
+    train_ddp,
+    train_ours,
+    train_plain,
+)
+from benchmarks.gpu.peers import PACKAGES, missing
+from benchmarks.gpu.roofline import look_at_device
+from benchmarks.gpu.workloads import TINY, gpu_workloads, precision_of
 from benchmarks.harness import run_trial
-from benchmarks.laps import LapRecord, Laps
-from benchmarks.spawned import Seat, SpawnedBody
+from benchmarks.processes import Seat, SpawnedBody
+from benchmarks.step_timer import LapRecord, Laps
 from benchmarks.trial import Trial
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.recipes.mlm.model import BertShape
@@ -115,7 +122,7 @@ def test_on_a_gpu_s_stand_in_the_steps_are_recorded_whole_and_nothing_waits(
 ):
     """So a wait, or a step that cannot be recorded, would be the engine's on a real GPU, and not this program's."""
     with stand_in_gpus(shares) as (devices, driver):
-        monkeypatch.setattr("benchmarks.gpu.contenders.ours.logical_devices", lambda *_: devices)
+        monkeypatch.setattr("benchmarks.gpu.loops.logical_devices", lambda *_: devices)
         record = trained(trial(name, workload), train_ours, precision_of(WORK[workload]))
 
     assert driver.waits == 0
@@ -184,11 +191,11 @@ def test_four_processes_do_the_same_work_within_the_trial_s_own_limit():
 
 PEERS = """
 import json, sys, time
-from benchmarks.gpu.contenders import peers
-from benchmarks.laps import Laps
-from benchmarks.spawned import Seat
+from benchmarks.gpu import peers
+from benchmarks.step_timer import Laps
+from benchmarks.processes import Seat
 from tests_of_the_gpu_benchmark import PACE, trial
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.loops import Setting
 
 said = {}
 for name in sys.argv[1:]:
@@ -219,7 +226,7 @@ def test_the_peers_that_are_here_do_the_same_work(python: Callable[..., Any], tm
 
 
 def test_a_peer_that_is_not_installed_is_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.gpu.contenders.peers.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.gpu.peers.find_spec", lambda name: None)
     reasons = {one.contender.name: one.absent for one in entrants(WORK["mlm-bf16"], "cuda", PACE) if one.absent}
 
     assert reasons == {
@@ -227,9 +234,7 @@ def test_a_peer_that_is_not_installed_is_absent_with_a_reason(monkeypatch: pytes
         "fabric": "lightning_fabric is not installed",
         "trainer": "transformers is not installed",
     }
-    monkeypatch.setattr(
-        "benchmarks.gpu.contenders.peers.find_spec", lambda name: object() if name == "transformers" else None
-    )
+    monkeypatch.setattr("benchmarks.gpu.peers.find_spec", lambda name: object() if name == "transformers" else None)
     assert missing("trainer") == "accelerate, which it needs, is not installed"
 
 
@@ -279,7 +284,7 @@ def test_the_device_is_waited_for_between_laps_only(monkeypatch: pytest.MonkeyPa
     waits: list[int] = []
     read: list[int] = []
     begun: list[int] = []
-    monkeypatch.setattr("benchmarks.gpu.device_laps.wait_for", lambda device: waits.append(begun[-1]))
+    monkeypatch.setattr("benchmarks.gpu.loops.wait_for", lambda device: waits.append(begun[-1]))
     laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=lambda record: None)
     clock = DeviceLaps(laps, PACE, torch.device("cpu"))
     for step in range(1, PACE.steps + 1):

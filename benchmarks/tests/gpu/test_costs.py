@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import floors
-from benchmarks.gpu.floors import DeviceFacts, look_at_device
-from benchmarks.gpu.setting import DeviceType
-from benchmarks.gpu.traffic import StepCost, count_flops, count_traffic
-from benchmarks.gpu.work import FULL, TINY, gpu_workloads
+from benchmarks.gpu import roofline as floors
+from benchmarks.gpu.loops import DeviceType
+from benchmarks.gpu.roofline import DeviceFacts, StepCost, count_flops, count_traffic, look_at_device
+from benchmarks.gpu.workloads import FULL, TINY, gpu_workloads
 from benchmarks.trial import Workload
 
 

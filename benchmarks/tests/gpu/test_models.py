@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.contenders.plain import trained_parameters
-from benchmarks.gpu.bert import PlainBert
-from benchmarks.gpu.mobilenet import PlainMobileNetV2, same_padding
+from benchmarks.gpu.models import PlainBert, PlainMobileNetV2, same_padding
+from benchmarks.loops import trained_parameters
 from lockstep.recipes.mlm.model import BertShape, new_bert
 
 SHAPE = BertShape(layers=2, hidden=32, heads=2, feed_forward=64, vocabulary=100, positions=16)

@@ -12,12 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.__main__ import main
-from benchmarks.gpu.apart import apart
-from benchmarks.gpu.floors import DeviceFacts
-from benchmarks.gpu.presence import NOTHING_TO_RUN, reason_not_to_run
-from benchmarks.gpu.run import _facts
-from benchmarks.gpu.suite import (
+from benchmarks.__main__ import NOTHING_TO_RUN, main
+from benchmarks.fresh_process import in_fresh_process
+from benchmarks.gpu.gpu_tests import (
     MARK,
     SuiteOutcome,
     command,
@@ -26,6 +23,8 @@ from benchmarks.gpu.suite import (
     outcome_of,
     run_suite,
 )
+from benchmarks.gpu.roofline import DeviceFacts
+from benchmarks.gpu.suite import _facts, reason_not_to_run
 from lockstep.errors import ReplicaError
 
 TESTS = Path(__file__).parents[3] / "tests"
@@ -43,7 +42,7 @@ needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a ma
 
 @needs_none
 def test_without_a_gpu_it_says_so_in_one_line_and_is_no_success(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    assert main(["--gpu", "--tests", str(TESTS), "--output", str(tmp_path)]) == NOTHING_TO_RUN == 77
+    assert main(["gpu", "--tests", str(TESTS), "--output", str(tmp_path)]) == NOTHING_TO_RUN == 77
 
     (line,) = caplog.messages
     assert line.startswith("no CUDA GPU here: torch ")
@@ -66,15 +65,14 @@ def test_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "tpu"], "--only tpu names no contender; choose from 'lockstep-1', 'eager', 'lockstep-4', 'ddp-4'"),
+        (["--only", "tpu"], "--only tpu is unknown; choose from 'lockstep-1', 'eager', 'lockstep-4', 'ddp-4'"),
         (["--workload", "linear"], "--workload linear is not run on a GPU; choose mlm or mobilenetv2"),
         (["--budget-s", "5"], "budget_s=5 was given, expected at least 60"),
         (["--rounds", "0"], "rounds=0 was given"),
-        (["--workers"], "--gpu measures on a GPU alone"),
     ],
 )
 def test_bad_words_are_one_line(words: list[str], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    assert main(["--gpu", "--device", "cpu", *words, "--output", str(tmp_path)]) == 1
+    assert main(["gpu", "--device", "cpu", *words, "--output", str(tmp_path)]) == 1
 
     (line,) = caplog.messages
     assert line.startswith(f"error: {message}")
@@ -91,14 +89,14 @@ def test_a_device_whose_rates_cannot_be_measured_has_a_name_and_a_reason():
 
     assert (facts.name != "", facts.trouble) == (True, "ValueError: the device fell off")
     with pytest.raises(ReplicaError, match="no answer within 0 s"):
-        apart(broken, limit_s=0.0)
+        in_fresh_process(broken, limit_s=0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.workers
 def test_the_programs_can_be_tried_without_a_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    words = ["--gpu", "--device", "cpu", "--workload", "mlm", "--only", "eager", "--rounds", "1"]
+    words = ["gpu", "--device", "cpu", "--workload", "mlm", "--only", "eager", "--rounds", "1"]
     words += ["--warm-up", "1", "--steps", "1", "--output", str(tmp_path)]
 
     assert main(words) == 0
@@ -116,7 +114,7 @@ def test_the_programs_can_be_tried_without_a_gpu(tmp_path: Path, caplog: pytest.
 
 
 def test_the_benchmark_needs_torch_alone():
-    code = f"{HIDE}; from benchmarks.__main__ import main; sys.exit(main(['--gpu']))"
+    code = f"{HIDE}; from benchmarks.__main__ import main; sys.exit(main(['gpu']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
     assert done.returncode == NOTHING_TO_RUN or torch.cuda.is_available(), done.stderr
@@ -171,7 +169,7 @@ def test_an_outcome_is_read_from_the_report():
 
 
 def test_a_python_without_pytest_runs_no_tests(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.gpu.suite.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.gpu.gpu_tests.find_spec", lambda name: None)
     outcome = run_suite(TESTS, limit_s=1)
 
     assert (outcome.text, outcome.ok) == ("not run: this Python has no pytest", False)

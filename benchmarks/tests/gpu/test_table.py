@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.figures import GpuResult, GpuTarget, result_of
-from benchmarks.gpu.floors import DeviceFacts
-from benchmarks.gpu.markdown import GpuConditions, render_gpu
-from benchmarks.gpu.roster import entrants
-from benchmarks.gpu.run import slug
-from benchmarks.gpu.setting import Pace
-from benchmarks.gpu.suite import SuiteOutcome
-from benchmarks.gpu.traffic import StepCost
-from benchmarks.gpu.work import FULL, gpu_workloads
+from benchmarks.gpu.contenders import entrants
+from benchmarks.gpu.gpu_tests import SuiteOutcome
+from benchmarks.gpu.loops import Pace
+from benchmarks.gpu.report import GpuConditions, GpuResult, GpuTarget, render_gpu, result_of
+from benchmarks.gpu.roofline import DeviceFacts, StepCost
+from benchmarks.gpu.suite import slug
+from benchmarks.gpu.workloads import FULL, gpu_workloads
 from benchmarks.harness import Absence, Sample
 from benchmarks.trial import Contender
 
@@ -78,7 +76,7 @@ def conditions(make: Any, **changes: Any) -> GpuConditions:
             machine=make.conditions().machine,
             device="cuda",
             facts=FACTS,
-            command="python -m benchmarks --gpu",
+            command="python -m benchmarks gpu",
             pace=PACE,
             budget="budget 600 s",
             spent_s=432.1,

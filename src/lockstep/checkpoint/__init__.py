@@ -1,4 +1,14 @@
-"""Saving and restoring: weights as one safetensors file, and all state of a training as a folder a step."""
+"""Checkpoints: all state of a training, saved as one folder a step, restored on any layout; weights as safetensors.
+
+``Checkpoint`` collects and restores the state of named things; ``CheckpointManager`` saves it to a folder again and
+again. Begin reading at ``checkpoint``. The modules, each of which imports only those before it:
+
+    weights -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints) -> export
+    state_adapters (one for each kind of thing) -> checkpoint -> manager
+
+``sharded_state`` and ``sharded_io`` are for models that workers hold parts of. They import
+torch.distributed.checkpoint, which takes a second, so they are imported where they are needed.
+"""
 
 from __future__ import annotations
 

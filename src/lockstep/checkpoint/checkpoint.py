@@ -1,15 +1,16 @@
 """Checkpoint: named things whose state is saved and restored together, on all workers.
 
-things -> parts -> each gives its state -> gathered at the chief -> one folder
-one folder, read by the chief -> all workers -> each part looks whether it fits -> each part takes its state
+    save:     things -> state adapters -> each gives its state -> gathered at the chief -> one folder
+    restore:  one folder, read by the chief -> broadcast -> each adapter checks its state -> each adapter loads it
 
-What workers hold parts of is not gathered: each writes files of its own to the folder, and reads what it wants from it.
+The tensors of a model that workers hold parts of are not gathered: each worker writes its own files, and reads from
+the folder what it holds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -44,46 +45,26 @@ from lockstep.strategies.base import Strategy, get_strategy
 if TYPE_CHECKING:
     from lockstep.checkpoint.sharded_io import TensorShard
 
-
-def spread(workers: Communicator, name: str, state: Any) -> Any:
-    """The chief's state, on every worker. Every worker must call it.
-
-    Args:
-        workers: all of them.
-        name: what this call is for.
-        state: the chief's, as ``nested.flatten`` takes it; the others' is not looked at.
-    """
-    if workers.is_single:
-        return state
-    tree, tensors = flatten(state) if workers.is_chief else (None, {})
-    shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    tree, shapes = all_gather_object(workers, name, (tree, shapes))[0]
-    if not workers.is_chief:
-        tensors = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in shapes.items()}
-    workers.broadcast(name, list(tensors.values()))
-    return state if workers.is_chief else unflatten(tree, TensorsOrRefs(tensors))
-
-
 Found = tuple[Path, Contents]
 Read = Callable[[Path], Contents]
-Held = Mapping[str, Mapping[str, "TensorShard"]]
-"""Of each folder in a checkpoint's own, what a worker holds of the tensors in it."""
+Shards = Mapping[str, Mapping[str, "TensorShard"]]
+"""Folder inside the checkpoint -> key -> what this worker writes of that tensor."""
 _RANDOM = "random"
-_SAVED_PART = {SHARED: Any, "replicas": list, "workers": list}
+_SAVED_KIND = {SHARED: Any, "replicas": list, "workers": list}
 
 
 class Checkpoint:
     """Things whose state is saved and restored together, with the random numbers of all replicas and processes.
 
-    A folder of checkpoints is kept by a ``CheckpointManager``. Make it, and call its methods, on every worker.
+    A ``CheckpointManager`` keeps a folder of checkpoints. Make this object, and call its methods, on every worker.
 
     Args:
         things: by name: mirrored modules and optimizers, schedulers, ``strategy.variable``s, a ``torch.Generator``, a
-            dict of plain values such as ``{"epoch": 0}``, and whatever has ``state_dict`` and ``load_state_dict``.
+            dict of plain values such as ``{"epoch": 0}``, and any object with ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        ConfigError: nothing given, or a thing that cannot be restored in place, such as a plain number.
-        UsageError: things of two strategies.
+        ConfigError: nothing was given, or a thing that cannot be restored in place, such as a plain number.
+        UsageError: the things belong to two strategies.
 
     Example:
         >>> import torch, lockstep as ls
@@ -96,17 +77,17 @@ class Checkpoint:
         if not things or _RANDOM in things:
             raise ConfigError(
                 f"Checkpoint got {', '.join(things) or 'nothing'}; give things by name: Checkpoint(model=model), "
-                f"and none called {_RANDOM!r}: that is always in it"
+                f"and none called {_RANDOM!r}: the random numbers are always saved"
             )
         self._strategy = _strategy_of(things)
         modules = {name: thing for name, thing in things.items() if isinstance(thing, MirroredModule)}
-        self._parts: dict[str, StateAdapter] = {
+        self._adapters: dict[str, StateAdapter] = {
             name: adapter_for(name, thing, modules, self._strategy.workers) for name, thing in things.items()
         }
-        self._parts[_RANDOM] = RngAdapter(self._strategy.generators)
-        self.divided = any(module.is_part for module in modules.values())
+        self._adapters[_RANDOM] = RngAdapter(self._strategy.generators)
+        self.is_sharded = any(module.is_part for module in modules.values())
         mirrored = (MirroredModule, MirroredOptimizer)
-        self._apart = {name for name, thing in things.items() if self.divided and isinstance(thing, mirrored)}
+        self._sharded_names = {name for name, each in things.items() if self.is_sharded and isinstance(each, mirrored)}
 
     @property
     def workers(self) -> Communicator:
@@ -116,14 +97,14 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str]) -> Path:
         """Restores one checkpoint, or the newest in a folder of them. Every worker must call it; the chief reads.
 
-        Nothing is loaded unless everything fits. Where a part finds out only while it loads that its state is damaged,
-        the next older checkpoint of the folder is loaded over it. What the checkpoint holds besides is not looked at.
+        Nothing is loaded unless everything fits. If a state turns out to be damaged only while it is loaded, the next
+        older checkpoint of the folder is loaded over it. Things in the checkpoint that this object lacks are ignored.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it does not fit; the same on every worker.
+            CheckpointError: there is no checkpoint, it is damaged, or it does not fit; the same on every worker.
         """
         restored = self.restore_found(lambda read: _find(Path(path), read))
         if restored is None:
@@ -131,130 +112,163 @@ class Checkpoint:
         return restored[0]
 
     def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, CheckpointRecord] | None:
-        """Restores what ``find`` gives on the chief, who alone calls it. Every worker must call this.
+        """Restores the checkpoint that ``find`` returns on the chief. Every worker must call this.
 
         Args:
-            find: is given what reads a checkpoint, but for what workers read for themselves.
+            find: called on the chief alone, with a function that reads a checkpoint.
 
         Returns:
-            Where it was and what it says of itself; None if ``find`` gave nothing.
+            The checkpoint's folder and record, or None if ``find`` returned None.
 
         Raises:
-            CheckpointError: of what ``find`` gave last, which is damaged, or does not fit.
+            CheckpointError: the checkpoint that ``find`` returned last is damaged, or does not fit.
         """
         damages: dict[Path, str] = {}
 
         def read(path: Path) -> Contents:
             if path in damages:
                 raise damaged(path, damages[path])
-            contents = read_checkpoint(path, apart=self._apart)
+            contents = read_checkpoint(path, unread=self._sharded_names)
             try:
-                for name in contents.parts.keys() & self._parts.keys():
-                    check_kind(contents.parts[name], _SAVED_PART, name)
+                for name in contents.states.keys() & self._adapters.keys():
+                    check_kind(contents.states[name], _SAVED_KIND, name)
             except DamagedStateError as error:
                 raise damaged(path, str(error)) from error
             return contents
 
-        while True:  # each time round one more checkpoint is known to be damaged
+        while True:  # each round finds one more checkpoint to be damaged
             found = run_on_chief(self.workers, "checkpoint read", lambda: find(read))
-            sent = spread(self.workers.processes, "checkpoint restored", None if found is None else _as_state(*found))
-            if sent is None:
+            payload = None if found is None else {"path": str(found[0]), **_as_dict(found[1])}
+            payload = broadcast_state(self.workers.processes, "checkpoint restored", payload)
+            if payload is None:
                 return None
-            record = CheckpointRecord(**{**sent["record"], "replicas": tuple(sent["record"]["replicas"])})
-            damage = self._damage_of({name: self._saved(name, sent, record) for name in self._parts})
+            fields = payload["record"]
+            record = CheckpointRecord(**{**fields, "replicas": tuple(fields["replicas"])})
+            damage = self._load({name: self._saved(name, payload, record) for name in self._adapters})
             if not damage:
-                return Path(sent["path"]), record
-            damages[Path(sent["path"])] = damage
+                return Path(payload["path"]), record
+            damages[Path(payload["path"])] = damage
 
-    def _damage_of(self, saved: Mapping[str, SavedState]) -> str:
-        """Loads a checkpoint that was read, if every part finds it fit. Every worker must call it.
-
-        Returns:
-            What is damaged in it, on any worker; empty where all has been loaded.
-
-        Raises:
-            CheckpointError: it is whole and does not fit.
-        """
-        workers = self.workers.processes
-        acts = {
-            "checkpoint looked at": [partial(part.check, saved[name]) for name, part in self._parts.items()],
-            "checkpoint loaded": [partial(part.load, saved[name]) for name, part in self._parts.items()],
-        }
-        for doing, calls in acts.items():
-            faults = [fault for fault in map(_fault_of, self._parts, calls) if fault is not None]
-            faults.sort(key=lambda fault: isinstance(fault, DamagedStateError))  # where it does not fit, none may
-            own = (isinstance(faults[0], DamagedStateError), str(faults[0])) if faults else None
-            for worker, theirs in enumerate(all_gather_object(workers, doing, own)):
-                if theirs is None:
-                    continue
-                damage, text = theirs
-                if damage:
-                    return text if workers.is_single else f"{workers.names[worker]}: {text}"
-                raise faults[0] if own == theirs else CheckpointError(f"{workers.names[worker]}: {text}")
-        return ""
-
-    def contents(self, step: int, *, run: str, monitored: float | None = None, copied: bool = False) -> Contents:
-        """All state now, complete on the chief but for what workers hold parts of. Every worker must call it.
+    def collect(
+        self, step: int, *, run: str, monitored: float | None = None, copied: bool = False
+    ) -> tuple[Contents, Shards]:
+        """Collects all state. Every worker must call it.
 
         Args:
-            step: which step it is.
-            run: which training it belongs to.
-            monitored: the number that says which is best.
+            step: the number of the step.
+            run: the id of the training run.
+            monitored: the number that says which checkpoint is best.
             copied: tensors are copied, so that training can go on while they are written.
-        """
-        return self.contents_and_held(step, run=run, monitored=monitored, copied=copied)[0]
 
-    def contents_and_held(
-        self, step: int, *, run: str, monitored: float | None = None, copied: bool = False
-    ) -> tuple[Contents, Held]:
-        """``contents``, and what this worker is to write of the tensors that workers hold parts of."""
-        states = {name: part.state() for name, part in self._parts.items()}
-        own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
-        everyones = all_gather_object(self.workers.processes, "checkpoint saved", own)
-        leaders = self.workers.leaders
-        parts: Any = {name: _joined(name, state, everyones, leaders) for name, state in states.items()}
-        weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
-        if copied and self.workers.is_chief:
-            parts, weights = tree_map(_copied, parts), tree_map(_copied, weights)
-        apart, held = self._held(states) if self.divided else ({}, {})
-        if copied:
-            held = {folder: {key: each.copied() for key, each in own.items()} for folder, own in held.items()}
+        Returns:
+            The state, complete on the chief, without the tensors that workers hold parts of; and what this worker
+            writes of those.
+        """
         workers = self.workers
+        states = {name: adapter.state() for name, adapter in self._adapters.items()}
+        own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
+        gathered = all_gather_object(workers.processes, "checkpoint saved", own)
+        joined: Any = {
+            name: {
+                SHARED: state.shared,
+                "replicas": [each for leader in workers.leaders for each in gathered[leader][name]["replicas"]],
+                "workers": [worker[name]["worker"] for worker in gathered],
+            }
+            for name, state in states.items()
+        }
+        weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
+        if copied and workers.is_chief:
+            joined, weights = tree_map(_copied, joined), tree_map(_copied, weights)
+        folders, shards = self._shards(states) if self.is_sharded else ({}, {})
+        if copied:
+            shards = {folder: {key: each.copied() for key, each in own.items()} for folder, own in shards.items()}
         record = CheckpointRecord(
             step=step, run=run, replicas=workers.replicas, monitored=monitored, layout=workers.layout
         )
-        return Contents(record=record, parts=parts, weights=weights, apart=apart), held
+        return Contents(record=record, states=joined, weights=weights, weight_paths=folders), shards
 
-    def _held(self, states: Mapping[str, AdapterState]) -> tuple[dict[str, str], Held]:
-        """The folders of the modules, and of every folder what this worker is to write to it."""
+    def _shards(self, states: Mapping[str, AdapterState]) -> tuple[dict[str, str], Shards]:
+        """The folder of each sharded module's weights, and what this worker writes to each folder."""
         from lockstep.checkpoint.sharded_io import balance_writes
 
         modules = [name for name, state in states.items() if state.weight_shards is not None]
-        apart = {name: "weights" if len(modules) == 1 else f"weights-{name}" for name in modules}
-        held: dict[str, Mapping[str, TensorShard]] = {apart[name]: states[name].weight_shards or {} for name in modules}
-        held[STATE] = {key: each for state in states.values() for key, each in state.held.items()}
-        return apart, balance_writes(self.workers.processes, held)
+        folders = {name: "weights" if len(modules) == 1 else f"weights-{name}" for name in modules}
+        shards: dict[str, Mapping[str, TensorShard]] = {
+            folders[name]: states[name].weight_shards or {} for name in modules
+        }
+        shards[STATE] = {key: each for state in states.values() for key, each in state.shards.items()}
+        return folders, balance_writes(self.workers.processes, shards)
 
-    def _saved(self, name: str, sent: dict[str, Any], record: CheckpointRecord) -> SavedState:
-        if name not in sent["parts"]:
-            there = ", ".join(sorted(sent["parts"].keys() - {_RANDOM}))
+    def _load(self, saved: Mapping[str, SavedState]) -> str:
+        """Loads a checkpoint if every adapter finds that it fits. Every worker must call it.
+
+        Returns:
+            What is damaged in it, on any worker. Empty if everything has been loaded.
+
+        Raises:
+            CheckpointError: it is undamaged and does not fit.
+        """
+        workers = self.workers.processes
+        phases = {
+            "checkpoint checked": [partial(adapter.check, saved[name]) for name, adapter in self._adapters.items()],
+            "checkpoint loaded": [partial(adapter.load, saved[name]) for name, adapter in self._adapters.items()],
+        }
+        for phase, calls in phases.items():
+            errors = [error for error in map(_error_of, self._adapters, calls) if error is not None]
+            # What does not fit comes first: then nothing may be loaded from any checkpoint.
+            errors.sort(key=lambda error: isinstance(error, DamagedStateError))
+            own = (isinstance(errors[0], DamagedStateError), str(errors[0])) if errors else None
+            for worker, theirs in enumerate(all_gather_object(workers, phase, own)):
+                if theirs is None:
+                    continue
+                is_damage, text = theirs
+                if is_damage:
+                    return text if workers.is_single else f"{workers.names[worker]}: {text}"
+                raise errors[0] if own == theirs else CheckpointError(f"{workers.names[worker]}: {text}")
+        return ""
+
+    def _saved(self, name: str, payload: dict[str, Any], record: CheckpointRecord) -> SavedState:
+        if name not in payload["states"]:
+            known = ", ".join(sorted(payload["states"].keys() - {_RANDOM}))
             raise CheckpointError(
-                f"{sent['path']} has nothing called {name!r}; it has: {there}. Give the things the names they were "
+                f"{payload['path']} has nothing called {name!r}; it has: {known}. Give the things the names they were "
                 "saved under"
             )
         workers = self.workers
         return SavedState(
             name=name,
-            source=sent["path"],
-            **sent["parts"][name],
-            weights=sent["weights"].get(name, {}),
-            weights_in=sent["apart"].get(name),
+            source=payload["path"],
+            **payload["states"][name],
+            weights=payload["weights"].get(name, {}),
+            weights_in=payload["weight_paths"].get(name),
             same_layout=(record.replicas, record.layout) == (workers.replicas, workers.layout),
             first_replica=workers.first_replica,
             local_replicas=workers.replicas[workers.index],
             worker_index=workers.processes.index,
             step=record.step,
         )
+
+
+def broadcast_state(workers: Communicator, name: str, state: Any) -> Any:
+    """Returns the chief's state on every worker. Every worker must call it.
+
+    Names and shapes are sent first, then the tensors: no file system has to be shared, and no worker holds more than
+    one copy.
+
+    Args:
+        workers: all workers.
+        name: the name of this collective.
+        state: on the chief, a state as ``flatten`` takes it; ignored on the others.
+    """
+    if workers.is_single:
+        return state
+    tree, tensors = flatten(state) if workers.is_chief else (None, {})
+    shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    tree, shapes = all_gather_object(workers, name, (tree, shapes))[0]
+    if not workers.is_chief:
+        tensors = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in shapes.items()}
+    workers.broadcast(name, list(tensors.values()))
+    return state if workers.is_chief else unflatten(tree, TensorsOrRefs(tensors))
 
 
 def _find(path: Path, read: Read) -> Found | None:
@@ -268,16 +282,19 @@ def _find(path: Path, read: Read) -> Found | None:
     return CheckpointFolder(path).read_newest(read)
 
 
-def _as_state(path: Path, contents: Contents) -> dict[str, Any]:
-    record = asdict(contents.record)
-    weights, apart = dict(contents.weights), dict(contents.apart)
-    return {"path": str(path), "record": record, "parts": dict(contents.parts), "weights": weights, "apart": apart}
+def _as_dict(contents: Contents) -> dict[str, Any]:
+    return {
+        "record": asdict(contents.record),
+        "states": dict(contents.states),
+        "weights": dict(contents.weights),
+        "weight_paths": dict(contents.weight_paths),
+    }
 
 
-def _fault_of(name: str, act: Callable[[], None]) -> CheckpointError | None:
-    """What a part says of what was saved for it; whatever it raises unforeseen is damage."""
+def _error_of(name: str, call: Callable[[], None]) -> CheckpointError | None:
+    """Calls, and returns the error. Any error that an adapter does not raise on purpose means a damaged state."""
     try:
-        act()
+        call()
     except DamagedStateError as error:
         return DamagedStateError(f"{name}: {error}")
     except CheckpointError as error:
@@ -286,17 +303,9 @@ def _fault_of(name: str, act: Callable[[], None]) -> CheckpointError | None:
         return DamagedStateError(f"{name}: {error}")
     except LockstepError:
         raise
-    except Exception as error:  # noqa: BLE001  any object may take a state, and fail in its own way at another's
+    except Exception as error:  # noqa: BLE001  a user's object may fail in its own way at a state of another object
         return DamagedStateError(f"{name}: {type(error).__name__}: {error}")
     return None
-
-
-def _joined(name: str, state: AdapterState, everyones: list[Any], leaders: Sequence[int]) -> dict[str, Any]:
-    return {
-        SHARED: state.shared,
-        "replicas": [own for speaker in leaders for own in everyones[speaker][name]["replicas"]],
-        "workers": [worker[name]["worker"] for worker in everyones],
-    }
 
 
 def _copied(leaf: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A folder of checkpoints, one folder a step: which there are, which is newest, which are kept. Found by looking.
+"""A folder of checkpoints, one folder per step: which there are, which is the newest, which are kept.
 
-There is no file that names the newest one: it is the whole checkpoint with the highest step. Writers are the chief.
+No file names the newest one: it is the undamaged checkpoint with the highest step. Only the chief writes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    """The folder of a step, such as "step-00000120": names sort as steps do."""
+    """Returns the name of a step's folder, such as "step-00000120". Names sort as steps do."""
     return f"step-{step:08d}"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest undamaged checkpoint in ``folder``; None if there is none. For this machine's eyes alone.
+    """Returns the newest undamaged checkpoint in ``folder`` that this machine sees; None if there is none.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -54,7 +54,7 @@ class CheckpointFolder:
         self.path = path
 
     def paths(self) -> list[Path]:
-        """The checkpoints, oldest first; whether they are damaged shows when they are read.
+        """Returns the checkpoints, oldest first, damaged or not.
 
         Raises:
             CheckpointError: the folder is a file, or cannot be read.
@@ -62,7 +62,7 @@ class CheckpointFolder:
         return [path for _, path in self._by_step()]
 
     def records(self) -> list[tuple[Path, CheckpointRecord]]:
-        """The undamaged checkpoints with what they say of themselves, oldest first."""
+        """Returns the undamaged checkpoints with their records, oldest first."""
         readable: list[tuple[Path, CheckpointRecord]] = []
         for path in self.paths():
             try:
@@ -72,15 +72,15 @@ class CheckpointFolder:
         return readable
 
     def newest(self) -> Path | None:
-        """The newest undamaged checkpoint; None if there is none."""
+        """Returns the newest undamaged checkpoint; None if there is none."""
         readable = self.records()
         return readable[-1][0] if readable else None
 
     def read_newest(self, read: Callable[[Path], Contents] | None = None) -> tuple[Path, Contents] | None:
-        """Reads the newest checkpoint, or with a warning the newest undamaged one; None where there is none at all.
+        """Reads the newest undamaged checkpoint, with a warning for each damaged one; None if there is none.
 
         Args:
-            read: how; None is all of it.
+            read: reads one checkpoint; None is ``read_checkpoint``.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged.
@@ -96,13 +96,13 @@ class CheckpointFolder:
         return None
 
     def write(self, contents: Contents) -> Path:
-        """Writes a checkpoint, after clearing away what killed writers left. A checkpoint of that step is replaced.
+        """Writes a checkpoint, after removing what killed writers left. A checkpoint of the same step is replaced.
 
-        Later ones of the same run are removed: it has been set back to an earlier step, and goes on from there.
+        Later ones of the same run are removed: the run was set back to an earlier step and goes on from there.
 
         Raises:
-            CheckpointError: it cannot be written; or there is a later one of another run, which would go on being
-                taken for the newest.
+            CheckpointError: it cannot be written, or there is a later one of another run, which would still be taken
+                for the newest.
         """
         with self._replacing_later(contents.record) as target:
             write_checkpoint(target, contents)
@@ -110,7 +110,7 @@ class CheckpointFolder:
 
     @contextmanager
     def begin(self, record: CheckpointRecord) -> Iterator[tuple[Path, Fill]]:
-        """``write`` for a checkpoint to which others write too: as ``record.new_checkpoint``."""
+        """Does what ``write`` does for a checkpoint to which other workers write too; yields as ``new_checkpoint``."""
         with self._replacing_later(record) as target, new_checkpoint(target) as (partial, fill):
             yield partial, fill
 
@@ -129,10 +129,10 @@ class CheckpointFolder:
             self.remove(path)
 
     def prune(self, keep: int | None, step: int, best: Path | None, *, run: str | None = None) -> None:
-        """Removes all checkpoints up to ``step`` but the last ``keep`` and the best; those of ``run`` alone, if given.
+        """Removes all checkpoints up to ``step`` but the last ``keep`` and the best; only those of ``run``, if given.
 
         Raises:
-            CheckpointError: one cannot be removed.
+            CheckpointError: a checkpoint cannot be removed.
         """
         if keep is None:
             return
@@ -142,7 +142,7 @@ class CheckpointFolder:
                 self.remove(path)
 
     def best(self, *, maximise: bool) -> Path | None:
-        """The checkpoint with the best monitored number, the newest of equals; None if none has a number."""
+        """Returns the checkpoint with the best monitored number, the newest of equals; None if none has a number."""
         scored = [(path, record.monitored) for path, record in self.records() if record.monitored is not None]
         scored = [(path, value) for path, value in scored if value == value]  # NaN is not the best of anything
         if not scored:
@@ -151,15 +151,15 @@ class CheckpointFolder:
         return [path for path, value in scored if value == wanted][-1]
 
     def remove(self, path: Path) -> None:
-        """Removes one checkpoint, at once under its name.
+        """Removes one checkpoint: first its name, in one step.
 
         Raises:
-            CheckpointError: there is no permission to.
+            CheckpointError: it cannot be removed.
         """
         try:
             remove_folder(path)
         except OSError as error:
-            raise CheckpointError(f"cannot remove {path}: {error.strerror}; see to its permissions") from error
+            raise CheckpointError(f"cannot remove {path}: {error.strerror}; check its permissions") from error
 
     def remove_all(self) -> None:
         """Removes all checkpoints, what killed writers left, and the folder if nothing else is in it."""
@@ -171,8 +171,8 @@ class CheckpointFolder:
         self._remove([path for path in self.paths() if run_of(path) == run])
 
     def remove_if_empty(self) -> None:
-        """Removes the folder if nothing is in it."""
-        with suppress(OSError):  # something is in it, it is gone already, or it is the working directory
+        """Removes the folder if it is empty."""
+        with suppress(OSError):  # it is not empty, it is gone already, or it is the working directory
             self.path.rmdir()
 
     def _remove(self, paths: list[Path]) -> None:

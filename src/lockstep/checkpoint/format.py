@@ -1,12 +1,21 @@
-"""One checkpoint on disk: what is in its folder, written whole, and read only if it is whole.
+"""The format of one checkpoint: a folder that is written whole, and read only if it is whole.
 
 step-00000120/
-  checkpoint.json           everything that is no tensor, and the size of every other file
+  checkpoint.json           the record: everything that is not a tensor, and the size of every other file
   weights.safetensors       a module's state_dict, plain keys (weights-NAME.safetensors where there are several)
-  state/                    all other tensors, as torch.distributed.checkpoint writes them: safetensors too
+  state/                    all other tensors, in safetensors files
 
-Of a model that is divided among workers ``weights`` is a folder like ``state``, and each worker has written files of
-its own to both.
+Of a model that is divided among workers ``weights`` is a folder like ``state``, and each worker has written its own
+files to both.
+
+In the record a nested state is JSON, and the tensors are taken out of it:
+
+    {"lr": 0.1, "mean": tensor}  <->  {"lr": 0.1, "mean": {"#": "tensor", "key": "mean"}} and {"mean": tensor}
+
+What JSON has no type for is an object with the key "#". Nothing here can run code when it is read. A record may be
+valid JSON and still hold a string where a number belongs, which would fail later in the training, with an error that
+names neither the checkpoint nor the value. So ``check_kind`` looks at the types before anything is loaded, and a
+checkpoint with a wrong type is damaged like one with a broken file.
 """
 
 from __future__ import annotations
@@ -29,7 +38,264 @@ from lockstep.checkpoint.weights import contiguous_tensors, read_weights
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
-TAG = "#"
+FORMAT = "lockstep checkpoint"
+RECORD = "checkpoint.json"
+VERSION, SHARDED_VERSION = 1, 2
+STATE = "state"
+SHARED = "shared"
+"""The part of a thing's state that is equal on all workers; its tensors' keys begin with the thing's name and this."""
+_TAG = "#"
+_RECORD_KIND = {
+    "step": int,
+    "run": str,
+    "replicas": list[int],
+    "monitored": float | None,
+    "weights": dict[str, str],
+    "files": dict[str, int],
+    "state": dict[str, Any],
+}
+"""The keys that a record must have, and the types of their values."""
+
+
+class DamagedStateError(CheckpointError):
+    """A state holds something else than what was saved there. Another checkpoint should be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """What a checkpoint says of itself.
+
+    Args:
+        step: the number of the step.
+        run: the id of the training run; a resumed run keeps it.
+        replicas: the number of replicas of each worker, in worker order.
+        monitored: the number that says which checkpoint is best, or None.
+        layout: how the workers of each replica divide the model, if they do.
+    """
+
+    step: int
+    run: str
+    replicas: tuple[int, ...]
+    monitored: float | None = None
+    layout: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint's record and state.
+
+    Args:
+        record: the record.
+        states: name of a thing -> its state, as ``flatten`` takes it.
+        weights: name of a module -> the tensors of its state_dict.
+        weight_paths: name of a module whose tensors are not in ``weights`` -> the file or folder, inside the
+            checkpoint's own, that has them.
+    """
+
+    record: CheckpointRecord
+    states: Mapping[str, Any]
+    weights: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    weight_paths: Mapping[str, str] = field(default_factory=dict)
+
+
+Fill = Callable[[Contents], None]
+"""Writes contents to the folder of a checkpoint that has been begun."""
+
+
+def write_checkpoint(path: Path, contents: Contents) -> None:
+    """Writes a checkpoint to the folder ``path``, which appears whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written, or the state holds what no checkpoint can hold; nothing is left behind.
+    """
+    with new_checkpoint(path) as (_, fill):
+        fill(contents)
+
+
+@contextmanager
+def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
+    """Yields the folder in which a checkpoint's files gather, and a function that writes all but ``weight_paths``.
+
+    The folder becomes ``path`` when the block ends.
+
+    Raises:
+        CheckpointError: as ``write_checkpoint``.
+    """
+    try:
+        with atomic_folder(path, record=RECORD) as (partial, write_record):
+            yield partial, lambda contents: write_record(_write_files(partial, contents))
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint {path}: {error}; choose a folder that can be written to and has room"
+        ) from error
+
+
+def read_record(path: Path) -> CheckpointRecord:
+    """Returns the record of the checkpoint ``path``.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    """
+    return _record(_read_document(path))
+
+
+def run_of(path: Path) -> str | None:
+    """Returns the run that a checkpoint belongs to, even if files of it are damaged. None if it names no run.
+
+    This tells a run's own checkpoints from everything else that may have such a name.
+    """
+    try:
+        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    run = document.get("run") if isinstance(document, dict) and document.get("format") == FORMAT else None
+    return run if isinstance(run, str) else None
+
+
+def weights_of(path: Path) -> dict[str, str]:
+    """Returns, by module, the files or folders inside the checkpoint ``path`` that have its weights.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    """
+    return dict(_read_document(path)["weights"])
+
+
+def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
+    """Reads the checkpoint ``path``.
+
+    Args:
+        path: its folder.
+        unread: names of things whose shared tensors are not read: modules get no weights, and in the states of others
+            a ``TensorRef`` stands for each tensor.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    """
+    document = _read_document(path)
+    weight_paths = {name: file for name, file in document["weights"].items() if name in unread}
+    try:
+        tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in unread))
+        weights = {
+            name: _read_module(path / file) for name, file in document["weights"].items() if name not in weight_paths
+        }
+        states: dict[str, Any] = unflatten(document["state"], tensors)
+    except (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError) as error:
+        raise damaged(path, str(error)) from error
+    except Exception as error:
+        # The record itself says how it is decoded: with values other than the saved ones any error may be raised.
+        raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
+    return Contents(record=_record(document), states=states, weights=weights, weight_paths=weight_paths)
+
+
+def damaged(path: Path, why: str) -> CheckpointError:
+    """Returns the error for a checkpoint that is not what was written."""
+    return CheckpointError(f"the checkpoint {path} is damaged ({why}); remove it and use the one before it")
+
+
+def _write_files(folder: Path, contents: Contents) -> str:
+    """Writes all files but the record, which it returns."""
+    tree, tensors = flatten(dict(contents.states))
+    weights: dict[str, str] = {}
+    for name, own in contents.weights.items():
+        weights[name] = "weights.safetensors" if len(contents.weights) == 1 else f"weights-{name}.safetensors"
+        save = require("safetensors.torch", "train").save_file
+        save(contiguous_tensors(own), str(folder / weights[name]), metadata={"format": "pt"})
+    # Imported here: it takes 0.7 s, which a program that saves nothing need not wait.
+    from lockstep.checkpoint.sharded_io import write_tensors
+
+    write_tensors(tensors, folder / STATE)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    record = contents.record
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "version": SHARDED_VERSION if record.layout else VERSION,
+            "torch": torch.__version__,
+            "step": record.step,
+            "run": record.run,
+            "replicas": list(record.replicas),
+            "layout": record.layout,
+            "monitored": flatten(record.monitored)[0],
+            "weights": {**weights, **contents.weight_paths},
+            "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
+            "state": tree,
+        }
+    )
+
+
+def _read_state(folder: Path, unread: tuple[str, ...]) -> dict[str, Any]:
+    """The tensors in a folder, and references to those whose keys begin with one of ``unread``."""
+    if not folder.is_dir():
+        return {}
+    from lockstep.checkpoint.sharded_io import TensorReader
+
+    reader = TensorReader(folder)
+    left = [key for key in reader.tensors if key.startswith(unread)]
+    return {**reader.read_all(without=left), **{key: TensorRef(key) for key in left}}
+
+
+def _read_module(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_dir():
+        return read_weights(path)
+    from lockstep.checkpoint.sharded_io import TensorReader
+
+    return TensorReader(path).read_all()
+
+
+def _record(document: Mapping[str, Any]) -> CheckpointRecord:
+    return CheckpointRecord(
+        step=document["step"],
+        run=document["run"],
+        replicas=tuple(document["replicas"]),
+        monitored=document["monitored"],
+        layout=document.get("layout", ""),
+    )
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """The record as it is in the file, after a check that all files are there in full length."""
+    try:
+        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint: it has no {RECORD}; give a folder such as step-00000120, or the one it is in"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}; make it readable") from error
+    except ValueError as error:
+        raise damaged(path, f"{RECORD}: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of lockstep: its {RECORD} is another program's; give another")
+    if document.get("version") not in (VERSION, SHARDED_VERSION):
+        raise CheckpointError(
+            f"the checkpoint {path} has version {document.get('version')!r}, this program reads up to "
+            f"{SHARDED_VERSION}; use the version of lockstep that wrote it, or load its weights alone"
+        )
+    missing = sorted(_RECORD_KIND.keys() - document.keys())
+    if missing:
+        raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
+    try:
+        document["monitored"] = unflatten(document["monitored"], {})
+        check_kind(document, _RECORD_KIND, RECORD)
+        check_kind(document.get("layout", ""), str, f"{RECORD}.layout")
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, str(error)) from error
+    _check_files(path, document["files"])
+    return document
+
+
+def _check_files(path: Path, files: Mapping[str, int]) -> None:
+    for name, size in files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError as error:
+            raise damaged(path, f"{name}: {error.strerror}") from error
+        if found != size:
+            raise damaged(path, f"{name} has {found} bytes instead of {size}")
+
+
+# ---- nested state <-> JSON and a flat dict of tensors
 
 
 @dataclass(frozen=True)
@@ -40,7 +306,7 @@ class TensorRef:
 
 
 class TensorsOrRefs(dict[str, Any]):
-    """Tensors by key, and for those that are not here what stands for them in the files."""
+    """Tensors by key, and a ``TensorRef`` for every other key."""
 
     def __missing__(self, key: str) -> TensorRef:
         return TensorRef(key)
@@ -50,30 +316,30 @@ def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Takes the tensors out of ``state``.
 
     Args:
-        state: None, numbers, texts, tensors and what stands for them, in lists, tuples, dicts and Counters.
-        name: what the state is called, if anything; begins the tensors' keys.
+        state: None, numbers, strings, tensors and ``TensorRef``s, in lists, tuples, dicts and Counters.
+        name: the name of the state, with which the tensors' keys begin; empty for none.
 
     Returns:
-        What ``json.dumps`` can write, and the tensors by key, as they are; without those that are ``TensorRef``.
+        What ``json.dumps`` can write, and the tensors by key, without those that are ``TensorRef``s.
 
     Raises:
-        CheckpointError: something else, which is named with its place.
+        CheckpointError: the state holds something else, which is named with its place.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encoded(state, name, tensors), tensors
 
 
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that ``flatten`` was given; non-contiguous dense tensors get their strides back.
+    """Returns the state that ``flatten`` was given. Non-contiguous dense tensors get their strides back.
 
     Raises:
-        CheckpointError: a tensor that is not there, or an unknown kind of object.
+        CheckpointError: a tensor is missing, or an object is of an unknown type.
     """
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    kind = tree.get(TAG)
+    kind = tree.get(_TAG)
     if kind is None:
         return {key: unflatten(value, tensors) for key, value in tree.items()}
     if kind not in _DECODERS:
@@ -85,30 +351,30 @@ def _encoded(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if state is None or isinstance(state, (bool, str)):
         return state
     if isinstance(state, torch.Tensor):
-        return _tensor(state, path, tensors)
+        return _encoded_tensor(state, path, tensors)
     if isinstance(state, TensorRef):
-        return {TAG: "tensor", "key": state.key}
+        return {_TAG: "tensor", "key": state.key}
     if isinstance(state, numbers.Integral):
         return int(state)
     if isinstance(state, numbers.Real):
         number = float(state)
-        return number if math.isfinite(number) else {TAG: "float", "value": str(number)}
+        return number if math.isfinite(number) else {_TAG: "float", "value": str(number)}
     if isinstance(state, Mapping):
-        return _mapping(state, path, tensors)
+        return _encoded_mapping(state, path, tensors)
     if isinstance(state, (list, tuple)):
         items = [_encoded(item, _below(path, place), tensors) for place, item in enumerate(state)]
-        return items if isinstance(state, list) else {TAG: "tuple", "items": items}
+        return items if isinstance(state, list) else {_TAG: "tuple", "items": items}
     raise CheckpointError(
         f"{path} is a {type(state).__name__}; a checkpoint holds numbers, texts and tensors, in lists, tuples and "
         "dicts: turn it into one of these in state_dict()"
     )
 
 
-def _mapping(state: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encoded_mapping(state: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
     values = {key: _encoded(value, _below(path, key), tensors) for key, value in state.items()}
-    if isinstance(state, Counter) or TAG in values or not all(isinstance(key, str) for key in values):
+    if isinstance(state, Counter) or _TAG in values or not all(isinstance(key, str) for key in values):
         kind = "counter" if isinstance(state, Counter) else "dict"
-        return {TAG: kind, "items": [[_encoded(key, f"{path}: a key", {}), value] for key, value in values.items()]}
+        return {_TAG: kind, "items": [[_encoded(key, f"{path}: a key", {}), value] for key, value in values.items()]}
     return values
 
 
@@ -116,13 +382,13 @@ def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _tensor(state: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _encoded_tensor(state: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     if state.layout is not torch.strided or state.is_meta or state.is_quantized:
         raise CheckpointError(f"{path} is no dense tensor ({state.layout}, {state.device}); make it dense to save it")
     key = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" of one dict have one path
     tensors[key] = state.detach()
     strides = None if state.is_contiguous() else _dense_strides(state)
-    return {TAG: "tensor", "key": key} | ({} if strides is None else {"strides": strides})
+    return {_TAG: "tensor", "key": key} | ({} if strides is None else {"strides": strides})
 
 
 def _dense_strides(tensor: torch.Tensor) -> list[int] | None:
@@ -170,35 +436,34 @@ _DECODERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]
 }
 
 
-class DamagedStateError(CheckpointError):
-    """A state holds something else than what was saved there: another checkpoint is to be taken."""
+# ---- the types of values that were read
 
 
 def check_kind(value: Any, kind: Any, place: str) -> None:
-    """Looks whether ``value``, and all that is in it, is of a kind.
+    """Checks that ``value``, and everything in it, is of a kind.
 
     Args:
         value: what was read.
-        kind: a type as an annotation has it: ``int``, ``float`` (which integers are too), ``str``, ``bool``, ``None``,
-            ``Tensor`` (for which ``nested.TensorRef`` may stand), ``list[...]``, ``dict[..., ...]``, unions of them, a
-            dict of kinds, whose keys the value must have, a list of one kind, that of all items, a dataclass, whose
-            fields the value must have as keys, or ``Any``.
-        place: of the value, for the message, such as "position.epoch".
+        kind: a type as in an annotation: ``int``, ``float`` (which accepts integers), ``str``, ``bool``, ``None``,
+            ``Tensor`` (which accepts a ``TensorRef``), ``list[...]``, ``dict[..., ...]``, or a union of them; a dict
+            of kinds, whose keys the value must have; a list of one kind, that of all items; a dataclass, whose fields
+            the value must have as keys; or ``Any``.
+        place: where the value is, for the message, such as "position.epoch".
 
     Raises:
-        DamagedStateError: it is not; the message has the place.
+        DamagedStateError: it is of another kind.
     """
-    if kind is Any or _is(value, kind):
-        _check_inside(value, kind, place)
+    if kind is Any or _is_kind(value, kind):
+        _check_items(value, kind, place)
         return
-    raise DamagedStateError(f"{place} is {_shown(value)} instead of {_named(kind)}")
+    raise DamagedStateError(f"{place} is {_shown(value)} instead of {_kind_name(kind)}")
 
 
 def check_like(value: Any, like: Any, place: str) -> None:
-    """Looks whether a value that was read can take the place of one that is in use.
+    """Checks that a value that was read can replace a value that is in use.
 
     None may stand for a bool, a tensor for a number and the other way round, and any of them for None. In dicts only
-    the keys that both have count. To be used for classes of torch: another's values may change in kind.
+    the keys that both have count. This is for torch's classes: values of other classes may change in kind.
 
     Raises:
         DamagedStateError: they differ in kind, or in the length of a tuple.
@@ -233,15 +498,15 @@ def _kind_like(value: Any) -> Any:
     return Any
 
 
-def _is(value: Any, kind: Any) -> bool:
-    """Whether the value itself is of the kind; not what is in it."""
-    if isinstance(kind, dict) or (is_dataclass(kind) and isinstance(kind, type)):
+def _is_kind(value: Any, kind: Any) -> bool:
+    """Whether the value itself is of the kind, whatever is in it."""
+    if _has_keys(kind):
         return isinstance(value, Mapping)
     if isinstance(kind, list):
         return isinstance(value, list)
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
-        return any(each is Any or _is(value, each) for each in get_args(kind))
+        return any(each is Any or _is_kind(value, each) for each in get_args(kind))
     if origin in (None, NoneType):
         return value is None
     if origin in (int, float):
@@ -253,8 +518,8 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, Mapping if origin is dict else origin)
 
 
-def _check_inside(value: Any, kind: Any, place: str) -> None:
-    if isinstance(kind, dict) or (isinstance(kind, type) and is_dataclass(kind)):
+def _check_items(value: Any, kind: Any, place: str) -> None:
+    if _has_keys(kind):
         for key, expected in _keys_of(kind).items():
             if key not in value:
                 raise DamagedStateError(f"{place} lacks {key!r}")
@@ -264,7 +529,7 @@ def _check_inside(value: Any, kind: Any, place: str) -> None:
         kind = list[kind[0]]
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        _check_inside(value, next(each for each in args if each is Any or _is(value, each)), place)
+        _check_items(value, next(each for each in args if each is Any or _is_kind(value, each)), place)
     elif origin in (list, Sequence):
         for number, item in enumerate(value):
             check_kind(item, args[0], f"{place}[{number}]")
@@ -274,11 +539,15 @@ def _check_inside(value: Any, kind: Any, place: str) -> None:
             check_kind(item, args[1], f"{place}.{key}")
 
 
+def _has_keys(kind: Any) -> bool:
+    return isinstance(kind, dict) or (isinstance(kind, type) and is_dataclass(kind))
+
+
 def _keys_of(kind: Any) -> dict[str, Any]:
     if isinstance(kind, dict):
         return kind
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    return {each.name: hints[each.name] for each in fields(kind)}
 
 
 def _shown(value: Any) -> str:
@@ -289,278 +558,15 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _named(kind: Any) -> str:
-    if isinstance(kind, dict) or (isinstance(kind, type) and is_dataclass(kind)):
+def _kind_name(kind: Any) -> str:
+    if _has_keys(kind):
         return "a dict"
     if isinstance(kind, list):
         return "a list"
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
-        return " or ".join(_named(each) for each in get_args(kind))
+        return " or ".join(_kind_name(each) for each in get_args(kind))
     if origin in (None, NoneType):
         return "None"
     names = {int: "an integer", float: "a number", str: "a text", Sequence: "a list"}
     return names.get(origin, f"a {origin.__name__.lower()}")
-
-
-FORMAT = "lockstep checkpoint"
-RECORD = "checkpoint.json"
-VERSION, DIVIDED_VERSION = 1, 2
-STATE = "state"
-SHARED = "shared"
-"""What the keys of tensors in ``AdapterState.shared`` have behind the part's name."""
-_DOCUMENT_KIND = {
-    "step": int,
-    "run": str,
-    "replicas": list[int],
-    "monitored": float | None,
-    "weights": dict[str, str],
-    "files": dict[str, int],
-    "state": dict[str, Any],
-}
-"""What a record must have, and of which kinds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
-    """What a checkpoint says of itself.
-
-    Args:
-        step: of which step it is.
-        run: which training it belongs to; resumed runs go on under the same.
-        replicas: how many replicas each worker ran, in worker order.
-        monitored: the number that says which is best, or None.
-        layout: how the workers of each replica divide the model, if they do.
-    """
-
-    step: int
-    run: str
-    replicas: tuple[int, ...]
-    monitored: float | None = None
-    layout: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """A checkpoint's record and state.
-
-    Args:
-        record: what it says of itself.
-        parts: name of a part -> its state, as ``nested.flatten`` takes it.
-        weights: name of a module -> its state_dict's tensors.
-        apart: name of a module -> the file or folder, in the checkpoint's own, that has them; not in ``weights``.
-    """
-
-    record: CheckpointRecord
-    parts: Mapping[str, Any]
-    weights: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    apart: Mapping[str, str] = field(default_factory=dict)
-
-
-Fill = Callable[[Contents], None]
-"""Writes contents to the folder of a checkpoint that has been begun."""
-
-
-def write_checkpoint(path: Path, contents: Contents) -> None:
-    """Writes a checkpoint to the folder ``path``, which appears whole or not at all.
-
-    Raises:
-        CheckpointError: it cannot be written, or the state holds what no checkpoint can hold; nothing is left behind.
-    """
-    with new_checkpoint(path) as (_, fill):
-        fill(contents)
-
-
-@contextmanager
-def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
-    """A checkpoint that is being written: the folder in which its files gather, and what writes all but ``apart``.
-
-    The folder becomes ``path`` when the block ends.
-
-    Raises:
-        CheckpointError: as ``write_checkpoint``.
-    """
-    try:
-        with atomic_folder(path, record=RECORD) as (partial, write_record):
-            yield partial, lambda contents: write_record(_filled(partial, contents))
-    except (OSError, require("safetensors", "train").SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {path}: {error}; choose a folder that can be written to and has room"
-        ) from error
-
-
-def read_record(path: Path) -> CheckpointRecord:
-    """What the checkpoint ``path`` says of itself.
-
-    Raises:
-        CheckpointError: it is no checkpoint, it is damaged, or a newer version wrote it.
-    """
-    return _record(_read_document(path))
-
-
-def run_of(path: Path) -> str | None:
-    """The run that the folder ``path`` names as its own, also where files of it are damaged; None where none is named.
-
-    It tells a run's own checkpoints from all else that may have such a name.
-    """
-    try:
-        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    run = document.get("run") if isinstance(document, dict) and document.get("format") == FORMAT else None
-    return run if isinstance(run, str) else None
-
-
-def weights_of(path: Path) -> dict[str, str]:
-    """By name the files or folders, in the checkpoint ``path``, that have modules' weights.
-
-    Raises:
-        CheckpointError: it is no checkpoint, it is damaged, or a newer version wrote it.
-    """
-    return dict(_read_document(path)["weights"])
-
-
-def read_checkpoint(path: Path, *, apart: Collection[str] = ()) -> Contents:
-    """The checkpoint ``path``, all of it, or all but what stays in its files.
-
-    Args:
-        path: its folder.
-        apart: names of parts whose shared tensors are not read: modules get no weights, and in the states of others
-            ``nested.TensorRef`` stands for them.
-
-    Raises:
-        CheckpointError: it is no checkpoint, it is damaged, or a newer version wrote it.
-    """
-    document = _read_document(path)
-    left = {name: file for name, file in document["weights"].items() if name in apart}
-    try:
-        tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in apart))
-        weights = {name: _read_module(path / file) for name, file in document["weights"].items() if name not in left}
-        parts: dict[str, Any] = unflatten(document["state"], tensors)
-    except (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError) as error:
-        raise damaged(path, str(error)) from error
-    except Exception as error:
-        # The state is nested, and decoded as it says itself: with other values than were saved anything may be raised.
-        raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
-    return Contents(record=_record(document), parts=parts, weights=weights, apart=left)
-
-
-def _filled(folder: Path, contents: Contents) -> str:
-    """Writes all files but the record, which it returns."""
-    tree, tensors = flatten(dict(contents.parts))
-    weights = {name: _weights_file(name, contents.weights) for name in contents.weights}
-    for name, file in weights.items():
-        save = require("safetensors.torch", "train").save_file
-        save(contiguous_tensors(contents.weights[name]), str(folder / file), metadata={"format": "pt"})
-    # Imported here: it takes 0.7 s, which a program that saves nothing need not wait.
-    from lockstep.checkpoint.sharded_io import write_tensors
-
-    write_tensors(tensors, folder / STATE)
-    return json.dumps(_document(contents.record, tree, {**weights, **contents.apart}, _sizes(folder)))
-
-
-def _read_state(folder: Path, left: tuple[str, ...]) -> dict[str, Any]:
-    """The tensors in a folder; for those whose keys begin with one of ``left`` what stands for them."""
-    if not folder.is_dir():
-        return {}
-    from lockstep.checkpoint.sharded_io import read_tensors
-
-    stay: list[str] = []
-
-    def wanted(key: str) -> bool:
-        if key.startswith(left):
-            stay.append(key)
-        return not key.startswith(left)
-
-    return {**read_tensors(folder, wanted), **{key: TensorRef(key) for key in stay}}
-
-
-def _read_module(path: Path) -> dict[str, torch.Tensor]:
-    from lockstep.checkpoint.sharded_io import read_tensors
-
-    return read_tensors(path) if path.is_dir() else read_weights(path)
-
-
-def _weights_file(name: str, weights: Mapping[str, Any]) -> str:
-    return "weights.safetensors" if len(weights) == 1 else f"weights-{name}.safetensors"
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def _document(
-    record: CheckpointRecord, tree: Any, weights: Mapping[str, str], files: Mapping[str, int]
-) -> dict[str, Any]:
-    number, _ = flatten(record.monitored)
-    return {
-        "format": FORMAT,
-        "version": DIVIDED_VERSION if record.layout else VERSION,
-        "torch": torch.__version__,
-        "step": record.step,
-        "run": record.run,
-        "replicas": list(record.replicas),
-        "layout": record.layout,
-        "monitored": number,
-        "weights": dict(weights),
-        "files": dict(files),
-        "state": tree,
-    }
-
-
-def _record(document: Mapping[str, Any]) -> CheckpointRecord:
-    return CheckpointRecord(
-        step=document["step"],
-        run=document["run"],
-        replicas=tuple(document["replicas"]),
-        monitored=document["monitored"],
-        layout=document.get("layout", ""),
-    )
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    """The record, after a look at whether all files are there in full length."""
-    try:
-        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(
-            f"{path} is no checkpoint: it has no {RECORD}; give a folder such as step-00000120, or the one it is in"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error}; make it readable") from error
-    except ValueError as error:
-        raise damaged(path, f"{RECORD}: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of lockstep: its {RECORD} is another program's; give another")
-    if document.get("version") not in (VERSION, DIVIDED_VERSION):
-        raise CheckpointError(
-            f"the checkpoint {path} has version {document.get('version')!r}, this program reads up to "
-            f"{DIVIDED_VERSION}; use the version of lockstep that wrote it, or load its weights alone"
-        )
-    missing = sorted(_DOCUMENT_KIND.keys() - document.keys())
-    if missing:
-        raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
-    try:
-        document["monitored"] = unflatten(document["monitored"], {})
-        check_kind(document, _DOCUMENT_KIND, RECORD)
-        check_kind(document.get("layout", ""), str, f"{RECORD}.layout")
-    except (CheckpointError, ValueError, KeyError, TypeError) as error:
-        raise damaged(path, str(error)) from error
-    _check_files(path, document["files"])
-    return document
-
-
-def _check_files(path: Path, files: Mapping[str, int]) -> None:
-    for name, size in files.items():
-        try:
-            found = (path / name).stat().st_size
-        except OSError as error:
-            raise damaged(path, f"{name}: {error.strerror}") from error
-        if found != size:
-            raise damaged(path, f"{name} has {found} bytes instead of {size}")
-
-
-def damaged(path: Path, why: str) -> CheckpointError:
-    """The error for a checkpoint that is not what was written."""
-    return CheckpointError(f"the checkpoint {path} is damaged ({why}); remove it and use the one before it")

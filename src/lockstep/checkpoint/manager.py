@@ -1,4 +1,12 @@
-"""CheckpointManager: a folder of checkpoints: saves, keeps the last and the best, restores the newest."""
+"""CheckpointManager: saves checkpoints to a folder, keeps the last and the best ones, and restores the newest.
+
+The chief alone writes the checkpoint of a model that every worker has whole. ``ShardedSave`` writes one of a model
+that workers hold parts of, with all workers:
+
+    begin      the chief makes a folder and sends its path to all workers
+    write      each worker writes its own files, possibly in a thread
+    complete   all workers report errors -> the chief writes the rest and the record, and renames the folder
+"""
 
 from __future__ import annotations
 
@@ -11,149 +19,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from lockstep.checkpoint.checkpoint import Checkpoint, Held
+from lockstep.checkpoint.checkpoint import Checkpoint, Shards
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
-from lockstep.checkpoint.state_adapters import check_faults, fault_of, on_everyone
+from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors, run_on_all
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
 
-class BackgroundWriter:
-    """Does one write at a time in a thread of its own.
-
-    The thread is no daemon: it lives as long as one write takes, and the interpreter waits for it at its end, so that
-    a checkpoint that was begun is finished.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Begins ``work``; what was begun before must be finished."""
-        self._thread = threading.Thread(target=self._run, args=(work,), name="lockstep-checkpoint")
-        self._thread.start()
-
-    def join(self) -> None:
-        """Waits for what was begun."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def finish(self) -> None:
-        """Waits for what was begun.
-
-        Raises:
-            BaseException: what it ended with, once.
-        """
-        self.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - not swallowed: finish hands it on
-            self._error = error
-
-
-class ShardedSave:
-    """The writing of one checkpoint. Every worker must make one, which begins it.
-
-    Args:
-        workers: all that write.
-        folder: of the checkpoints.
-        contents: complete on the chief but for what is held.
-        held: what this worker writes.
-
-    Raises:
-        CheckpointError: it cannot be begun, or a worker does not see the folder; nothing is left behind.
-    """
-
-    def __init__(self, workers: Communicator, folder: CheckpointFolder, contents: Contents, held: Held) -> None:
-        self._workers, self._contents, self._held = workers.processes, contents, held
-        self._stack = ExitStack()
-        self._partial = Path()
-        self._fill: Fill | None = None
-        run_on_chief(self._workers, "checkpoint begun", lambda: self._begin(folder))
-        path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
-        self._partial = Path(self._workers.broadcast_bytes("the folder of the checkpoint", path.encode()).decode())
-        try:
-            on_everyone(self._workers, "the folder of the checkpoint seen", self._look)
-        except BaseException as error:
-            self.abandon(error)
-            raise
-
-    def write(self) -> None:
-        """Writes what this worker holds.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        from lockstep.checkpoint.sharded_io import write_shards
-
-        for folder, held in self._held.items():
-            if held:
-                write_shards(held, self._partial / folder, number=self._workers.index, of=self._workers.size)
-
-    def complete(self, fault: str) -> None:
-        """Gives the checkpoint its name, if all have written theirs. Every worker must call it.
-
-        Args:
-            fault: what went wrong with this worker's; empty where nothing did.
-
-        Raises:
-            CheckpointError: a worker could not write, or the chief cannot now; nothing is left behind.
-        """
-        try:
-            check_faults(self._workers, "checkpoint filled", fault)
-        except BaseException as error:
-            self.abandon(error)
-            raise
-        run_on_chief(self._workers, "checkpoint written", self._finish)
-
-    def abandon(self, error: BaseException) -> None:
-        """Removes, on the chief, what has been written so far."""
-        with suppress(type(error)), self._stack:
-            raise error
-
-    def _begin(self, folder: CheckpointFolder) -> None:
-        self._partial, self._fill = self._stack.enter_context(folder.begin(self._contents.record))
-
-    def _look(self) -> None:
-        if not self._partial.is_dir():
-            raise CheckpointError(
-                f"does not see the folder {self._partial.parent}, in which the chief has begun a checkpoint; keep "
-                "those of a model that is divided among workers in a folder that all of them share"
-            )
-
-    def _finish(self) -> None:
-        with self._stack:
-            if self._fill is not None:
-                self._fill(self._contents)
-
-
 class CheckpointManager:
-    """Saves a Checkpoint again and again, each time to a folder of its own, and restores the newest.
+    """Saves a Checkpoint repeatedly, each time to a folder of its own, and restores the newest.
 
-    The chief writes, reads and removes; every worker must make the same calls. Of a model that is divided among workers
-    each writes and reads its own part, so all must see the folder. A checkpoint appears whole or not at
-    all, also when its writer is killed; what a killed one leaves is cleared away by the next save.
+    The chief writes, reads and removes; every worker must make the same calls. Of a model that is divided among
+    workers, each worker writes and reads its own part, so all of them must see the folder. A checkpoint appears whole
+    or not at all, even when its writer is killed. The next save removes what a killed writer left.
 
     Args:
         checkpoint: what is saved.
-        folder: where to: one folder a step, ``step-00000120`` and so on. It is made.
-        keep: how many of the last checkpoints stay; None keeps all.
-        best: "min" or "max" keeps besides the one with the best ``monitored`` number.
-        asynchronous: ``save`` copies the state and returns; a thread writes it. One is written at a time: the next save
-            waits for it. An error is raised by the next call. The thread ends with the writing, and Python waits for it
-            at its own end. Of a model that is divided among workers each writes its own in a thread, and the checkpoint
-            gets its name in the next call, when all have told of theirs.
+        folder: where to: one folder per step, ``step-00000120`` and so on. It is made.
+        keep: the number of last checkpoints to keep; None keeps all.
+        best: "min" or "max" also keeps the checkpoint with the best ``monitored`` number.
+        asynchronous: ``save`` copies the state and returns; a thread writes it. One checkpoint is written at a time:
+            the next save waits for it. The next call raises its error. The thread ends when it has written, and Python
+            waits for it at exit. Of a model that is divided among workers each worker writes its part in a thread, and
+            the checkpoint gets its name in the next call, when all workers have reported theirs.
 
     Raises:
-        ConfigError: a number to keep that cannot be.
+        ConfigError: ``keep`` or ``best`` is invalid.
 
     Example:
         >>> import tempfile, torch, lockstep as ls
@@ -177,7 +69,7 @@ class CheckpointManager:
         asynchronous: bool = False,
     ) -> None:
         if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep={keep!r} is no number of checkpoints; give 1 or more, or None to keep all")
+            raise ConfigError(f"keep={keep!r} is not a number of checkpoints; give 1 or more, or None to keep all")
         if best not in (None, "min", "max"):
             raise ConfigError(f"best={best!r} is unknown; choose 'min', 'max' or None")
         self._checkpoint = checkpoint
@@ -185,12 +77,12 @@ class CheckpointManager:
         self._keep = keep
         self._best = best
         self._writer = BackgroundWriter() if asynchronous else None
-        self._shared: tuple[ShardedSave, int] | None = None
+        self._sharded_save: tuple[ShardedSave, int] | None = None
         self.run = uuid.uuid4().hex
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self._folder.path
 
     @property
@@ -212,41 +104,45 @@ class CheckpointManager:
         """Saves everything. Every worker must call it, outside replicas.
 
         Args:
-            step: its number, which names the folder; a checkpoint of the same step is replaced.
-            monitored: the number that says which is best, such as the validation loss.
+            step: the number of the step, which names the folder. A checkpoint of the same step is replaced.
+            monitored: the number that says which checkpoint is best, such as the validation loss.
 
         Returns:
-            The checkpoint's folder, which is there when this returns, unless ``asynchronous``.
+            The checkpoint's folder, which exists when this returns, unless ``asynchronous``.
 
         Raises:
-            CheckpointError: it cannot be written, on every worker; or another run has left later ones in the folder.
-                Asynchronously: what became of the save before.
+            CheckpointError: on every worker: it cannot be written, or another run has left later checkpoints in the
+                folder. With ``asynchronous``: the error of the previous save.
         """
         if type(step) is not int or step < 0:
-            raise ConfigError(f"step={step!r} is no number of a step; give 0 or more")
-        workers = self._checkpoint.workers
-        if self._checkpoint.divided:
-            self._begin_shared(step, monitored)
-        elif self._writer is None:
-            contents = self._checkpoint.contents(step, run=self.run, monitored=monitored)
-            run_on_chief(workers, "checkpoint written", lambda: self._write(contents))
-        else:
+            raise ConfigError(f"step={step!r} is not a number of a step; give 0 or more")
+        workers, writer = self._checkpoint.workers, self._writer
+        if self._checkpoint.is_sharded or writer is not None:
             self.wait()
-            contents = self._checkpoint.contents(step, run=self.run, monitored=monitored, copied=True)
-            if workers.is_chief:
-                self._writer.start(lambda: self._write(contents))
+        contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=writer is not None)
+        if self._checkpoint.is_sharded:
+            save = ShardedSave(workers, self._folder, contents, shards)
+            self._sharded_save = save, step
+            if writer is None:
+                self._complete_sharded_save()
+            else:
+                writer.start(save.write)
+        elif writer is None:
+            run_on_chief(workers, "checkpoint written", lambda: self._write(contents))
+        elif workers.is_chief:
+            writer.start(lambda: self._write(contents))
         return self._folder.path / step_name(step)
 
     def restore_or_initialize(self) -> Path | None:
         """Restores the newest checkpoint, as the chief sees it. Every worker must call it, outside replicas.
 
-        If the newest one is damaged, a warning names it and the one before is restored.
+        If the newest one is damaged, a warning names it, and the one before it is restored.
 
         Returns:
             The checkpoint's folder, or None if there is none: then everything stays as it is.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or the newest does not fit; nothing is loaded then.
+            CheckpointError: all checkpoints are damaged, or the newest does not fit; then nothing is loaded.
         """
         self.wait()
         restored = self._checkpoint.restore_found(lambda read: self._folder.read_newest(read))
@@ -256,30 +152,30 @@ class CheckpointManager:
         return restored[0]
 
     def wait(self) -> None:
-        """Waits for the save under way, if it is asynchronous. Every worker must call it.
+        """Waits for an asynchronous save that is being written. Every worker must call it.
 
         Raises:
-            CheckpointError: it has failed.
+            CheckpointError: the save failed.
         """
-        if self._shared is not None:
-            self._complete_shared()
-        elif self._writer is not None and not self._checkpoint.divided:
+        if self._sharded_save is not None:
+            self._complete_sharded_save()
+        elif self._writer is not None and not self._checkpoint.is_sharded:
             run_on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
 
     def finish_writing(self) -> None:
-        """Waits on this worker alone, and raises nothing: for the way out of an error, when others may not be there."""
+        """Waits on this worker alone and raises nothing: for the way out of an error, when others may be gone."""
         if self._writer is not None:
             self._writer.join()
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            shared[0].abandon(CheckpointError("the training ended before all workers had written"))
+        pending, self._sharded_save = self._sharded_save, None
+        if pending is not None:
+            pending[0].abandon(CheckpointError("the training ended before all workers had written"))
 
     def close(self) -> None:
-        """``wait``, at the end. Every worker must call it."""
+        """Waits as ``wait`` does, at the end. Every worker must call it."""
         self.wait()
 
     def remove_all(self) -> None:
-        """Removes all checkpoints from the folder, and the folder if it is empty then. Every worker must call it."""
+        """Removes all checkpoints, and the folder if it is then empty. Every worker must call it."""
         self.wait()
         run_on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
 
@@ -287,7 +183,7 @@ class CheckpointManager:
         """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
 
         Args:
-            with_folder: the folder too, if it is empty then.
+            with_folder: also removes the folder, if it is then empty.
         """
 
         def remove() -> None:
@@ -309,25 +205,11 @@ class CheckpointManager:
         else:
             self.finish_writing()
 
-    def _begin_shared(self, step: int, monitored: float | None) -> None:
-        """Of a model that workers hold parts of, each writes its own; the checkpoint has its name when all have."""
-        self.wait()
-        writer = self._writer
-        contents, held = self._checkpoint.contents_and_held(
-            step, run=self.run, monitored=monitored, copied=writer is not None
-        )
-        writing = ShardedSave(self._checkpoint.workers, self._folder, contents, held)
-        self._shared = writing, step
-        if writer is not None:
-            writer.start(writing.write)
-        else:
-            self._complete_shared()
-
-    def _complete_shared(self) -> None:
-        if self._shared is None:
+    def _complete_sharded_save(self) -> None:
+        if self._sharded_save is None:
             return
-        (writing, step), self._shared = self._shared, None
-        writing.complete(fault_of(writing.write if self._writer is None else self._writer.finish))
+        (save, step), self._sharded_save = self._sharded_save, None
+        save.complete(error_text(save.write if self._writer is None else self._writer.finish))
         run_on_chief(self._checkpoint.workers, "older checkpoints removed", lambda: self._prune(step))
 
     def _write(self, contents: Contents) -> None:
@@ -337,3 +219,116 @@ class CheckpointManager:
     def _prune(self, step: int) -> None:
         best = None if self._best is None else self._folder.best(maximise=self._best == "max")
         self._folder.prune(self._keep, step, best, run=self.run)
+
+
+class BackgroundWriter:
+    """Does one write at a time in a thread of its own.
+
+    The thread is not a daemon: it lives as long as one write, and the interpreter waits for it at exit, so that a
+    checkpoint that was begun is finished.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begins ``work``. The previous work must be finished."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name="lockstep-checkpoint")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for the work."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> None:
+        """Waits for the work and raises its error, once."""
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - not swallowed: finish raises it
+            self._error = error
+
+
+class ShardedSave:
+    """One checkpoint that all workers write. Every worker must make this object, which begins the checkpoint.
+
+    Args:
+        workers: all workers.
+        folder: the folder of the checkpoints.
+        contents: complete on the chief, apart from the shards.
+        shards: what this worker writes.
+
+    Raises:
+        CheckpointError: it cannot be begun, or a worker does not see the folder; nothing is left behind.
+    """
+
+    def __init__(self, workers: Communicator, folder: CheckpointFolder, contents: Contents, shards: Shards) -> None:
+        self._workers, self._contents, self._shards = workers.processes, contents, shards
+        self._stack = ExitStack()
+        self._partial = Path()
+        self._fill: Fill | None = None
+        run_on_chief(self._workers, "checkpoint begun", lambda: self._begin(folder))
+        path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
+        self._partial = Path(self._workers.broadcast_bytes("the folder of the checkpoint", path.encode()).decode())
+        try:
+            run_on_all(self._workers, "the folder of the checkpoint seen", self._check_visible)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def write(self) -> None:
+        """Writes this worker's shards.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        from lockstep.checkpoint.sharded_io import write_shards
+
+        for folder, shards in self._shards.items():
+            if shards:
+                write_shards(shards, self._partial / folder, number=self._workers.index, of=self._workers.size)
+
+    def complete(self, error: str) -> None:
+        """Gives the checkpoint its name, if all workers have written their shards. Every worker must call it.
+
+        Args:
+            error: what went wrong on this worker; empty if nothing did.
+
+        Raises:
+            CheckpointError: a worker could not write its shards, or the chief cannot write the rest; nothing is left
+                behind.
+        """
+        try:
+            raise_gathered_errors(self._workers, "checkpoint filled", error)
+        except BaseException as raised:
+            self.abandon(raised)
+            raise
+        run_on_chief(self._workers, "checkpoint written", self._finish)
+
+    def abandon(self, error: BaseException) -> None:
+        """Removes, on the chief, what has been written so far."""
+        with suppress(type(error)), self._stack:
+            raise error
+
+    def _begin(self, folder: CheckpointFolder) -> None:
+        self._partial, self._fill = self._stack.enter_context(folder.begin(self._contents.record))
+
+    def _check_visible(self) -> None:
+        if not self._partial.is_dir():
+            raise CheckpointError(
+                f"does not see the folder {self._partial.parent}, in which the chief has begun a checkpoint; keep the "
+                "checkpoints of a model that is divided among workers in a folder that all workers share"
+            )
+
+    def _finish(self) -> None:
+        with self._stack:
+            if self._fill is not None:
+                self._fill(self._contents)

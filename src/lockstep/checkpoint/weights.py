@@ -1,8 +1,6 @@
-"""Weights in one safetensors file: every key of a state_dict, written so that no torn file is ever seen.
+"""Weights in one safetensors file: every key of a module's state_dict, and nothing but tensors.
 
-    state -> NAME.<random>.partial beside it -> fsync -> rename to NAME -> fsync of the folder
-
-A reader sees the old file or the new one, whole. Optimizers and positions are not in it; only tensors are.
+The file is written aside and renamed, so a reader sees the old file or the new one, whole.
 """
 
 from __future__ import annotations
@@ -27,17 +25,16 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 
     Args:
         state: key to tensor on any device. Tied, overlapping and non-contiguous tensors are each written in full.
-        path: the safetensors file; a file of that name is replaced. Its folder is made.
+        path: the safetensors file. An existing one is replaced; its folder is made.
 
     Raises:
-        CheckpointError: an entry is no tensor, or the file cannot be written; then nothing is left behind.
+        CheckpointError: an entry is not a tensor, or the file cannot be written; then nothing is left behind.
     """
-    safetensors = require("safetensors.torch", "train")
     target = Path(path)
     tensors = contiguous_tensors(state)
     try:
         with atomic_file(target) as partial:
-            safetensors.save_file(tensors, str(partial), metadata={"format": "pt"})
+            require("safetensors.torch", "train").save_file(tensors, str(partial), metadata={"format": "pt"})
     except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the weights to {target}: {error}; choose a folder that can be written to and has room"
@@ -45,10 +42,10 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors in a safetensors file, by key, on the CPU.
+    """Returns the tensors in a safetensors file, by key, on the CPU.
 
     Raises:
-        CheckpointError: there is no such file, or it is not safetensors.
+        CheckpointError: there is no such file, or it is not a safetensors file.
     """
     source = Path(path)
     if not source.is_file():
@@ -66,12 +63,12 @@ def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str 
     """Checks that weights have the keys and shapes of a module's state_dict, before anything is loaded.
 
     Args:
-        weights: what was read, or what has its shapes.
+        weights: the weights, or anything with their shapes, by key.
         state: the module's state_dict.
         source: where the weights came from, for the message.
 
     Raises:
-        CheckpointError: missing keys, unexpected keys, or shapes that differ; all are named.
+        CheckpointError: keys are missing or unexpected, or shapes differ; all of them are named.
     """
     shapes = [
         f"{key} has shape {tuple(weights[key].shape)} instead of {tuple(state[key].shape)}"
@@ -91,15 +88,8 @@ def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str 
         )
 
 
-def _listed(title: str, items: list[str]) -> str:
-    if not items:
-        return ""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"{title}: {', '.join(items[:_SHOWN])}{more}"
-
-
 def contiguous_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Each tensor contiguous and alone in its storage, as the format wants it; copied only where it is not so."""
+    """Returns each tensor contiguous and alone in its storage, as safetensors wants it. Copies only where needed."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
@@ -112,3 +102,10 @@ def contiguous_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
         seen.add(tensor.untyped_storage().data_ptr())
         tensors[key] = tensor
     return tensors
+
+
+def _listed(title: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f"{title}: {', '.join(items[:_SHOWN])}{more}"

@@ -1,13 +1,13 @@
-"""``--batch-size auto``: the largest global batch that fits is found first, and then the command runs with it.
+"""``--batch-size auto``: finds the largest global batch that fits, then runs the command with it.
 
-The run is the one that the found number would give as ``--batch-size``, to the last bit.
+The run is bit for bit the one with the found number as ``--batch-size``.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from lockstep.cli.devices import take_devices
 from lockstep.cli.flags import config_command, field_docs
 from lockstep.cli.grid import NOT_DIVIDED, GridFlags
 from lockstep.cli.in_workers import InWorkers
-from lockstep.cli.training import check_output
+from lockstep.cli.output import check_output
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.recipes.batch_size import LargestBatch
@@ -31,18 +31,19 @@ Largest = Callable[[Any, Strategy], LargestBatch]
 
 
 def training_command(
-    config: type[Any], largest: Largest, *, noun: str
+    config: type[Any], largest: Largest, *, noun: str, groups: Mapping[str, str]
 ) -> Callable[[Callable[..., Job]], Callable[..., Job]]:
-    """``config_command`` for a recipe whose ``--batch-size`` is a number or "auto".
+    """Decorates as ``config_command`` does, for a recipe whose ``--batch-size`` is a number or "auto".
 
     Args:
         config: the recipe's dataclass, with ``batch_size`` and ``seed``; the function has ``devices`` and ``output``.
-        largest: finds the batch; called with the config, of the default batch size, and a strategy.
+        largest: finds the batch size; called with a config, whose batch size is the default, and a strategy.
         noun: what an example is called, such as "line".
+        groups: first field of a group of flags -> title of the group in the help.
     """
 
     def decorate(function: Callable[..., Job]) -> Callable[..., Job]:
-        with_number = config_command(config)(function)
+        with_number = config_command(config, groups=groups)(function)
         own = inspect.signature(function).parameters
 
         def command(*, batch_size: str, **flags: Any) -> Job:
@@ -69,8 +70,10 @@ def training_command(
 
 
 def _flag(number: inspect.Parameter, config: type[Any]) -> inspect.Parameter:
-    said = f"{field_docs(config)['batch_size'].rstrip('.')}; auto finds the largest that fits."
-    flag = typer.Option(metavar="NUMBER|auto", help=said)
+    option = number.annotation.__metadata__[0]
+    documented = field_docs(config)["batch_size"].rstrip(".")
+    text = f"{documented[:1].upper()}{documented[1:]}; auto finds the largest that fits."
+    flag = typer.Option(metavar="NUMBER|auto", help=text, rich_help_panel=option.rich_help_panel)
     return number.replace(annotation=Annotated[str, flag], default=str(number.default))
 
 
@@ -78,7 +81,7 @@ def _number(given: str) -> int:
     try:
         return int(given)
     except ValueError:
-        raise ConfigError(f"batch_size={given!r} was given, expected a whole number or {AUTO}") from None
+        raise ConfigError(f"batch_size={given!r} was given, expected an integer or {AUTO}") from None
 
 
 def _refuse_grid(grid: GridFlags) -> None:
@@ -94,19 +97,16 @@ def _search(settings: Any, largest: Largest, devices: str | None, *, noun: str) 
     if cluster is not None and cluster.num_workers > 1:
         raise ConfigError(
             f"--batch-size {AUTO} tries batches in one process, and {cluster.source} declares {cluster.num_workers} "
-            f"workers; find the size with one of them alone, and give --batch-size that number times the workers"
+            "workers; find the size with one worker, and give --batch-size that number times the number of workers"
         )
     strategy = MirroredStrategy(take_devices(devices), seed=settings.seed)
     with closing(strategy), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run that follows says it all again
+        warnings.simplefilter("ignore")  # the run that follows gives the same warnings
         found = largest(settings, strategy)
-    print(_found(found, noun), flush=True)
-    return found.size
-
-
-def _found(found: LargestBatch, noun: str) -> str:
-    budget = "the memory of the GPUs" if found.memory_mb is None else f"{found.memory_mb:,.0f} MB for this process"
-    return (
-        f"batch size {AUTO}: {found.size:,} {noun}s fit; the limits are {budget} "
-        f"and the {found.examples:,} {noun}s of the training part"
+    limit = "the memory of the GPUs" if found.memory_mb is None else f"{found.memory_mb:,.0f} MB for this process"
+    print(
+        f"batch size {AUTO}: {found.size:,} {noun}s fit; the limits are {limit} "
+        f"and the {found.examples:,} {noun}s of the training split",
+        flush=True,
     )
+    return found.size

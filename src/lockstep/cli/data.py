@@ -1,24 +1,211 @@
-"""``lockstep data``: what the data of a recipe holds, without training on it; one file for each recipe."""
+"""``lockstep data``: shows the data of a recipe without training, or writes the embedded digits as files."""
 
 from __future__ import annotations
 
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from lockstep.cli.data_images import digits, images
-from lockstep.cli.data_mlm import mlm
-from lockstep.cli.data_reviews import reviews
+from lockstep.cli.flags import config_command
+from lockstep.extras import require
+from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.dataset import ImageSummary, summarize_images
+from lockstep.recipes.images.folder import write_digits
+from lockstep.recipes.images.pixels import Progress, format_bytes
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.train import read_text
+from lockstep.recipes.reviews.config import ReviewsConfig
+from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable
+from lockstep.recipes.reviews.task import class_names, read_table, split_table
+from lockstep.recipes.text.corpus import TextSplits
+from lockstep.report import text_table
+
+LinesFlag = Annotated[int, typer.Option(min=0, help="Number of first lines of each split to show.")]
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new or an empty folder.")]
+
+_MAX_BROKEN_SHOWN = 10
+_PUBLISHED_SIZE = 224
+_REVIEW_WIDTH = 40  # characters; Chinese ones are two columns wide
 
 
 def data_app() -> typer.Typer:
-    """The commands under ``lockstep data``."""
+    """Returns the commands under ``lockstep data``."""
     app = typer.Typer()
-    app.callback()(_data)
-    app.command("mlm", epilog="Example: lockstep data mlm --text wikitext-2 --lines 3")(mlm)
-    app.command("images", epilog="Example: lockstep data images --data flower_photos")(images)
-    app.command("reviews", epilog="Example: lockstep data reviews --csv hotel.csv --encoding gb18030")(reviews)
+    app.callback()(_data_help)
+    text_flags = config_command(MlmConfig, only=("data", "min_characters"))
+    app.command("mlm", epilog="Example: lockstep data mlm --data wikitext-2 --lines 3")(text_flags(mlm))
+    image_flags = config_command(ImagesConfig, only=("data", "test_fraction", "valid_fraction", "workers"))
+    app.command("images", epilog="Example: lockstep data images --data flower_photos")(image_flags(images))
+    review_flags = config_command(
+        ReviewsConfig,
+        only=("data", "encoding", "separator", "names", "repeated", "limit", "test_fraction", "valid_fraction", "seed"),
+    )
+    app.command("reviews", epilog="Example: lockstep data reviews --data hotel.csv --encoding gb18030")(
+        review_flags(reviews)
+    )
     app.command("digits", epilog="Example: lockstep data digits digits")(digits)
     return app
 
 
-def _data() -> None:
-    """Say what the data of a recipe holds, or write the embedded pictures."""
+def _data_help() -> None:
+    """Show the data of a recipe, or write the embedded digits."""
+
+
+def mlm(*, config: MlmConfig, lines: LinesFlag = 2) -> Callable[[], int]:
+    """Show the text of the recipe mlm: lines, words and characters of each split, and its first lines."""
+
+    def job() -> int:
+        print(text_summary(read_text(config), lines=lines))
+        return 0
+
+    return job
+
+
+def text_summary(text: TextSplits, *, lines: int) -> str:
+    """The source, a table of the splits, and the first lines of each, shortened to one line of a terminal."""
+    splits = {"train": text.train, "valid": text.valid, "test": text.test}
+    rows = [
+        [
+            name,
+            *(f"{count:,}" for count in (len(found), sum(len(line.split()) for line in found), sum(map(len, found)))),
+        ]
+        for name, found in splits.items()
+    ]
+    first = [
+        f"{name:<6}{textwrap.shorten(line, width=100, placeholder=' ...')}"
+        for name, found in splits.items()
+        for line in found[:lines]
+    ]
+    table = text_table(["split", "lines", "words", "characters"], rows)
+    return "\n\n".join([f"text: {text.source}", table, "\n".join(first)]).rstrip()
+
+
+def images(*, config: ImagesConfig) -> Callable[[], int]:
+    """Show the images of the recipe images: classes, counts, sizes, and which of them are broken."""
+
+    def job() -> int:
+        with decoding_bar(quiet=False) as progress:
+            summary = summarize_images(config, progress=progress)
+        print(images_summary(summary))
+        return 0
+
+    return job
+
+
+def digits(*, folder: FolderArgument) -> Callable[[], int]:
+    """Write scikit-learn's digits as PNG files: DIR/train/0 ... 9 and DIR/test/0 ... 9."""
+
+    def job() -> int:
+        written = write_digits(folder.expanduser())
+        counts = ", ".join(f"{split} {number:,}" for split, number in written.items())
+        print(f"digits written to {folder}: {counts}; train on them with: lockstep train images --data {folder}")
+        return 0
+
+    return job
+
+
+@contextmanager
+def decoding_bar(*, quiet: bool) -> Iterator[Progress | None]:
+    """Shows a progress bar at a terminal while images are decoded; yields what updates it, or None."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    with require("tqdm", "train").tqdm(desc="decoding", unit=" images", leave=False, file=sys.stderr) as bar:
+
+        def progress(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+def images_summary(summary: ImageSummary) -> str:
+    """The source, a table of classes and splits, the sizes, and the broken images."""
+    splits = list(summary.counts)
+    rows = [
+        [name, *(f"{summary.counts[split][label]:,}" for split in splits)] for label, name in enumerate(summary.classes)
+    ]
+    total = ["all", *(f"{sum(summary.counts[split]):,}" for split in splits)]
+    blocks = [f"images: {summary.source}", text_table(["class", *splits], [*rows, total]), _image_facts(summary)]
+    if summary.broken:
+        shown = [f"broken  {image.path} ({image.reason})" for image in summary.broken[:_MAX_BROKEN_SHOWN]]
+        more = len(summary.broken) - _MAX_BROKEN_SHOWN
+        blocks.append("\n".join([*shown, *([f"broken  and {more:,} more"] if more > 0 else [])]))
+    return "\n\n".join(blocks)
+
+
+def _image_facts(summary: ImageSummary) -> str:
+    facts = [f"splits  {summary.rule}"]
+    if summary.sizes:
+        named = {size: f"{size[0]}x{size[1]}" for size in summary.sizes}
+        by_area = sorted(named, key=lambda size: (size[0] * size[1], size))
+        (common, number), *_ = Counter(summary.sizes).most_common(1)
+        most = f", most often {named[common]} ({number:,})" if len(named) > 1 else ""
+        facts.append(f"sizes   from {named[by_area[0]]} to {named[by_area[-1]]}{most}")
+    decoded = summary.num_images * _PUBLISHED_SIZE * _PUBLISHED_SIZE * 3
+    at_published = f"{format_bytes(decoded)} at {_PUBLISHED_SIZE}x{_PUBLISHED_SIZE}"
+    facts.append(f"decoded {at_published}, {format_bytes(decoded // 49)} at 32x32")
+    facts += [f"ignored {what}" for what in summary.ignored]
+    broken = len(summary.broken)
+    facts.append(f"broken  {broken:,} of {summary.num_images:,} images ({broken / summary.num_images:.2%})")
+    return "\n".join(facts)
+
+
+def reviews(*, config: ReviewsConfig, lines: LinesFlag = 2) -> Callable[[], int]:
+    """Show the reviews of the recipe reviews: how many of each class, empty or repeated, and the first of them."""
+
+    def job() -> int:
+        table = read_table(config)
+        splits = split_table(config, table)
+        names = class_names(config, splits.labels)
+        print(f"{reviews_overview(table, splits, names)}\n\n{reviews_table(splits)}")
+        if first := first_reviews(splits, lines):
+            print(f"\n{first}")
+        return 0
+
+    return job
+
+
+def reviews_overview(table: ReviewTable, splits: ReviewSplits, names: Sequence[str]) -> str:
+    """What was read, what was dropped, how it was split, and what the labels mean."""
+    dropped = [f"{table.empty:,} empty"] + [f"{splits.repeated:,} repeated"] * bool(splits.repeated)
+    both = f"; {splits.contradictory:,} have more than one label" if splits.contradictory else ""
+    train, valid, test = (f"{split} {len(found):,}" for split, found in splits.by_name.items())
+    labels = ", ".join(f"{label} is {name}" for label, name in zip(splits.labels, names, strict=True))
+    return "\n".join(
+        [
+            f"data    {table.source}: {len(table.reviews) + table.empty:,} rows; dropped: {', '.join(dropped)}{both}",
+            f"splits  {train}, {valid} (chooses the best epoch), {test}",
+            f"labels  {labels}",
+        ]
+    )
+
+
+def reviews_table(splits: ReviewSplits) -> str:
+    """A row for each split, a column for each class, and the lengths of its reviews."""
+
+    def row(split: str, found: Sequence[Review]) -> list[str]:
+        of_label = Counter(review.label for review in found)
+        lengths = [len(review.text) for review in found]
+        counts = [len(found), *(of_label[label] for label in splits.labels), sum(lengths), max(lengths)]
+        return [split, *(f"{count:,}" for count in counts)]
+
+    headings = ["split", "reviews", *(f"label {label}" for label in splits.labels), "characters", "longest"]
+    return text_table(headings, [row(split, found) for split, found in splits.by_name.items()])
+
+
+def first_reviews(splits: ReviewSplits, lines: int) -> str:
+    """The first reviews of each split, shortened to one line of a terminal."""
+    shown = []
+    for split, found in splits.by_name.items():
+        for review in found[:lines]:
+            text = " ".join(review.text.split())
+            short = text if len(text) <= _REVIEW_WIDTH else f"{text[:_REVIEW_WIDTH]}…"
+            shown.append(f"{split:<6}{review.label:>3}  {short}")
+    return "\n".join(shown)

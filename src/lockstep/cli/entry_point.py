@@ -17,7 +17,6 @@ from typing import TextIO
 
 from lockstep.cli.in_workers import InWorkers
 from lockstep.errors import ConfigError, DataError, LockstepError, MissingExtraError
-from lockstep.extras import require
 
 INTERRUPTED = 130
 
@@ -48,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(arguments: Sequence[str]) -> int | InWorkers:
     """Runs one command and returns its exit code, or in how many workers it is to run instead."""
-    require("typer", "cli")
     from lockstep.cli.app import parse
 
     with warnings.catch_warnings():

@@ -1,15 +1,15 @@
-"""Flags made from a config: every field of a recipe's dataclass is a flag, with the field's own documentation as help.
+"""Flags made from a config: every field of a recipe's dataclass is a flag, and its documentation is the flag's help.
 
-A setting therefore has one home: its type, default, unit and explanation are those of the dataclass.
+So a setting is defined once: its type, default and explanation are those of the dataclass.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -18,18 +18,28 @@ Result = TypeVar("Result")
 _ENTRY = re.compile(r"^(\w+): *(.*)$")
 
 
+_MAX_CHOICES_WIDTH = 24  # characters; longer lists of choices would leave no room for the help beside them
+_NO_GROUPS: Mapping[str, str] = {}
+
+
 def config_command(
-    config: type[Any], *, name: str = "config"
+    config: type[Any],
+    *,
+    name: str = "config",
+    groups: Mapping[str, str] = _NO_GROUPS,
+    only: Collection[str] | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorates ``function(config, ...)``: the command gets one flag for every field of ``config``, after its own.
 
     Args:
         config: a dataclass whose docstring has an ``Args:`` section with an entry for every field.
-        name: the parameter that takes it.
+        name: the parameter of the function that takes the config.
+        groups: first field of a group of flags -> title of the group in the help.
+        only: fields that get a flag; None: all. The others keep their defaults.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        settings = config_parameters(config)
+        settings = [p for p in config_parameters(config, groups=groups) if only is None or p.name in only]
         own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != name]
         names = {parameter.name for parameter in settings}
 
@@ -47,22 +57,41 @@ def config_command(
     return decorate
 
 
-def config_parameters(config: type[Any]) -> list[inspect.Parameter]:
-    """One keyword parameter for every field of a dataclass, annotated as typer wants it."""
+def config_parameters(config: type[Any], *, groups: Mapping[str, str] = _NO_GROUPS) -> list[inspect.Parameter]:
+    """Returns one keyword parameter for every field of a dataclass, annotated as typer expects it."""
     types, documented = get_type_hints(config), field_docs(config)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_default(field),
-            annotation=Annotated[types[field.name], typer.Option(help=documented.get(field.name))],
+    parameters, group = [], None
+    for field in fields(config):
+        group = groups.get(field.name, group)
+        option = _option(field, types[field.name], documented.get(field.name, ""), group)
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_default(field),
+                annotation=Annotated[types[field.name], option],
+            )
         )
-        for field in fields(config)
-    ]
+    return parameters
+
+
+def _option(field: Field[Any], kind: Any, documented: str, group: str | None) -> Any:
+    text = f"{documented[:1].upper()}{documented[1:]}"
+    flag = f"--{field.name.replace('_', '-')}"
+    settings: dict[str, Any] = {
+        "rich_help_panel": group,
+        "show_default": field.default is not None and field.default is not False,
+    }
+    if kind is bool and field.default is False:
+        return typer.Option(flag, help=text, **settings)  # without a --no-... that would change nothing
+    choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
+    if len("|".join(choices)) > _MAX_CHOICES_WIDTH:
+        return typer.Option(flag, help=f"{text} One of {', '.join(choices)}.", metavar="NAME", **settings)
+    return typer.Option(help=text, **settings)
 
 
 def field_docs(config: type[Any]) -> Mapping[str, str]:
-    """Name -> text for the entries of the ``Args:`` section of a class's docstring."""
+    """Returns name -> text of the entries in the ``Args:`` section of a class's docstring."""
     _, _, section = (inspect.getdoc(config) or "").partition("\nArgs:\n")
     entries: dict[str, str] = {}
     name = ""

@@ -16,25 +16,26 @@ from lockstep.strategies.parallel import ParallelStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class GridFlags:
-    """How the workers of a job divide the model among them; without a degree, not at all.
+    """How the workers of a job divide the model; without a degree they do not divide it.
 
     Args:
-        data: replicas of a model that workers divide; without it as many as there are workers for.
-        pipeline: workers that divide the layers of a replica among them, in stages.
-        tensor: workers that share each layer.
-        microbatches: parts of a replica's shard in a pipeline; without it two for every worker of the pipeline.
-        schedule: order in which the pipeline takes them.
-        stages_per_worker: stages that each worker of a pipeline holds; without it 2 where the schedule is interleaved,
-            zero_bubble or zero_bubble_v, else 1.
-        shard_optimizer: a replica keeps the optimizer's state of its share of the weights only.
-        shard_parameters: a replica keeps its share of the weights and gradients only, too.
-        sequence_parallel: divide along the sequence what the workers of a layer would all hold alike.
+        replicas: data parallel degree: number of replicas of a model that workers divide; default: as many as there
+            are workers for.
+        pipeline: pipeline parallel degree: workers that divide the layers of a replica among them, in stages.
+        tensor: tensor parallel degree: workers that divide each layer among them.
+        microbatches: microbatches per replica in a pipeline; default: two for each worker of the pipeline.
+        schedule: order in which a pipeline computes its microbatches.
+        stages_per_worker: stages that each worker of a pipeline holds; default: 2 for interleaved, zero_bubble and
+            zero_bubble_v, else 1.
+        shard_optimizer: divide the optimizer's state among the replicas (ZeRO stage 1).
+        shard_parameters: divide parameters, gradients and the optimizer's state among the replicas (FSDP).
+        sequence_parallel: divide activations outside of the tensor parallel layers along the sequence.
 
     Raises:
-        ConfigError: a setting of the division, and no degree.
+        ConfigError: a setting was given without a degree.
     """
 
-    data: int | None = None
+    replicas: int | None = None
     pipeline: int | None = None
     tensor: int | None = None
     microbatches: int | None = None
@@ -50,8 +51,8 @@ class GridFlags:
         for field in fields(self):
             if getattr(self, field.name) != field.default:
                 raise ConfigError(
-                    f"{_flag(field.name)} says how workers divide a model, and none of --data, --pipeline and --tensor"
-                    " was given; add one, such as --tensor 2"
+                    f"{_flag(field.name)} says how workers divide a model, and none of --replicas, --pipeline and"
+                    " --tensor was given; add one, such as --tensor 2"
                 )
 
     @property
@@ -66,7 +67,7 @@ class GridFlags:
 
     @property
     def fewest_workers(self) -> int:
-        """How many the degrees take, with one replica where ``data`` leaves that open."""
+        """How many the degrees take, with one replica if their number is open."""
         return prod(degree for degree in self._degrees.values() if degree != REST)
 
     def choose(self, workers: int) -> MeshLayout:
@@ -75,7 +76,8 @@ class GridFlags:
         Raises:
             ConfigError: degrees that do not fit; it says which would.
         """
-        return choose_mesh_layout(workers, **self._degrees)
+        degrees = {"data" if name == "replicas" else name: degree for name, degree in self._degrees.items()}
+        return choose_mesh_layout(workers, **degrees)
 
     def pipelining(self, grid: MeshLayout) -> PipelineConfig:
         """How its pipelines run.
@@ -92,7 +94,7 @@ class GridFlags:
             ClusterError: workers that did not come.
         """
         return ParallelStrategy(
-            data=REST if self.data is None else self.data,
+            data=REST if self.replicas is None else self.replicas,
             pipeline=1 if self.pipeline is None else self.pipeline,
             tensor=1 if self.tensor is None else self.tensor,
             microbatches=self.microbatches,
@@ -107,7 +109,7 @@ class GridFlags:
 
     @property
     def _degrees(self) -> Mapping[str, int]:
-        given = {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+        given = {"replicas": self.replicas, "pipeline": self.pipeline, "tensor": self.tensor}
         return {name: degree for name, degree in given.items() if degree is not None}
 
 

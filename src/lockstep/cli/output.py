@@ -35,3 +35,14 @@ def check_file(file: Path) -> None:
     """
     if file.is_dir():
         raise ConfigError(f"--output has a folder {str(file)!r}, expected a file; move it away")
+
+
+def check_output(output: Path) -> None:
+    """Checks that a training can write its results to ``output``, without writing anything.
+
+    Raises:
+        ConfigError: a file is in the place of a folder, a folder in the place of a file, or permissions forbid it.
+    """
+    for folder in (output, output / "logs", output / "model"):
+        check_folder(folder)
+    check_file(output / "curves.png")

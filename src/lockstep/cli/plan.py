@@ -41,7 +41,7 @@ class PlanRequest:
         batch: sequences in the global batch; by default 8 per device.
         sequence: tokens per sequence; by default the longest that the model takes.
         precision: number formats; by default half precision if the device has it.
-        data: fix the number of copies of the model.
+        replicas: fix the number of replicas of the model.
         pipeline: fix the number of pipeline stages.
         tensor: fix the number of devices that divide a layer.
         microbatch_size: fix the number of sequences in a microbatch.
@@ -56,7 +56,7 @@ class PlanRequest:
     batch: int | None = None
     sequence: int | None = None
     precision: PrecisionName | None = None
-    data: int | None = None
+    replicas: int | None = None
     pipeline: int | None = None
     tensor: int | None = None
     microbatch_size: int | None = None
@@ -74,7 +74,7 @@ class PlanRequest:
         checkpointing = self.activation_checkpointing
         return replace(
             LOCKSTEP,
-            data=self.data,
+            data=self.replicas,
             pipeline=self.pipeline,
             tensor=self.tensor,
             microbatch_size=self.microbatch_size,

@@ -128,7 +128,7 @@ def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
         The exit code if there is nothing to run, as after ``--help``; else None.
     """
     from lockstep.cli.app import parse  # imports this module
-    from lockstep.cli.training import TrainingCommand
+    from lockstep.cli.train import TrainingCommand
 
     job = parse(arguments or ["--help"])
     if workers is not None and isinstance(job, TrainingCommand):

@@ -1,4 +1,13 @@
-"""Where a user's program called a collective: the nearest line outside this package and torch. For messages."""
+"""The collectives between the workers of a job: sums, gathers and broadcasts over all of them.
+
+    worker 0                    worker 1
+    its replicas: local sum     its replicas: local sum
+             `--- all_reduce, all_gather, broadcast ---'     every worker makes the same calls, in one order
+
+``Communicator`` is abstract. ``SingleWorkerCommunicator`` is a process by itself; ``collectives.distributed`` uses
+``torch.distributed``. Calls are made outside replicas, or by the one replica that runs the ``combine`` of a barrier.
+Objects travel as ``torch.save`` writes them and are read with ``weights_only``: received data cannot run code.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +26,11 @@ import torch
 
 from lockstep.errors import ClusterError
 
+R = TypeVar("R")
+
 
 class ControlFlags(enum.IntFlag):
-    """What a worker would have all workers do together; one that wishes is enough."""
+    """What all workers shall do together as soon as one of them asks for it."""
 
     LOGS = 1
     """Merge the metrics of this batch: some callback shows them."""
@@ -30,14 +41,14 @@ class ControlFlags(enum.IntFlag):
 
 
 class Communicator(ABC):
-    """A worker's view of all workers.
+    """One worker's access to the collectives of all workers.
 
     Args:
-        index: this worker's number, from 0.
-        replicas: how many local replicas each worker runs, in worker order.
-        names: how the workers are called in messages, such as "worker 1 (hostb:20001)".
-        alone: whether there is nobody to talk to; None is where there is one worker.
-        chief: whether this is the chief; None is where its number is 0.
+        index: the number of this worker, from 0.
+        replicas: the number of local replicas of each worker, in worker order.
+        names: the names of the workers in messages, such as "worker 1 (hostb:20001)".
+        single: whether no other process takes part; by default, whether there is one worker.
+        chief: whether this is the chief; by default, whether ``index`` is 0.
     """
 
     def __init__(
@@ -46,132 +57,132 @@ class Communicator(ABC):
         replicas: Sequence[int],
         names: Sequence[str],
         *,
-        alone: bool | None = None,
+        single: bool | None = None,
         chief: bool | None = None,
     ) -> None:
-        self._alone = len(replicas) == 1 if alone is None else alone
+        self._single = len(replicas) == 1 if single is None else single
         self._chief = index == 0 if chief is None else chief
         self._index = index
         self._replicas = tuple(replicas)
         self._names = tuple(names)
-        self._wishes = self._granted = ControlFlags(0)
+        self._own_flags = self._agreed_flags = ControlFlags(0)
 
     @property
     def index(self) -> int:
-        """This worker's number, from 0."""
+        """The number of this worker, from 0."""
         return self._index
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return len(self._replicas)
 
     @property
     def is_single(self) -> bool:
-        """Whether this process has nobody to talk to, so that all is here already."""
-        return self._alone
+        """Whether no other process takes part, so that nothing has to be sent."""
+        return self._single
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0: the one that prints, logs and publishes checkpoints."""
+        """Whether this is the worker that prints, logs and publishes checkpoints."""
         return self._chief
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many local replicas each worker runs, in worker order."""
+        """The number of local replicas of each worker, in worker order."""
         return self._replicas
 
     @property
     def names(self) -> tuple[str, ...]:
-        """How the workers are called in messages."""
+        """The names of the workers in messages."""
         return self._names
 
     @property
     def chief_name(self) -> str:
-        """How the chief is called in messages."""
+        """The name of the chief in messages."""
         return self._names[0]
 
     @property
     def num_replicas(self) -> int:
-        """The replicas of all workers."""
+        """The number of replicas of all workers."""
         return sum(self._replicas)
 
     @property
     def first_replica(self) -> int:
-        """The number, among the replicas of all workers, of this worker's first."""
+        """The number of this worker's first replica among those of all workers."""
         return sum(self._replicas[: self._index])
 
     @property
     def processes(self) -> Communicator:
-        """The processes one by one, where several of them are seen as one worker here; else these workers."""
+        """The communicator of all processes; another than this one where a worker is several processes."""
         return self
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """Of each worker the number, in ``everyone``, of the process whose values count."""
+        """Per worker, the number in ``processes`` of the process whose values count."""
         return tuple(range(self.size))
 
     @property
     def layout(self) -> str:
-        """How the processes of a worker divide what it holds among them; empty where they do not."""
+        """How the processes of a worker divide the model among them; empty if they do not."""
         return ""
 
-    def set_flags(self, what: ControlFlags) -> None:
-        """Notes a wish, which the next exchange of any kind makes known to all workers."""
-        self._wishes |= what
+    def set_flags(self, flags: ControlFlags) -> None:
+        """Asks for something; the next collective of any kind tells all workers."""
+        self._own_flags |= flags
 
     @property
     def agreed_flags(self) -> ControlFlags:
-        """All workers' wishes that exchanges have told of and nobody has settled: the same on every worker."""
-        return self._granted
+        """The flags of all workers up to the last collective, less those cleared; equal on every worker."""
+        return self._agreed_flags
 
     def clear_flags(self, flags: ControlFlags) -> None:
-        """Strikes out wishes that have been granted. Every worker must call it at the same point of the program."""
-        self._granted &= ~flags
+        """Clears flags that have been acted on. Every worker must call it at the same point of the program."""
+        self._agreed_flags &= ~flags
 
-    def _grant(self, everyones: ControlFlags, *, sent: ControlFlags) -> None:
-        """Of each exchange: the wishes of all workers, and those of this one that went with it."""
-        self._granted |= everyones
-        self._wishes &= ~sent  # a signal may have added to them since
+    def _receive_flags(self, received: ControlFlags, *, sent: ControlFlags) -> None:
+        """Takes over the flags of all workers after a collective, and drops those that this worker has sent."""
+        self._agreed_flags |= received
+        self._own_flags &= ~sent  # only these: a signal handler may have set others since
 
     @abstractmethod
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        """Gives every worker the numbers of all, in worker order. Every worker must call it.
+        """Gathers some numbers of every worker, in worker order. Every worker must call it.
 
         Args:
-            name: what this call is for; equal on all workers.
-            numbers: at most 16, as many on every worker; kept in double precision.
+            name: the purpose of the call; equal on all workers.
+            numbers: at most 16, the same count on every worker; sent in double precision.
 
         Raises:
-            CollectiveError: the workers did not meet at the same call; it says which worker is where.
+            CollectiveError: the workers are not at the same call; the message says which worker is where.
             ClusterError: a worker was lost, or ended with an error.
         """
 
     @abstractmethod
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
-        """Gives every worker the payloads of all, in worker order; lengths may differ. Every worker must call it."""
+        """Gathers the payload of every worker, in worker order; lengths may differ. Every worker must call it."""
 
-    @abstractmethod
     def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
-        """The chief's payload, on every worker; the others' are not looked at. Every worker must call it."""
+        """Gives every worker the chief's payload; others' payloads are ignored. Every worker must call it."""
+        return self.all_gather_bytes(name, payload if self.is_chief else b"")[0]
 
     @abstractmethod
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The elementwise sums over all workers, the same bits on all of them. Every worker must call it.
+        """Sums tensors elementwise over all workers, with the same bits on all of them. Every worker must call it.
 
         Args:
-            name: what this call is for.
-            tensors: dense, on any device, of the same shapes and dtypes on every worker. They are not written to.
+            name: the purpose of the call.
+            tensors: dense, on any device, with the same shapes and dtypes on every worker. They are not modified.
         """
 
     @abstractmethod
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """Every worker's tensor, in worker order, on this one's device. Every worker must call it.
+        """Gathers a tensor of every worker, in worker order, on this worker's device. Every worker must call it.
 
         Args:
-            name: what this call is for.
-            tensor: of the same dtype on every worker, of shapes that differ in dimension ``axis`` only.
-            axis: that dimension.
+            name: the purpose of the call.
+            tensor: of the same dtype on every worker, with shapes that differ in dimension ``axis`` only.
+            axis: the dimension whose length may differ.
         """
 
     @abstractmethod
@@ -180,15 +191,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def add_digest(self, digest: int) -> None:
-        """Lets a digest of something that must be equal on all workers ride on the next exchange, and be compared.
+        """Has the next collective compare a digest of something that must be equal on all workers.
 
         Args:
-            digest: at most 64 bits. Several are joined, in the order of the calls.
+            digest: at most 64 bits. Several digests are combined, in the order of the calls.
         """
 
     @abstractmethod
     def set_status(self, text: str) -> None:
-        """Notes what this worker does, for the messages of the others should it be lost."""
+        """Notes what this worker does, for the other workers' messages if it is lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -196,60 +207,45 @@ class Communicator(ABC):
 
 
 class SingleWorkerCommunicator(Communicator):
-    """A process by itself: everything is here already.
+    """The communicator of a process by itself: each collective returns what it was given.
 
     Args:
-        replicas: how many local replicas it runs.
+        replicas: the number of local replicas.
     """
 
     def __init__(self, replicas: int) -> None:
         super().__init__(0, (replicas,), ("worker 0",))
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        """The numbers alone."""
-        wishes = self._wishes
-        self._grant(wishes, sent=wishes)
+        flags = self._own_flags  # read once: a signal handler may set others meanwhile
+        self._receive_flags(flags, sent=flags)
         return [tuple(numbers)]
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
-        """The payload alone."""
         return [payload]
 
-    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
-        """The payload: this is the chief."""
-        return payload
-
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors as they are."""
         return list(tensors)
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """The tensor alone."""
         return [tensor]
 
-    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing has to be done."""
+    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None: ...
 
-    def add_digest(self, digest: int) -> None:
-        """There is nothing to compare it with."""
+    def add_digest(self, digest: int) -> None: ...
 
-    def set_status(self, text: str) -> None:
-        """Nobody asks."""
+    def set_status(self, text: str) -> None: ...
 
-    def close(self) -> None:
-        """There is no job to leave."""
-
-
-R = TypeVar("R")
+    def close(self) -> None: ...
 
 
 def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]:
-    """Gives every worker the values of all, in worker order, tensors on the CPU. Every worker must call it.
+    """Gathers a value of every worker, in worker order, with tensors on the CPU. Every worker must call it.
 
     Args:
-        workers: this worker's view of all.
-        name: what this call is for.
-        value: tensors, numbers, texts and None in lists, tuples and dicts.
+        workers: the communicator.
+        name: the purpose of the call.
+        value: tensors, numbers, strings and None in lists, tuples and dicts.
     """
     if workers.is_single:
         return [value]
@@ -262,23 +258,23 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
 
 
 def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | None:
-    """Lets the chief act, and the others wait until it has. Every worker must call it.
+    """Runs ``act`` on the chief while the others wait. Every worker must call it.
 
     Returns:
-        What ``act`` returned, on the chief; None on the others.
+        The result of ``act`` on the chief; None on the others.
 
     Raises:
         Exception: on the chief, what ``act`` raised.
-        ClusterError: on the others, what the chief could not do.
+        ClusterError: on the others, that the chief failed, and with what.
     """
     result, failed = None, None
     if workers.is_chief:
         try:
             result = act()
-        except Exception as error:  # noqa: BLE001  it is raised below, when the others know of it
+        except Exception as error:  # noqa: BLE001  raised below, once the others know of it
             failed = error
-    told = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode()
-    message = workers.broadcast_bytes(name, told).decode()
+    report = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode()
+    message = workers.broadcast_bytes(name, report).decode()
     if failed is not None:
         raise failed
     if message:
@@ -290,36 +286,35 @@ def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> N
     """Checks that every worker has the same ``lines``. Every worker must call it; all raise the same error.
 
     Args:
-        workers: this worker's view of all.
-        what: what the lines describe, for the message: "the model".
-        lines: texts without line breaks.
+        workers: the communicator.
+        what: what the lines describe, for the message, such as "the model".
+        lines: strings without line breaks.
 
     Raises:
-        ClusterError: a worker has other lines than the chief.
+        ClusterError: a worker has other lines than the chief; the message has the first difference.
     """
     if workers.is_single:
         return
-    everyones = [text.decode().split("\n") for text in workers.all_gather_bytes(f"agree on {what}", _joined(lines))]
-    for worker, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
-            pairs = zip_longest(everyones[0], theirs, fillvalue="nothing more")
+    gathered = workers.all_gather_bytes(f"agree on {what}", "\n".join(lines).encode())
+    expected, *others = [text.decode().split("\n") for text in gathered]
+    for name, found in zip(workers.names[1:], others, strict=True):
+        if found != expected:
+            pairs = zip_longest(expected, found, fillvalue="nothing more")
             chiefs, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ClusterError(
                 f"the workers disagree about {what}: {workers.names[0]} has {chiefs or 'nothing'}, "
-                f"{workers.names[worker]} has {other or 'nothing'}; run the same program with the same arguments on "
-                "every worker"
+                f"{name} has {other or 'nothing'}; run the same program with the same arguments on every worker"
             )
-
-
-def _joined(lines: Sequence[str]) -> bytes:
-    return "\n".join(lines).encode()
 
 
 _PACKAGES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def call_site() -> str:
-    """Such as ``"train.py:30 in step"``; empty in a thread of this package that runs no line of the program."""
+    """The user's line that called a collective, such as "train.py:30 in step", for messages.
+
+    It is the nearest line outside this package and torch; empty in a thread that runs no line of the user's program.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back

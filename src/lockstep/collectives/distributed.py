@@ -1,11 +1,11 @@
-"""The workers of a job joined by ``torch.distributed``: gloo in host memory, NCCL between GPUs.
+"""The communicator of a job over ``torch.distributed``: gloo in host memory, NCCL between GPUs.
 
-    exchange            a record of every worker to all: same call? same data? -> numbers, wishes
-    sum, gather, ...    an exchange first, then the tensors
-    start_all_reduce           tensors alone, while the program goes on: the gradient buckets
+    all_gather_numbers       one record of every worker to all: is it the same call, with the same data?
+    all_reduce, all_gather   such a record first, then the tensors
+    new_group                a process group without records, for sums that run while the program goes on
 
-One exchange costs a message to every worker and back. What is summed comes out with the same bits on all workers, and
-in every run of the same layout: the ring in which gloo adds does not depend on who comes first.
+A record costs one message to every worker and back. Sums have the same bits on all workers and in every run of the same
+layout: the order in which gloo's ring adds does not depend on who comes first.
 """
 
 from __future__ import annotations
@@ -28,21 +28,26 @@ MOST_NUMBERS = 16
 TEXT_BYTES = 336
 _LAYOUT = struct.Struct(f"<QQQIII{MOST_NUMBERS}d{TEXT_BYTES}s")
 RECORD_BYTES = _LAYOUT.size
-_BETWEEN = "\n"
+_SEPARATOR = "\n"
+_CHUNK_BYTES = 25 * 2**20
+_DIGEST_BITS = 2**64 - 1
+_DIGEST_FACTOR = 0x100000001B3
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """One worker's side of an exchange.
+    """What one worker sends before each collective: a record of fixed size.
+
+    With the records of all, each worker finds calls or data that differ before any values move.
 
     Args:
         name: the call; equal on all workers.
         where: the line of the program that made it, for messages.
-        sequence: how many exchanges there were before.
-        numbers: values for all.
-        length: of the payload that follows, in bytes.
-        wishes: bits of ``ControlFlags``.
-        digest: of what must be equal on all workers, 64 bits.
+        sequence: the number of collectives before this one.
+        numbers: values for all workers.
+        length: the length of the payload that follows, in bytes.
+        flags: bits of ``ControlFlags``.
+        digest: 64 bits of what must be equal on all workers.
     """
 
     name: str
@@ -50,46 +55,46 @@ class CallRecord:
     sequence: int = 0
     numbers: tuple[float, ...] = ()
     length: int = 0
-    wishes: int = 0
+    flags: int = 0
     digest: int = 0
 
     def pack(self) -> bytes:
-        """The record as ``RECORD_BYTES`` bytes; a long text loses its end, and a long name that of ``where`` too.
+        """The record as ``RECORD_BYTES`` bytes. A text that is too long loses its end.
 
         Raises:
             ConfigError: more than ``MOST_NUMBERS`` numbers.
         """
         if len(self.numbers) > MOST_NUMBERS:
-            raise ConfigError(f"an exchange carries at most {MOST_NUMBERS} numbers, got {len(self.numbers)}")
-        text = f"{self.name}{_BETWEEN}{self.where}".encode()[:TEXT_BYTES]
+            raise ConfigError(f"a collective carries at most {MOST_NUMBERS} numbers, got {len(self.numbers)}")
+        text = f"{self.name}{_SEPARATOR}{self.where}".encode()[:TEXT_BYTES]
         numbers = (*self.numbers, *[0.0] * (MOST_NUMBERS - len(self.numbers)))
-        return _LAYOUT.pack(self.sequence, self.digest, self.length, self.wishes, len(self.numbers), 0, *numbers, text)
+        return _LAYOUT.pack(self.sequence, self.digest, self.length, self.flags, len(self.numbers), 0, *numbers, text)
 
     @classmethod
     def unpack(cls, data: bytes) -> CallRecord:
         """The record that was packed."""
-        sequence, digest, length, wishes, count, _, *numbers, text = _LAYOUT.unpack(data)
-        name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_BETWEEN)
+        sequence, digest, length, flags, count, _, *numbers, text = _LAYOUT.unpack(data)
+        name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_SEPARATOR)
         return cls(
             name=name,
             where=where,
             sequence=sequence,
             numbers=tuple(numbers[:count]),
             length=length,
-            wishes=wishes,
+            flags=flags,
             digest=digest,
         )
 
 
 def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> None:
-    """Checks that all workers came to the same call, with the same data behind them.
+    """Checks that all workers are at the same call, with the same data.
 
     Args:
         records: one per worker, in worker order.
-        workers: how they are called in messages.
+        workers: the names of the workers in messages.
 
     Raises:
-        CollectiveError: they did not; it says which worker is where.
+        CollectiveError: they are not; the message says which worker is where.
     """
     calls = {(record.name, record.sequence, len(record.numbers)) for record in records}
     if len(calls) > 1:
@@ -102,41 +107,22 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
     if odd is not None:
         reference = 0 if odd else 1
         raise CollectiveError(
-            f"{workers[odd]} was handed other data, or has other weights, optimizer settings or frozen parameters, "
-            f"than {workers[reference]} before {_place(records[odd])}; give every worker the same data in the same "
-            'order (seed what shuffles it), or distribute it with shard="file" or "off" where each worker has its '
-            "own, and change weights and settings on every worker alike"
+            f"{workers[odd]} was handed other data, or has other weights, than {workers[reference]} before "
+            f"{_place(records[odd])}; give every worker the same data in the same order (seed what shuffles it), or "
+            'distribute it with shard="file" or "off" where each worker has its own'
         )
 
 
-def _place(record: CallRecord) -> str:
-    where = f" ({record.where})" if record.where else ""
-    return f"{record.name!r}{where}, its exchange {record.sequence}"
-
-
-def _odd_one(values: Sequence[int]) -> int | None:
-    """The first of the values that differs from the most frequent one; from the first one where none is."""
-    if len(set(values)) == 1:
-        return None
-    usual = max(values, key=lambda value: (values.count(value), value == values[0]))
-    return next(index for index, value in enumerate(values) if value != usual)
-
-
-_CHUNK_BYTES = 25 * 2**20
-_DIGEST_BITS = 2**64 - 1
-_DIGEST_FACTOR = 0x100000001B3
-
-
 class DistributedCommunicator(Communicator):
-    """This worker among the others. Calls are serialised by the caller: one at a time, in program order.
+    """This worker among the workers of a job. Calls are made one at a time, in program order.
 
     Args:
         membership: the job, which all workers have joined.
-        replicas: how many local replicas each worker runs, in worker order.
-        nccl: whether sums of tensors on GPUs go through NCCL.
-        timeout_s: how many seconds a worker waits in a call for one that is alive and does not come.
-        members: the numbers of the workers that this is about, ascending, where not all; this worker is among them.
-        team: what they are called; no worker is in two teams of one name.
+        replicas: the number of local replicas of each worker, in worker order.
+        nccl: whether tensors on GPUs are summed with NCCL.
+        timeout_s: how many seconds a collective waits for a worker that is alive and does not come.
+        members: the numbers of the workers that take part, ascending, this one among them; None for all.
+        team: a name for these members, no worker being in two teams of one name.
     """
 
     def __init__(
@@ -149,13 +135,11 @@ class DistributedCommunicator(Communicator):
         members: Sequence[int] | None = None,
         team: str = "",
     ) -> None:
-        everyone = range(membership.spec.num_workers)
-        self._members = tuple(everyone if members is None else members)
+        self._members = tuple(range(membership.spec.num_workers) if members is None else members)
         names = [membership.names[member] for member in self._members]
         super().__init__(self._members.index(membership.spec.index), replicas, names)
         self._owns_membership = members is None
-        # The team's first worker tells it from others of the same name.
-        self._prefix = f"{team} {self._members[0]}/" if team else ""
+        self._prefix = f"{team} {self._members[0]}/" if team else ""  # the first member tells teams of one name apart
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s
@@ -167,36 +151,35 @@ class DistributedCommunicator(Communicator):
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         with self._one_call:
-            return [record.numbers for record in self._exchange(name, numbers)]
+            return [record.numbers for record in self._exchange_records(name, numbers)]
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         with self._one_call:
-            lengths = [record.length for record in self._exchange(name, length=len(payload))]
-            room = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+            lengths = [record.length for record in self._exchange_records(name, length=len(payload))]
+            padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
             if payload:
-                room[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            gathered = self._gather(room, name)
+                padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            gathered = self._gather(padded, name)
         return [bytes(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
-
-    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
-        return self.all_gather_bytes(name, payload if self.is_chief else b"")[0]
 
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._one_call:
-            self._exchange(f"{name} of {described(tensors)}")
+            self._exchange_records(f"{name} of {described(tensors)}")
             return [self._sum(tensor, name) for tensor in tensors]
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         axis %= tensor.ndim
         rest = [str(length) for dim, length in enumerate(tensor.shape) if dim != axis]
+        call = f"{name} of {tensor.dtype} ({', '.join(rest)}) and axis {axis}"
         with self._one_call:
-            met = self._exchange(f"{name} of {tensor.dtype} ({', '.join(rest)}) and axis {axis}", (tensor.shape[axis],))
-            lengths = [int(record.numbers[0]) for record in met]
+            lengths = [int(record.numbers[0]) for record in self._exchange_records(call, (tensor.shape[axis],))]
             flat = as_bytes(tensor)
-            longest = flat.numel() // max(1, tensor.shape[axis]) * max(lengths) if flat.numel() else None
-            room = torch.zeros(self._longest(flat, longest, name), dtype=torch.uint8)
-            room[: flat.numel()] = flat
-            gathered = self._gather(room, name)
+            # An empty tensor does not tell how long a row is, so a worker that has one asks the others.
+            longest = flat.numel() // max(1, tensor.shape[axis]) * max(lengths) if flat.numel() else 0
+            longest = max(1, *(int(each) for each in self._gather(torch.tensor([longest]), name)))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: flat.numel()] = flat
+            gathered = self._gather(padded, name)
         shapes = [(*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]) for length in lengths]
         return [
             from_bytes(each, tensor.dtype, shape).to(tensor.device)
@@ -205,7 +188,7 @@ class DistributedCommunicator(Communicator):
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         with self._one_call, torch.no_grad():
-            self._exchange(f"{name} of {described(tensors)}")
+            self._exchange_records(f"{name} of {described(tensors)}")
             for chunk in chunks(tensors, _CHUNK_BYTES):
                 flat = torch.cat([as_bytes(tensor) for tensor in chunk])
                 self._control.wait(self._control.start_broadcast(flat), name)
@@ -214,9 +197,9 @@ class DistributedCommunicator(Communicator):
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
 
     def new_group(self, name: str, device: torch.device) -> ProcessGroup:
-        """A group of its own, for sums that run beside everything else. Every worker must ask for it."""
+        """A process group of its own, for sums that run beside everything else. Every worker must call it."""
         self.all_gather_numbers(f"stream {name}")
-        return self._group(name, self._gpu(device))
+        return self._group(name, self._nccl_device(device))
 
     def add_digest(self, digest: int) -> None:
         self._digest = ((self._digest ^ (digest & _DIGEST_BITS)) * _DIGEST_FACTOR + 1) & _DIGEST_BITS
@@ -225,36 +208,32 @@ class DistributedCommunicator(Communicator):
         self.membership.set_status(text)
 
     def close(self) -> None:
-        """Ends the connections and, where this is about all workers, tells the others that this one has ended.
-
-        Idempotent.
-        """
+        """Ends the connections. The communicator of all workers also leaves the job. Idempotent."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
         if self._owns_membership:
             self.membership.close()
 
-    def _exchange(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[CallRecord]:
+    def _exchange_records(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[CallRecord]:
         self.membership.check()
-        wishes = self._wishes
+        flags = self._own_flags
         mine = CallRecord(
             name=name,
             where=call_site(),
             sequence=self._sequence,
             numbers=tuple(map(float, numbers)),
             length=length,
-            wishes=int(wishes),
+            flags=int(flags),
             digest=self._digest,
         )
-        self.membership.set_status(f"{name} ({mine.where})" if mine.where else name)
+        self.set_status(f"{name} ({mine.where})" if mine.where else name)
         packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
-        gathered = self._gather(packed, name)
-        records = [CallRecord.unpack(each.numpy().tobytes()) for each in gathered]
+        records = [CallRecord.unpack(each.numpy().tobytes()) for each in self._gather(packed, name)]
         check_same_call(records, self.names)
         self._sequence += 1
         self._digest = 0
-        self._grant(reduce(or_, (ControlFlags(record.wishes) for record in records)), sent=wishes)
+        self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), sent=flags)
         return records
 
     def _gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -262,24 +241,19 @@ class DistributedCommunicator(Communicator):
         self._control.wait(self._control.start_all_gather(tensor, into), name)
         return into
 
-    def _longest(self, flat: torch.Tensor, longest: int | None, name: str) -> int:
-        """The bytes of the longest part; a worker whose part is empty cannot tell from its own, and asks."""
-        asked = torch.tensor([flat.numel() if longest is None else longest])
-        return max(1, *(int(each) for each in self._gather(asked, name)))
-
     def _sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        gpu = self._gpu(tensor.device)
+        gpu = self._nccl_device(tensor.device)
         group = self._control if gpu is None else self._group("nccl", gpu)
-        whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        flat = whole.detach().contiguous()
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        flat = real.detach().contiguous()
         flat = flat.to("cpu", copy=True) if gpu is None else flat.clone()
         summed = flat.int() if flat.dtype in (torch.int16, torch.bool) else flat
         group.wait(group.start_all_reduce(summed), name)
-        back = summed.to(tensor.device, whole.dtype if whole.dtype != torch.bool else None)
+        back = summed.to(tensor.device, real.dtype if real.dtype != torch.bool else None)
         return torch.view_as_complex(back) if tensor.is_complex() else back
 
-    def _gpu(self, device: torch.device) -> torch.device | None:
-        """The GPU between which and the others' tensors go by NCCL; None where they go through host memory."""
+    def _nccl_device(self, device: torch.device) -> torch.device | None:
+        """``device`` if NCCL sums its tensors; None if they go through host memory."""
         return device if self._nccl and device.type == "cuda" else None
 
     def _group(self, name: str, gpu: torch.device | None = None) -> ProcessGroup:
@@ -291,7 +265,7 @@ class DistributedCommunicator(Communicator):
 
 
 def described(tensors: Sequence[torch.Tensor]) -> str:
-    """What must be equal on all workers, for the name of a call: dtypes and shapes, in short."""
+    """The dtypes and shapes of tensors, in short: they are part of a call's name, so all workers must agree on them."""
     if len(tensors) == 1:
         return f"{tensors[0].dtype} {tuple(tensors[0].shape)}".replace("torch.", "")
     numbers = sum(tensor.numel() for tensor in tensors)
@@ -300,25 +274,38 @@ def described(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in row-major order as bytes in host memory, [bytes], uint8."""
+    """The values of a tensor in row-major order, as a uint8 tensor [bytes] in host memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of ``shape`` of the first bytes of ``flat``."""
+    """A tensor of ``shape`` made of the first bytes of ``flat``."""
     numbers = torch.Size(shape).numel()
     return flat[: numbers * dtype.itemsize].clone().view(dtype).reshape(tuple(shape))
 
 
-def chunks(tensors: Sequence[torch.Tensor], most_bytes: int) -> list[list[torch.Tensor]]:
-    """The tensors in order, cut into runs of at most ``most_bytes`` bytes, or of one tensor."""
+def chunks(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[list[torch.Tensor]]:
+    """Divides tensors, in order, into runs of at most ``max_bytes`` bytes; a larger tensor is a run by itself."""
     runs: list[list[torch.Tensor]] = []
-    room = 0
+    left = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if not runs or size > room:
+        if not runs or size > left:
             runs.append([])
-            room = most_bytes
+            left = max_bytes
         runs[-1].append(tensor)
-        room -= size
+        left -= size
     return runs
+
+
+def _place(record: CallRecord) -> str:
+    where = f" ({record.where})" if record.where else ""
+    return f"{record.name!r}{where}, its collective {record.sequence}"
+
+
+def _odd_one(values: Sequence[int]) -> int | None:
+    """The index of the first value that differs from the most frequent one; None if all are equal."""
+    if len(set(values)) == 1:
+        return None
+    usual = max(values, key=lambda value: (values.count(value), value == values[0]))
+    return next(index for index, value in enumerate(values) if value != usual)

@@ -1,13 +1,16 @@
-"""The meeting point of the replica threads of one run: all meet at the same collective, or all get an error at once.
+"""The barrier at which the replica threads of one run meet, and the gate through which they issue work.
 
     replica 0 --- meet(all_reduce) --.
-    replica 1 --- meet(all_reduce) ---+-- last to arrive combines the values -- all go on with the result
+    replica 1 --- meet(all_reduce) ---+-- the last to arrive combines the values -- all go on with the result
     replica 2 --- returned -----------'   (or: "replica 2 has returned; replicas 0, 1 wait in all_reduce")
 
-It knows what every replica is doing, so a meeting that can no longer take place is found when it becomes impossible
-and not by waiting. It does no arithmetic: what is combined, and how, is the caller's. On GPUs, which run behind the
-program, it keeps their order too: each replica arrives with a mark behind its work, what is combined is queued behind
-all of these, and what the replicas queue next behind that.
+The barrier knows what every replica is doing, so it reports a meeting that cannot take place as soon as that is so,
+not after a timeout. How values are combined is up to the caller. On GPUs it also keeps the order of work: each replica
+arrives with an event behind its work, the combination is queued behind all these events, and what the replicas queue
+next runs behind the combination.
+
+A replica holds an issue slot while it computes and gives it up while it waits at the barrier. With as many slots as
+replicas all issue work in parallel; with one they take turns between collectives. The numbers are the same.
 """
 
 from __future__ import annotations
@@ -22,41 +25,44 @@ from typing import Any, Protocol
 
 from lockstep.errors import CollectiveError
 
+SIGNALS_SEEN_EVERY_S = 0.2
+"""Python can miss a Ctrl-C that comes just before a wait begins, and would see it only when the wait ends."""
+
 
 class DeviceEvent(Protocol):
-    """A place in what has been queued on a device that runs behind the program, as a GPU does."""
+    """A point in the work that has been queued on a device."""
 
-    def precede(self) -> None:
-        """What the calling thread queues from now on runs behind it."""
+    def wait(self) -> None:
+        """Makes what the calling thread queues from now on run behind this point. The host does not wait."""
 
 
 class IssueSlot(Protocol):
-    """One replica's side of the gate; called by that replica's thread alone, and but for ``acquire`` in its turn."""
+    """One replica's permission to issue work. Only that replica's thread calls it."""
 
     def acquire(self) -> None:
-        """Waits for the turn."""
+        """Waits for the slot."""
 
     def release(self) -> None:
-        """Gives it up."""
+        """Gives the slot up."""
 
     def check(self) -> None:
-        """Before others build on what the replica has done.
+        """Checks the replica before others use its results.
 
         Raises:
-            DeviceMemoryError: it has taken more memory than its device's share.
+            DeviceMemoryError: it has taken more memory than the limit of its device.
         """
 
-    def mark(self) -> DeviceEvent | None:
-        """Where the replica has come to on its device; None where nobody has to wait for that."""
+    def record_event(self) -> DeviceEvent | None:
+        """An event behind what the replica has queued; None if nobody has to wait for that."""
 
-    def follow(self, marks: Sequence[DeviceEvent]) -> None:
-        """What the replica queues from now on runs behind ``marks``."""
+    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
+        """Makes what the replica queues from now on run behind ``events``."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """For what the replica's thread does for all replicas: it draws no random numbers of this one's."""
+    def with_default_rng(self) -> AbstractContextManager[None]:
+        """A block of work for all replicas, which draws no random numbers of this one."""
 
     def naming_device(self) -> AbstractContextManager[None]:
-        """Inside the block, a device that has no more memory is named in the error.
+        """A block in which an out-of-memory error names the logical device.
 
         Raises:
             DeviceMemoryError: in place of torch's own error.
@@ -64,20 +70,22 @@ class IssueSlot(Protocol):
 
 
 class CombineStreams(Protocol):
-    """Where the devices of a run do what is done once for all replicas."""
+    """The streams on which values of all replicas are combined."""
 
-    def behind(self, marks: Sequence[DeviceEvent]) -> AbstractContextManager[None]:
-        """Inside the block the calling thread queues work for all, behind ``marks``."""
+    def after(self, events: Sequence[DeviceEvent]) -> AbstractContextManager[None]:
+        """A block in which the calling thread queues work on these streams, behind ``events``."""
 
-    def marks(self) -> Sequence[DeviceEvent]:
-        """Where it has come to: behind them runs what builds on it."""
+    def record_events(self) -> Sequence[DeviceEvent]:
+        """Events behind what has been queued on these streams."""
 
 
 class IssueGate:
-    """A first-come, first-served gate, made anew for every run so that an aborted run cannot leave it closed.
+    """A first-come, first-served gate, and the slot of replicas on a CPU.
+
+    It is made anew for every run, so that an aborted run cannot leave it closed.
 
     Args:
-        width: how many holders at once; at least 1.
+        width: the number of slots; at least 1.
     """
 
     def __init__(self, width: int) -> None:
@@ -86,9 +94,9 @@ class IssueGate:
         self._waiting: deque[threading.Lock] = deque()
 
     def acquire(self) -> None:
-        """Takes a turn, after those who asked earlier. Holders always give theirs back, on errors too.
+        """Takes a slot, after those who asked earlier.
 
-        A replica of a failed run is interrupted wherever it is, here too; a turn that it was just given goes on then.
+        A replica of a failed run may be interrupted here too; a slot that it had just been given is passed on.
         """
         gate = threading.Lock()
         gate.acquire()
@@ -100,11 +108,11 @@ class IssueGate:
                 self._waiting.append(gate)
             gate.acquire()
         except BaseException:
-            self._give_up(gate)
+            self._withdraw(gate)
             raise
 
     def release(self) -> None:
-        """Gives the turn to the one who has waited longest, or back to the gate."""
+        """Gives the slot to whoever has waited longest."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().release()
@@ -112,35 +120,31 @@ class IssueGate:
                 self._free += 1
 
     def check(self) -> None:
-        """A CPU's share has no limit."""
+        """A CPU has no memory limit."""
 
-    def mark(self) -> DeviceEvent | None:
-        """A CPU has done what it was told."""
+    def record_event(self) -> DeviceEvent | None:
+        """None: a CPU has finished when a call returns."""
         return None
 
-    def follow(self, marks: Sequence[DeviceEvent]) -> None:
-        """For a replica beside others on GPUs, which reads what they computed."""
-        for mark in marks:
-            mark.precede()
+    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
+        """For a replica on a CPU beside others on GPUs, which reads what they computed."""
+        for event in events:
+            event.wait()
 
-    def aside(self) -> AbstractContextManager[None]:
-        """The replica's function mode sees to it."""
+    def with_default_rng(self) -> AbstractContextManager[None]:
+        """Nothing to do: the replica's function mode ignores such work."""
         return nullcontext()
 
     def naming_device(self) -> AbstractContextManager[None]:
-        """The host's memory is nobody's share."""
+        """Nothing to do: the host's memory has no limit per device."""
         return nullcontext()
 
-    def _give_up(self, gate: threading.Lock) -> None:
+    def _withdraw(self, gate: threading.Lock) -> None:
         with self._lock:
             if gate in self._waiting:
                 self._waiting.remove(gate)
                 return
         self.release()
-
-
-SIGNALS_SEEN_EVERY_S = 0.2
-"""Python can miss a Ctrl-C that comes just before a wait begins, and would see it only when the wait ends."""
 
 
 class ReplicaStopped(BaseException):
@@ -149,7 +153,12 @@ class ReplicaStopped(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective that a replica has entered: ``name`` must be equal on all replicas, ``where`` is for messages."""
+    """A collective that a replica has entered.
+
+    Args:
+        name: equal on all replicas.
+        where: the user's line, for messages.
+    """
 
     name: str
     where: str
@@ -159,26 +168,26 @@ class Call:
 class _Meeting:
     calls: dict[int, Call] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
-    marks: list[DeviceEvent] = field(default_factory=list)
+    events: list[DeviceEvent] = field(default_factory=list)
     done: bool = False
     result: Any = None
-    behind: Sequence[DeviceEvent] = ()
+    result_events: Sequence[DeviceEvent] = ()
 
 
 class ReplicaBarrier:
-    """One run's meeting point.
+    """The meeting point of the replicas of one run.
 
     Args:
-        replicas: how each replica is called in messages, such as ``"replica 1 (cpu:1)"``, in replica order.
-        timeout_s: how many seconds a replica waits in one collective before it reports who has not come.
-        common: where GPUs do what is combined; None where there are none.
+        replicas: the names of the replicas in messages, such as "replica 1 (cpu:1)", in replica order.
+        timeout_s: how many seconds a replica waits in one collective before it reports who is missing.
+        streams: where GPUs combine values; None without GPUs.
     """
 
-    def __init__(self, replicas: Sequence[str], timeout_s: float, common: CombineStreams | None = None) -> None:
+    def __init__(self, replicas: Sequence[str], timeout_s: float, streams: CombineStreams | None = None) -> None:
         self._replicas = tuple(replicas)
         self._timeout_s = timeout_s
-        self._common = common
-        # A plain lock, taken and given back in one step each by "with": an interrupted replica cannot leave it taken.
+        self._streams = streams
+        # A plain lock, taken and released in one step each by "with": an interrupted replica cannot leave it taken.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._meeting = _Meeting()
@@ -187,7 +196,7 @@ class ReplicaBarrier:
 
     @property
     def cause(self) -> BaseException | None:
-        """The first error of this run, the one to report; None while there is none."""
+        """The first error of this run, which is the one to report; None if there is none."""
         return self._cause
 
     @property
@@ -196,40 +205,40 @@ class ReplicaBarrier:
         with self._lock:
             return [name for replica, name in enumerate(self._replicas) if replica not in self._left]
 
-    def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], turn: IssueSlot) -> Any:
-        """Waits for all replicas at ``call``; the last to arrive runs ``combine``, whose result all receive.
+    def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], slot: IssueSlot) -> Any:
+        """Waits until all replicas are at ``call``; the last to arrive runs ``combine``, whose result all receive.
 
-        Every replica must call it. ``turn`` is given up while waiting.
+        Every replica must call it. ``slot`` is given up during the wait.
 
         Raises:
-            CollectiveError: (on the replica that finds it) the replicas did not meet at the same collective.
-            DeviceMemoryError: (on the replica) it has taken more memory than its device's share.
+            CollectiveError: (in the replica that finds it) the replicas are not at the same collective.
+            DeviceMemoryError: (in the replica) it has taken more memory than the limit of its device.
             ReplicaStopped: the run has ended because of another replica.
         """
-        turn.check()
-        mark = turn.mark()
+        slot.check()
+        event = slot.record_event()
         with self._lock:
             self._stop_if_ended()
             meeting = self._meeting
             meeting.calls[replica] = call
             meeting.values[replica] = value
-            if mark is not None:
-                meeting.marks.append(mark)
+            if event is not None:
+                meeting.events.append(event)
             self._check(meeting)
             complete = len(meeting.calls) == len(self._replicas)
         if complete:
             result = self._complete(meeting, combine)
         else:
-            turn.release()
+            slot.release()
             try:
                 result = self._wait(meeting)
             finally:
-                turn.acquire()
-        turn.follow(meeting.behind)
+                slot.acquire()
+        slot.wait_for(meeting.result_events)
         return result
 
     def leave(self, replica: int, error: BaseException | None = None) -> None:
-        """Notes that a replica has returned, or failed with ``error``; those who wait for it are told."""
+        """Notes that a replica has returned, or failed with ``error``, and wakes those who wait for it."""
         with self._lock:
             self._left[replica] = "has returned" if error is None else f"failed with {type(error).__name__}"
             if error is not None and not isinstance(error, ReplicaStopped):
@@ -239,7 +248,7 @@ class ReplicaBarrier:
             self._changed.notify_all()
 
     def stop_if_ended(self) -> None:
-        """For a replica that has been waiting elsewhere: is there still a run to take part in?
+        """Stops a replica that has waited elsewhere, if the run has ended meanwhile.
 
         Raises:
             ReplicaStopped: the run has ended because of another replica.
@@ -266,12 +275,12 @@ class ReplicaBarrier:
     def _complete(self, meeting: _Meeting, combine: Callable[[list[Any]], Any]) -> Any:
         values = [meeting.values[replica] for replica in range(len(self._replicas))]
         try:
-            if self._common is None:
+            if self._streams is None:
                 result = combine(values)
             else:
-                with self._common.behind(meeting.marks):
+                with self._streams.after(meeting.events):
                     result = combine(values)
-                meeting.behind = self._common.marks()
+                meeting.result_events = self._streams.record_events()
         except BaseException as error:
             self.abort(error)
             raise
@@ -279,7 +288,7 @@ class ReplicaBarrier:
             self._stop_if_ended()
             meeting.result, meeting.done = result, True
             meeting.values.clear()
-            meeting.marks.clear()
+            meeting.events.clear()
             self._meeting = _Meeting()
             self._changed.notify_all()
         return result

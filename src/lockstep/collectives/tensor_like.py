@@ -6,6 +6,7 @@ value itself; ``mirroring.variable`` does.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -26,6 +27,20 @@ _SAME_FOR_ALL = frozenset(
     ]
 )
 """What every replica's value has alike, so that no replica has to be asked."""
+
+
+def _unary(operation: Callable[[Any], Any]) -> Callable[[TensorLike], Any]:
+    return lambda self: operation(self.read_value())
+
+
+def _binary(
+    operation: Callable[[Any, Any], Any],
+) -> tuple[Callable[[TensorLike, Any], Any], Callable[[TensorLike, Any], Any]]:
+    """An operator of a variable, and its reflected form."""
+    return (
+        lambda self, other: operation(self.read_value(), other),
+        lambda self, other: operation(other, self.read_value()),
+    )
 
 
 class TensorLike(ABC):
@@ -151,95 +166,25 @@ class TensorLike(ABC):
     def __ne__(self, other: object) -> Any:
         return self.read_value() != other
 
-    def __lt__(self, other: Any) -> Any:
-        return self.read_value() < other
-
-    def __le__(self, other: Any) -> Any:
-        return self.read_value() <= other
-
-    def __gt__(self, other: Any) -> Any:
-        return self.read_value() > other
-
-    def __ge__(self, other: Any) -> Any:
-        return self.read_value() >= other
-
-    def __neg__(self) -> Any:
-        return -self.read_value()
-
-    def __pos__(self) -> Any:
-        return +self.read_value()
-
-    def __abs__(self) -> Any:
-        return abs(self.read_value())
-
-    def __invert__(self) -> Any:
-        return ~self.read_value()
-
-    def __add__(self, other: Any) -> Any:
-        return self.read_value() + other
-
-    def __radd__(self, other: Any) -> Any:
-        return other + self.read_value()
-
-    def __sub__(self, other: Any) -> Any:
-        return self.read_value() - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self.read_value()
-
-    def __mul__(self, other: Any) -> Any:
-        return self.read_value() * other
-
-    def __rmul__(self, other: Any) -> Any:
-        return other * self.read_value()
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.read_value() / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self.read_value()
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self.read_value() // other
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return other // self.read_value()
-
-    def __mod__(self, other: Any) -> Any:
-        return self.read_value() % other
-
-    def __rmod__(self, other: Any) -> Any:
-        return other % self.read_value()
-
-    def __pow__(self, other: Any) -> Any:
-        return self.read_value() ** other
-
-    def __rpow__(self, other: Any) -> Any:
-        return other ** self.read_value()
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.read_value() @ other
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return other @ self.read_value()
-
-    def __and__(self, other: Any) -> Any:
-        return self.read_value() & other
-
-    def __rand__(self, other: Any) -> Any:
-        return other & self.read_value()
-
-    def __or__(self, other: Any) -> Any:
-        return self.read_value() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self.read_value()
-
-    def __xor__(self, other: Any) -> Any:
-        return self.read_value() ^ other
-
-    def __rxor__(self, other: Any) -> Any:
-        return other ^ self.read_value()
+    __neg__ = _unary(operator.neg)
+    __pos__ = _unary(operator.pos)
+    __abs__ = _unary(operator.abs)
+    __invert__ = _unary(operator.invert)
+    __add__, __radd__ = _binary(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod)
+    __pow__, __rpow__ = _binary(operator.pow)
+    __matmul__, __rmatmul__ = _binary(operator.matmul)
+    __and__, __rand__ = _binary(operator.and_)
+    __or__, __ror__ = _binary(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor)
+    __lt__ = _binary(operator.lt)[0]
+    __le__ = _binary(operator.le)[0]
+    __gt__ = _binary(operator.gt)[0]
+    __ge__ = _binary(operator.ge)[0]
 
     def __round__(self, digits: int = 0) -> Any:
         return self.read_value().round(decimals=digits)

@@ -1,12 +1,12 @@
-"""What in a batch has rows: tensors along dim 0, and which of its lists and tuples hold one item a row.
+"""Finds what in a batch has rows: tensors along dim 0, and the lists and tuples that hold one item a row.
 
     (images [8, 3, 32, 32], ["a.png", "b.png", ...8])      a column, and a list of 8 rows
     ([image, image, ...8], [{"boxes": ...}, ...8])         two lists of 8 rows
     ((x1 [8, 2], x2 [8, 5]), y [8])                        a tuple of two columns, and a column
 
-A list is one of rows if it is as long as the batch, and of columns if all its tensors are as long as the batch. How
-long that is, the tensors that stand in no list say, and where there are none, the batch size of the DataLoader. Where
-both can be, or nothing says it, the batch is refused.
+A list holds rows if it is as long as the batch, and columns if all its tensors are as long as the batch. The length of
+the batch is that of the tensors outside of lists or, if there are none, the batch size of the DataLoader. If a list
+could hold either, or nothing tells the length, the batch is refused.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Lists = Literal["auto", "rows", "columns"]
 _Mode = Literal["rows", "columns"]
 
 SINGLE_VALUES = (bool, int, float, complex, str, bytes, type(None))
-"""Types of values that have no rows: every replica gets them as they are."""
+"""Types of values without rows, which every replica gets unchanged."""
 _MOST_ITEMS = 3
-"""Of a pair or triple (x, y, sample_weight)."""
+"""The length of (x, y, sample_weight)."""
 
 
 @dataclass
 class _Fit:
-    """How a part of a batch can be read, for some number of rows.
+    """One reading of a part of a batch, for some number of rows.
 
     Args:
         rows: whether anything in it has rows.
         modes: what each list in it is, by name.
-        unclear: the names of lists that could be both.
-        of: that number of rows, in the reading of a whole batch.
+        unclear: the names of lists that could hold rows or columns.
+        of: that number of rows, in a reading of a whole batch.
     """
 
     rows: bool
@@ -59,15 +59,15 @@ class _Fit:
 
 
 class BatchLayout:
-    """Finds the lists of rows in the batches of one source. What one batch has shown holds for those after it.
+    """Finds the lists of rows in the batches of one source. What one batch shows holds for the batches after it.
 
     Args:
         lists: what lists and tuples are. "rows": those below the root, and a list at the root, have one item a row;
             "columns": they are structure, but for those of strings; "auto": what their lengths say.
-        sizes: the numbers of rows that batches of this source have, as far as they are known, the usual one first.
+        sizes: the known numbers of rows of this source's batches, the usual one first.
         items: the batches are (x, y) or (x, y, sample_weight), be they tuples or lists.
-        records_are_rows: a list of anything but tensors that could be both is one of rows.
-        keeps_tuples: a batch that is a list was not a tuple before, as torch's default_convert makes lists of them.
+        records_are_rows: a list of anything but tensors that could hold rows or columns holds rows.
+        keeps_tuples: a batch that is a list was a list before collation; default_convert turns tuples into lists.
 
     Raises:
         ConfigError: ``lists`` is unknown.
@@ -93,7 +93,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False) -> BatchLayout:
-        """For the batches of ``dataset``."""
+        """Returns the layout of the batches of ``dataset``."""
         if not isinstance(dataset, DataLoader) or lists != "auto":
             return cls(lists, items=items)
         if dataset.collate_fn is default_collate:
@@ -102,14 +102,14 @@ class BatchLayout:
         return cls(lists, sizes=_loader_sizes(dataset), items=items, keeps_tuples=tuples)
 
     def marked(self, batch: Any, *, rows: int | None = None) -> Any:
-        """The batch, its lists and tuples of rows made RowList and RowTuple.
+        """Returns the batch with its lists and tuples of rows as RowList and RowTuple.
 
         Args:
             batch: a global batch.
-            rows: how many rows were loaded for it, if that is known.
+            rows: the number of rows that were loaded for it, if known.
 
         Raises:
-            DataError: a list could be one of rows and one of columns.
+            DataError: a list could hold rows or columns.
         """
         below = root_children(batch)
         if below is None:
@@ -122,14 +122,14 @@ class BatchLayout:
         fit = self._fit_root(below, sizes)
         if fit is None:
             self._check_known(below)
-            return batch  # the tensors disagree: what divides it says so
+            return batch  # the tensors disagree in length, which dividing the batch reports
         if fit.unclear:
             raise self._unclear(fit.unclear[0])
         self._known.update(fit.modes)
         return _marked(batch, below, "batch", fit.modes)
 
     def _check_known(self, below: list[tuple[str, Any]]) -> None:
-        """Refuses a list that had one item a row before and has not as many now as there are rows."""
+        """Refuses a list that had one item a row before, and now has another number of items than there are rows."""
         tensors = _tensor_lengths(below)
         for name, node in _sequences(below):
             if self._known.get(name) == "rows" and len(tensors) == 1 and len(node) not in tensors:
@@ -156,7 +156,7 @@ class BatchLayout:
         return False
 
     def _root_readings(self, batch: Any, below: list[tuple[str, Any]], size: int | None) -> tuple[bool, bool]:
-        """Whether a list or tuple may be one of rows, and whether it may be one of columns, if it has ``size`` rows."""
+        """Whether a batch of ``size`` rows that is a list or tuple may hold rows, and whether it may hold columns."""
         fit = self._fit_root(below, () if size is None else (size,))
         columns = fit is not None and (size is None or fit.of == size)
         if not _alike(batch) or all(isinstance(each, SINGLE_VALUES) for each in batch):
@@ -167,11 +167,11 @@ class BatchLayout:
         return columns and len(batch) > 1 and long, columns
 
     def _fit_root(self, below: list[tuple[str, Any]], sizes: Sequence[int]) -> _Fit | None:
-        """The reading of a batch whose root is structure; None where there is none.
+        """The reading of a batch whose root is structure; None if there is none.
 
         Args:
-            below: what the root holds.
-            sizes: the numbers of rows that the batch may have, the likeliest first; empty where nothing is known.
+            below: the children of the root.
+            sizes: the numbers of rows that the batch may have, the likeliest first; empty if unknown.
         """
         anchors = _anchors(below)
         if len(anchors) > 1:
@@ -189,7 +189,7 @@ class BatchLayout:
         return fits[0] if fits else None
 
     def _list_lengths(self, below: list[tuple[str, Any]]) -> set[int]:
-        """Those of the outermost lists."""
+        """The lengths of the outermost lists."""
         found: set[int] = set()
         for name, child in below:
             if is_sequence(child):
@@ -199,7 +199,7 @@ class BatchLayout:
         return found
 
     def _lengths(self, below: list[tuple[str, Any]]) -> set[int]:
-        """The lengths that a batch may have: those of its tensors and of its lists."""
+        """The numbers of rows that a batch may have: the lengths of its tensors and of its lists."""
         found: set[int] = set()
         for name, child in below:
             if is_sequence(child):
@@ -280,7 +280,7 @@ class BatchLayout:
 
 
 def _loader_sizes(loader: DataLoader[Any]) -> list[int]:
-    """The numbers of rows of a DataLoader's batches: the batch size, and what is left for the last one."""
+    """The numbers of rows of a DataLoader's batches: the batch size, and the size of the last batch."""
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int) or loader.batch_sampler is None:
         return []
@@ -291,7 +291,7 @@ def _loader_sizes(loader: DataLoader[Any]) -> list[int]:
 
 
 def _has_rows(below: list[tuple[str, Any]]) -> bool:
-    """Whether there is any tensor or array with rows, in lists or not."""
+    """Whether there is a tensor or array with rows, in lists or not."""
     return any(_leaf_rows(child) is not None or _has_rows(children(child, name) or []) for name, child in below)
 
 
@@ -329,7 +329,7 @@ def _as_rows(node: Any) -> Any:
 
 
 def _anchors(below: list[tuple[str, Any]]) -> set[int]:
-    """The lengths of the tensors that stand in no list or tuple."""
+    """The lengths of the tensors outside of lists and tuples."""
     found: set[int] = set()
     for name, child in below:
         if is_sequence(child):
@@ -359,7 +359,7 @@ def _all_text(node: Any) -> bool:
 
 
 def _alike(items: Iterable[Any]) -> bool:
-    """Whether all items are of one kind, as the rows of a list are."""
+    """Whether all items are of one kind, as rows are."""
     return len({_kind(each) for each in items if each is not None and not (is_sequence(each) and not each)}) <= 1
 
 

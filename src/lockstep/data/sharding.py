@@ -1,6 +1,9 @@
-"""A replica whose shard of the batch is empty: how a step finds that out, and what an error says that it raised there.
+"""Divides a global batch into shards, which are views of the batch's tensors. Pure functions.
 
-9 rows, 4 replicas -> 3, 2, 2, 2      2 rows, 4 replicas -> 1, 1, 0, 0: the last two have no rows
+    8 rows, 3 replicas -> 3, 3, 2      4 rows, 3 replicas -> 2, 1, 1      2 rows, 3 replicas -> 1, 1, 0
+
+Sizes differ by at most one and the larger shards come first, so that only a batch with fewer rows than replicas leaves
+a shard empty. No row is dropped, padded or duplicated. ``has_rows`` lets a step find out that its shard is empty.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _MOST_LEAVES_SHOWN = 8
 
 
 def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
-    """How many of ``rows`` rows each replica gets: balanced, the larger shards first.
+    """Returns the number of rows of each replica: balanced, the larger shards first.
 
     Example:
         >>> shard_sizes(9, 4)
@@ -43,28 +46,28 @@ def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
 
 
 def batch_rows(batch: Any) -> int:
-    """The number of rows of a shard, or of a batch whose lists of rows are marked: the length of what has rows.
+    """Returns the number of rows of a shard, or of a batch whose lists of rows are marked.
 
     Raises:
-        DataError: lengths that disagree, nothing that has rows, or a leaf that cannot be divided.
+        DataError: leaves disagree in length, nothing has rows, or a leaf cannot be divided.
     """
     return _rows(_with_tensors(batch))
 
 
 def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> Any:
-    """The same structure with ``PerReplica`` leaves.
+    """Divides a batch among replicas. Returns the same structure with ``PerReplica`` leaves.
 
     Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
     lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
 
     Args:
         batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
-        num_replicas: how many shards.
-        layout: finds the lists of rows; None is one for this batch alone.
+        num_replicas: the number of shards.
+        layout: finds the lists of rows; None is a layout for this batch alone.
 
     Raises:
-        DataError: lengths that disagree, nothing that has rows, a list that could be one of rows and one of columns, or
-            a leaf that cannot be divided.
+        DataError: leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a leaf
+            cannot be divided.
     """
     return local_shards(
         batch, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
@@ -73,11 +76,11 @@ def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRows:
-    """One worker's part of the rows of a batch.
+    """The rows of a batch that one worker's replicas get.
 
     Args:
-        start: the first of them.
-        sizes: how many each local replica gets, in replica order.
+        start: the index of the first row.
+        sizes: the number of rows of each local replica, in replica order.
     """
 
     start: int
@@ -85,12 +88,12 @@ class LocalRows:
 
     @property
     def stop(self) -> int:
-        """The row after the last."""
+        """The index after the last row."""
         return self.start + sum(self.sizes)
 
 
 def local_rows(rows: int, workers: Communicator) -> LocalRows:
-    """The part of ``rows`` rows, divided among the replicas of all workers, that this worker's replicas get.
+    """Divides ``rows`` rows among the replicas of all workers, and returns those of this worker's replicas.
 
     Example:
         >>> from lockstep.collectives.communicator import SingleWorkerCommunicator
@@ -102,16 +105,16 @@ def local_rows(rows: int, workers: Communicator) -> LocalRows:
 
 
 def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
-    """Some of the rows of a batch, as ``per_replica_batch`` divides all.
+    """Divides some rows of a batch as ``per_replica_batch`` divides all of them.
 
     Args:
-        batch: as there.
-        cut: from the number of its rows to the part that is wanted.
-        layout: as there.
-        loaded: how many rows were loaded for the batch, if that is known.
+        batch: as in ``per_replica_batch``.
+        cut: returns the wanted rows, given the number of rows of the batch.
+        layout: finds the lists of rows.
+        loaded: the number of rows that were loaded for the batch, if known.
 
     Raises:
-        DataError: as there.
+        DataError: as in ``per_replica_batch``.
     """
     tensors = _with_tensors(layout.marked(batch, rows=loaded))
     part = cut(_rows(tensors))
@@ -119,27 +122,27 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
 
 
 def with_no_rows(batch: Any) -> Any:
-    """The batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
+    """Returns the batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
     return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
 
 
 def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
-    """One batch per replica: ``per_replica_batch`` seen from each of them."""
+    """Returns one batch per replica, divided as by ``per_replica_batch``."""
     divided = per_replica_batch(batch, num_replicas, layout)
     return [select(divided, replica, num_replicas) for replica in range(num_replicas)]
 
 
 def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout | None = None) -> Any:
-    """The structure with ``PerReplica`` leaves made of batches that are per-replica already.
+    """Joins batches that are per-replica already to one structure with ``PerReplica`` leaves.
 
     Args:
-        batches: one per replica, in order, all of one structure; the replicas that are missing at the end get an
-            empty batch, 0 rows of the first one.
-        num_replicas: how many replicas there are.
-        layout: finds the lists of rows; None is one for these batches alone.
+        batches: one per replica, in replica order, all of one structure. If there are fewer than replicas, the last
+            replicas get an empty batch: the first one with 0 rows.
+        num_replicas: the number of replicas.
+        layout: finds the lists of rows; None is a layout for these batches alone.
 
     Raises:
-        DataError: the structures differ, or a leaf cannot be handed to a replica.
+        DataError: the structures differ, or a leaf cannot be given to a replica.
     """
     layout = layout or BatchLayout()
     given = [_with_tensors(layout.marked(batch)) for batch in batches]
@@ -186,7 +189,7 @@ def _with_tensors(batch: Any) -> Any:
 
 
 def _as_tensor(name: str, leaf: Any) -> Any:
-    # An array can only be there if somebody has imported numpy, which this package does not need.
+    # A batch can only have an array if numpy has been imported; this package does not need it.
     numpy = sys.modules.get("numpy")
     if isinstance(leaf, torch.Tensor):
         check_layout(name, leaf)

@@ -1,14 +1,14 @@
-"""Random numbers as a source sees them that is read in a thread.
+"""Keeps the random numbers of a source that is read in a thread those of a plain loop.
 
-A dataset that draws (a random crop) while the consumer or a replica draws too would give every run other numbers. So
-the reading thread goes on from a copy of the default generator's state, in the order in which a plain loop would draw,
-and torch's own generator follows with each item that the consumer takes:
+If a dataset draws (a random crop) while the consumer or a replica draws too, every run would get other numbers. So the
+reading thread draws from a copy of the default generator, in the order in which a plain loop would draw, and torch's
+default generator follows with each item that the consumer takes:
 
     default generator  --copy-->  the source's generator  --item taken-->  default generator, if nobody else has drawn
 
-An iteration that is left early leaves torch's generator where a plain loop would, then; only a loop that draws too gets
-other numbers, and a warning. So a source that draws is read ahead only where somebody has asked for it, and one that
-draws from Python's or NumPy's generators, or from those that the data holds, which cannot be copied so, never is.
+An iteration that is left early thus leaves torch's generator where a plain loop would. Only a loop that draws too gets
+other numbers, and a warning. Therefore a source that draws is read ahead only on request, and a source that draws from
+Python's or NumPy's generators, or from generators that the data holds, never is: those cannot be copied so.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK, ReplicaRng
 from lockstep.replicas.rng.state import own_generator
 
 _NOT_THE_USERS = ("builtins", "torch", "numpy", "datasets", "transformers", "accelerate", "lockstep")
-"""Packages whose code is not looked into: what it draws from is an argument or an attribute."""
+"""Packages whose code is not searched: what it draws from is an argument or an attribute."""
 _MOST_LOOKED_AT = 500
 _MOST_OF_A_LIST = 32
 
 
 class SourceRandom:
-    """A copy of torch's default generator as it is now, for the reading thread. Made in the consumer's thread."""
+    """A copy of torch's default generator, for the reading thread. Made in the consumer's thread."""
 
     def __init__(self) -> None:
         self._begin = default_state()
@@ -46,25 +46,25 @@ class SourceRandom:
         self._together = False
 
     def mode(self) -> ReplicaRng:
-        """A mode for the reading thread, in which torch's random functions on CPU tensors draw from the copy."""
+        """Returns a mode for the reading thread, in which torch's random functions on the CPU draw from the copy."""
         return ReplicaRng(self._generator)
 
     def state(self) -> torch.Tensor:
-        """Where the copy stands; for the reading thread."""
+        """Returns the state of the copy; for the reading thread."""
         return self._generator.get_state()
 
     def begun(self) -> None:
-        """The default generator is the caller's again; for the consumer's thread."""
+        """Is called in the consumer's thread when the default generator is the caller's again."""
         self._together = _equal(default_state(), self._begin)
 
     def follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Sets the default generator to where it is after an item, if it stands where it was before that item.
+        """Sets the default generator to its state after an item, if it has the state before that item.
 
-        A consumer that has drawn from the default generator itself is warned once, if the source draws too.
+        A consumer that has drawn from the default generator is warned once, if the source draws too.
 
         Args:
-            before: where the copy was before the item that the consumer takes now.
-            after: where it was after it.
+            before: the state of the copy before the item that the consumer takes now.
+            after: its state after that item.
         """
         with DEFAULT_GENERATOR_LOCK:
             if _equal(torch.default_generator.get_state(), before):
@@ -82,16 +82,16 @@ class SourceRandom:
 
 
 def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]]:
-    """A function that gives the states of the generators that are to be drawn from in program order, to be compared.
+    """Returns a function that returns the states of the generators that must be drawn from in program order.
 
     They are Python's, NumPy's, and those that a dataset, a DataLoader and its samplers reach through their attributes
-    and their code, such as a transform's or one of the program's own. A reading thread has no copy of them.
+    and their code, such as a transform's or a global of the program. A reading thread has no copy of them.
 
     Args:
         dataset: the source.
         default: torch's default generator is one of them, so that the loop may draw from it too.
     """
-    # Loading processes have copies of their own; only the samplers draw here.
+    # Loading processes have their own copies; only the samplers draw in this process.
     in_processes = isinstance(dataset, DataLoader) and dataset.num_workers > 0
     held = list(_held([dataset.sampler, dataset.batch_sampler, dataset.generator] if in_processes else [dataset]))
 
@@ -104,7 +104,7 @@ def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]
 
 
 def _held(roots: list[Any]) -> Iterator[Any]:
-    """The generators that the roots reach through attributes, lists, and what their methods and functions name."""
+    """The generators that the roots reach through attributes, lists, and the names in their methods and functions."""
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
     due, seen = deque(roots), dict[int, Any]()
@@ -139,13 +139,13 @@ def _reached(node: Any) -> list[Any]:
 
 
 def _methods(kind: type) -> list[Any]:
-    """The functions of a class of the user's own, and of its bases."""
+    """The functions of a user's class and of its bases."""
     classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in _NOT_THE_USERS]
     return [each for base in classes for each in vars(base).values() if isinstance(each, FunctionType)]
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What a function of the user's own finds in its closure, and by name outside itself."""
+    """What a user's function finds in its closure, and by name in its globals."""
     if function.__module__ is None or function.__module__.split(".")[0] in _NOT_THE_USERS:
         return
     for cell in function.__closure__ or ():
@@ -179,22 +179,22 @@ def _numpy_state(numpy: Any) -> Any:
 
 
 def default_state() -> torch.Tensor:
-    """The state of torch's default generator: uint8 on the CPU."""
+    """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
     with DEFAULT_GENERATOR_LOCK:
         return torch.default_generator.get_state()
 
 
 def set_default_state(state: torch.Tensor) -> None:
-    """Sets torch's default generator to what ``default_state`` gave."""
+    """Sets torch's default generator to what ``default_state`` returned."""
     with DEFAULT_GENERATOR_LOCK:
         torch.default_generator.set_state(state)
 
 
 @contextmanager
 def borrowed_default(generator: torch.Generator) -> Iterator[None]:
-    """Lets what draws from the default generator of this thread draw the numbers of ``generator`` instead.
+    """Makes whatever draws from this thread's default generator draw the numbers of ``generator`` instead.
 
-    In a thread that reads ahead, that is the source's generator; in the consumer's, torch's own.
+    In a thread that reads ahead, that default is the source's generator; in the consumer's thread it is torch's.
     """
     here = own_generator.get()
     lent = (here() if here is not None else None) or torch.default_generator
@@ -210,5 +210,5 @@ def borrowed_default(generator: torch.Generator) -> Iterator[None]:
 
 
 def _equal(state: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compared as bytes: an operator of torch would look like a program that waits for a device."""
+    """Compares as bytes: an operator of torch would look like a program that waits for a device."""
     return state.numpy().tobytes() == other.numpy().tobytes()

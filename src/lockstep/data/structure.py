@@ -1,8 +1,8 @@
-"""Walking the nested structure of a batch, with a name for every leaf.
+"""Walks the nested structure of a batch, with a name for every leaf, and takes rows of leaves.
 
 Tuples, lists, named tuples and mappings are structure; everything else is a leaf, and so are lists and tuples with one
 item a row (``RowList``, ``RowTuple``; ``layout`` makes them). A mapping of any type, such as transformers'
-``BatchEncoding``, comes out as a plain dict, which ``Strategy.run`` looks into. A leaf's name is for messages:
+``BatchEncoding``, becomes a plain dict, which ``Strategy.run`` looks into. The names of leaves are for messages:
 ``x["input_ids"]``, ``y``, ``batch[4]``.
 """
 
@@ -25,11 +25,11 @@ _ITEM_NAMES = ("x", "y", "sample_weight")
 
 
 class RowList(list[T]):
-    """A list that has one item a row."""
+    """A list with one item a row."""
 
 
 class RowTuple(tuple[T, ...]):
-    """A tuple that has one item a row."""
+    """A tuple with one item a row."""
 
 
 for _kind in (RowList, RowTuple):
@@ -38,26 +38,26 @@ for _kind in (RowList, RowTuple):
 
 
 def map_leaves(fn: Callable[[str, Any], Any], batch: Any) -> Any:
-    """The same structure with every leaf replaced by ``fn(name, leaf)``; called in the order of ``named_leaves``."""
+    """Returns the same structure with ``fn(name, leaf)`` for every leaf, called in the order of ``named_leaves``."""
     return _map(fn, batch, root_children(batch), "batch")
 
 
 def named_leaves(batch: Any) -> list[tuple[str, Any]]:
-    """All leaves with their names, in order."""
+    """Returns all leaves with their names, in order."""
     found: list[tuple[str, Any]] = []
     map_leaves(lambda name, leaf: found.append((name, leaf)), batch)
     return found
 
 
 def root_children(batch: Any) -> list[tuple[str, Any]] | None:
-    """``children`` of a batch as a whole: the items of a pair or triple are called x, y and sample_weight."""
+    """Returns the ``children`` of a whole batch. The items of a pair or triple are called x, y and sample_weight."""
     if is_sequence(batch) and 2 <= len(batch) <= len(_ITEM_NAMES):
         return list(zip(_ITEM_NAMES, batch, strict=False))
     return children(batch, "batch")
 
 
 def children(node: Any, name: str) -> list[tuple[str, Any]] | None:
-    """What a node holds, each with its name; None for a leaf."""
+    """Returns the children of a node with their names; None for a leaf."""
     if isinstance(node, Mapping):
         return [(f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key!r}]", node[key]) for key in node]
     if fields := _fields(node):
@@ -66,7 +66,7 @@ def children(node: Any, name: str) -> list[tuple[str, Any]] | None:
 
 
 def rebuilt(node: Any, kept: Iterable[Any]) -> Any:
-    """A node like this one, of other children in the same order."""
+    """Returns a node like this one with other children, in the same order."""
     if isinstance(node, Mapping):
         return dict(zip(node, kept, strict=True))
     if isinstance(node, list):
@@ -75,7 +75,7 @@ def rebuilt(node: Any, kept: Iterable[Any]) -> Any:
 
 
 def is_sequence(node: Any) -> bool:
-    """Whether a node is a list or a tuple whose items have no names, and which is not known to have one item a row."""
+    """Whether a node is a list or tuple other than a named tuple, not marked as having one item a row."""
     return isinstance(node, (tuple, list)) and not isinstance(node, (RowList, RowTuple)) and not _is_named(node)
 
 
@@ -95,7 +95,7 @@ def _map(fn: Callable[[str, Any], Any], node: Any, below: list[tuple[str, Any]] 
 
 
 def _fields(node: Any) -> tuple[str, ...]:
-    """The fields of a named tuple; none for anything else. A packed sequence is a tensor of another shape."""
+    """The fields of a named tuple, and none for anything else. A packed sequence is a leaf."""
     if not isinstance(node, tuple) or isinstance(node, PackedSequence):
         return ()
     return getattr(node, "_fields", ())
@@ -105,7 +105,7 @@ _LAYOUTS = (torch.strided, torch.jagged, torch.sparse_coo, torch.sparse_csr)
 
 
 def rows_of(leaf: Any) -> int | None:
-    """How many rows a leaf has; None for a value that has none."""
+    """Returns the number of rows of a leaf, or None for a value without rows."""
     if isinstance(leaf, Tensor):
         return leaf.size(0) if leaf.ndim else None
     if isinstance(leaf, (RowList, RowTuple)):
@@ -114,22 +114,22 @@ def rows_of(leaf: Any) -> int | None:
 
 
 def leaf_has_rows(leaf: Any) -> bool:
-    """Whether a leaf has rows to divide."""
+    """Whether a leaf has rows that can be divided."""
     return rows_of(leaf) is not None
 
 
 def replica_leaves(view: Any) -> list[Any]:
-    """The leaves of a replica's arguments; a list of rows is one."""
+    """Returns the leaves of a replica's arguments. A list of rows is one leaf."""
     return tree_leaves(view, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a tensor with memory of its own, of which views can be taken."""
+    """Whether a leaf is a strided tensor, of which views can be taken."""
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def check_layout(name: str, leaf: Tensor) -> None:
-    """Refuses a tensor of which no rows can be taken.
+    """Checks that rows of a tensor can be taken.
 
     Raises:
         DataError: it is neither strided nor nested nor sparse by rows.
@@ -142,10 +142,10 @@ def check_layout(name: str, leaf: Tensor) -> None:
 
 
 def take_rows(leaf: Any, start: int, size: int) -> Any:
-    """``size`` rows of a leaf that has rows, from row ``start`` on.
+    """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a strided tensor, else copies.
 
     Raises:
-        DataError: no rows of a nested tensor or a packed sequence, which cannot be empty.
+        DataError: ``size`` is 0 and the leaf is a nested tensor or a packed sequence, which cannot be empty.
     """
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])
@@ -163,8 +163,8 @@ def take_rows(leaf: Any, start: int, size: int) -> Any:
     if leaf.layout is torch.sparse_csr:
         return _csr_rows(leaf, start, size)
     rows = leaf.narrow(0, start, size)
-    # A step may change its shard in place. Views would hand that to autograd as a change of the whole batch, and count
-    # it as a change of what the other replicas have kept for their backward passes.
+    # A step may change its shard in place. To autograd, a change of a view is a change of the whole batch, and so of
+    # what the other replicas have saved for their backward passes.
     return rows if leaf.requires_grad else rows.data
 
 

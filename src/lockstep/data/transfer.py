@@ -1,10 +1,10 @@
-"""Moving every replica's part of a batch to its device.
+"""Moves every replica's shard of a batch to its device.
 
-    reading thread:     pinned memory --copy, on a stream of its own--> device ; an event behind the copies
-    consumer's thread:  what is queued from now on runs behind that event
+    reading thread:     pinned memory --copied on a separate stream--> device; an event is recorded after the copies
+    consumer's thread:  whatever it queues from now on runs after that event
 
-On a CPU nothing is copied. On a GPU the copies of the next batches overlap with the step that is running, and nobody
-waits for them but the device.
+On a CPU nothing is copied. On a GPU the copies of the next batches overlap with the running step, and only the device
+waits for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.replicas.device.driver import StreamEvent, driver_of
 
 
 class _Sent(NamedTuple):
-    """A batch on its way: the copies, and where all of them are complete."""
+    """A batch in flight: its copies, and the events after which all of them are complete."""
 
     marks: list[StreamEvent]
     copies: list[torch.Tensor]
@@ -35,10 +35,10 @@ class _Sent(NamedTuple):
 class Transfer:
     """Puts batches with PerReplica leaves on the replicas' devices.
 
-    A batch is for whoever gets it from ``received``: the copies may still be under way when a call returns.
+    Use a batch only when it comes from ``received``: its copies may still be in flight when a call returns.
 
     Args:
-        devices: the replicas' devices, in replica order.
+        devices: logical devices of the replicas, in replica order.
     """
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
@@ -48,12 +48,12 @@ class Transfer:
             physical: (driver, device.torch_device, driver.side_stream(device.torch_device, "copy"))
             for physical, (driver, device) in gpus.items()
         }
-        # By the batch, which is alive until it has been received.
+        # By the id of the batch, which is alive until it has been received.
         self._sent: dict[int, _Sent] = {}
         self._read_from: deque[tuple[list[StreamEvent], list[torch.Tensor]]] = deque()
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with every tensor on its replica's device; other values as they are."""
+        """Returns the batch with every tensor on its replica's device, and other values as they are."""
         sent = _Sent([], [])
         sources: list[torch.Tensor] = []
         moved = map_leaves(partial(self._move_leaf, sent.copies, sources), batch)
@@ -65,16 +65,16 @@ class Transfer:
         return moved
 
     def received(self, batches: ClosableIterator[Any]) -> ClosableIterator[Any]:
-        """The batches for the calling thread, whose work on the devices is to run behind their copies."""
+        """Returns the batches for the calling thread, whose work on the devices will run after their copies."""
         return _Received(batches, self) if self._copying else batches
 
     def receive(self, batch: Any) -> None:
-        """Orders what the calling thread queues from now on behind the copies of ``batch``."""
+        """Makes whatever the calling thread queues from now on run after the copies of ``batch``."""
         sent = self._sent.pop(id(batch), None)
         if sent is None:
             return
         for mark in sent.marks:
-            mark.precede()
+            mark.wait()
             here = mark.driver.current_stream(mark.device)
             for copy in sent.copies:
                 if copy.device == mark.device:
@@ -109,14 +109,14 @@ class Transfer:
         return value.to(device.torch_device) if goes else value
 
     def _keep(self, sources: list[torch.Tensor], marks: list[StreamEvent]) -> None:
-        """Keeps what is being copied until it has been: else somebody might be given the memory, and write to it."""
+        """Keeps the sources alive until they have been copied: else their memory might be reused and overwritten."""
         self._read_from.append((marks, sources))
         while self._read_from and all(mark.driver.query(mark.event) for mark in self._read_from[0][0]):
             self._read_from.popleft()
 
 
 class _Received:
-    """An iterator of batches, each ready for the calling thread's use."""
+    """An iterator of batches that the calling thread may use."""
 
     def __init__(self, batches: ClosableIterator[Any], transfer: Transfer) -> None:
         self._batches = batches
@@ -131,5 +131,5 @@ class _Received:
         return batch
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Stops reading."""
         self._batches.close()

@@ -128,7 +128,7 @@ def start_together(workers: Communicator, dataset: Iterable[Any], generators: Se
     lengths = (_known(batches_in(dataset)), _known(_examples(dataset)), len(generators))
     _check_equal([[int(each) for each in row] for row in workers.all_gather_numbers(_BEGIN, lengths)], workers.names)
     states = [default_state(), *(generator.get_state() for generator in generators)] if workers.is_chief else []
-    default, *others = all_gather_object(workers, f"{_BEGIN}: the chief's generators", states)[0]
+    default, *others = all_gather_object(workers.processes, f"{_BEGIN}: the chief's generators", states)[0]
     if not workers.is_chief:
         set_default_state(default)
         for generator, state in zip(generators, others, strict=True):

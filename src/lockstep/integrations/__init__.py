@@ -1,1 +1,1 @@
-"""Front ends of other libraries on the engine, each imported on demand; ``import lockstep`` needs none of them."""
+"""Other libraries' training loops on the replicas of a strategy. Each is a package that imports its library."""

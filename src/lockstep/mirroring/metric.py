@@ -1,10 +1,10 @@
-"""A mirrored metric: each replica updates its own copy, and what is computed is the number of all their rows.
+"""Mirrored torchmetrics metrics: each replica updates its own copy, and ``compute`` gives the value of all rows.
 
     replica 0   copy.update(shard 0) --.
-    replica 1   copy.update(shard 1) ----> states merged (metric_merging) --> compute()
+    replica 1   copy.update(shard 1) ----> merge_states --> compute()
     replica 2   copy.update(shard 2) --'
 
-The user's own metric, which may be in use elsewhere, leads here too; it has no states of its own any more.
+The user's own metric object uses the same states, since a program may hold on to it.
 """
 
 from __future__ import annotations

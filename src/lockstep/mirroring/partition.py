@@ -1,4 +1,4 @@
-"""What of a model one worker holds: all of it, as a rule, or the part that a grid of workers leaves to it."""
+"""Which part of a model a worker holds: all of it, or the part that a mesh of workers assigns to it."""
 
 from __future__ import annotations
 

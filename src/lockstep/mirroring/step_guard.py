@@ -1,12 +1,12 @@
-"""What a step function does to tensors that other replicas see too, looked at call by call.
+"""Looks at every torch call of a step for what would affect other replicas.
 
-    torch function called in a replica --> StepGuard --> goes on as it is
-                                              |--> a weight is changed in place: once, for all replicas
-                                              `--> refused: a plain module, an optimizer's weights from outside, ...
+    torch function called in a replica --> StepGuard --> called as it is
+                                              |--> a weight is changed in place: called once, for all replicas
+                                              `--> refused: a plain module, another optimizer's weights, ...
 
-Replicas of a CPU are threads that see the same Python objects. A step that reaches past its own copies would give other
-numbers than one device, and no error; so the function mode that each replica has anyway asks its guard first. A call
-costs 0.3 us more by it.
+Replicas of a CPU are threads that see the same Python objects. A step that uses objects other than its replica's copies
+could give other numbers than one device without an error. So the function mode that each replica has for its random
+numbers asks its guard first, which takes 0.3 us a call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Variables with one value per replica, with the aggregation and synchronization of ``tf.Variable``.
+"""Variables with one value for each replica, with the aggregation and synchronization of ``tf.Variable``.
 
-"on_write" variables are reduced when a replica writes, so all values stay equal (unless aggregation is "none");
-"on_read" ones are each replica's own, as counters are, and are reduced when they are read outside. Both are values
-wherever a tensor is one: for operators, for torch's functions, and for ``reduce`` and its like.
+"on_write" variables are reduced when a replica writes, so that all values stay equal (unless aggregation is "none").
+"on_read" variables, such as counters, are each replica's own and are reduced when they are read outside replicas. Both
+can be used wherever a tensor can: with operators, torch's functions, and ``reduce`` and similar methods.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An optimizer whose state is divided among workers: each steps its share of the weights, then all take all shares.
+"""Optimizer state divided among workers (ZeRO stage 1; Rajbhandari et al. 2020).
 
-    gradients, summed, on all workers -> step of the own pieces -> weights of all pieces on all workers
+    summed gradients on all workers -> each updates its own pieces -> all workers get the weights of all pieces
 
-A piece is a parameter over some of a weight's elements. The state of the user's optimizer is that of the own pieces
-alone; whole, as an undivided optimizer has it, it exists while it is saved or loaded.
+A piece is a parameter over some elements of a weight. The user's optimizer has the state of this worker's pieces. The
+whole state, as an undivided optimizer has it, exists only while it is saved or loaded.
 """
 
 from __future__ import annotations

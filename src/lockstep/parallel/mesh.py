@@ -136,7 +136,7 @@ class WorkerMesh:
         for axis, size in zip(AXES, mesh.shape, strict=True):
             if size > 1:
                 # With our own timeout: torch gives each axis ten minutes.
-                group = backend_of(mesh.get_group(axis), self._device, self._timeout + process_group.IS_LATER)
+                group = backend_of(mesh.get_group(axis), self._device, self._timeout + process_group.EXTRA_TIMEOUT)
                 group.eager_connect_single_device(self._device)
                 self._on_gpus.append(group)
 

@@ -1,6 +1,6 @@
-"""The largest global batch of a recipe's own module, optimizer and loss: what ``--batch-size auto`` finds.
+"""The search behind ``--batch-size auto``: the largest global batch of a recipe's module, optimizer and loss.
 
-The steps are those of ``Model.fit``; searching is the strategy's business.
+It tries training steps as ``Model.fit`` takes them; the strategy does the search.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lockstep.train.step import ReplicaState, train_step
 
 @dataclass(frozen=True, kw_only=True)
 class LargestBatch:
-    """What was found.
+    """The result of the search.
 
     Args:
-        size: examples in a global batch.
-        examples: in the training part; no batch is larger.
-        memory_mb: MB that the process may have resident while it trains; None on GPUs, which have their own limits.
+        size: examples in the largest global batch.
+        examples: examples in the training split, which is the limit of the search.
+        memory_mb: memory limit of this process in MB; None on GPUs, which have limits of their own.
     """
 
     size: int
@@ -31,32 +31,32 @@ class LargestBatch:
 
 
 def largest_batch(
-    model: Model, config: CompileConfig, make_item: Callable[[int], Any], *, start: int, examples: int
+    model: Model, config: CompileConfig, make_batch: Callable[[int], Any], *, start: int, examples: int
 ) -> LargestBatch:
-    """Tries training steps until the largest batch that fits is found; the model stays as it is.
+    """Tries training steps until it finds the largest batch that fits in memory; the model does not change.
 
     Args:
-        model: compiled with an optimizer.
-        config: what its steps compute.
-        make_item: gives (x, y) of so many rows, each as large as any in the data.
-        start: rows to begin with.
-        examples: in the training part.
+        model: a model that was compiled with an optimizer.
+        config: loss, precision and clipping of the steps.
+        make_batch: returns (x, y) with the given number of rows, each as large as the largest of the data.
+        start: number of rows to begin with.
+        examples: number of examples in the training split.
 
     Raises:
-        DeviceMemoryError: not even one example a replica fits.
+        DeviceMemoryError: not even one example per replica fits.
     """
     strategy = model.strategy
     module = strategy.mirror(model.module).train()
     precision = Precision(config.precision, strategy.devices[0].torch_device.type)
-    job = TrainSetup(module=module, config=config, precision=precision, optimizer=model.optimizer)
+    setup = TrainSetup(module=module, config=config, precision=precision, optimizer=model.optimizer)
 
     def step(shard: Any) -> None:
-        train_step(job, ReplicaState({}), shard, True)
+        train_step(setup, ReplicaState({}), shard, True)
 
     budget_mb = default_budget_mb(strategy.devices)
     size = strategy.find_batch_size(
         step,
-        make_item,
+        make_batch,
         start,
         limit=examples,
         multiple_of=min(strategy.num_replicas_in_sync, examples),

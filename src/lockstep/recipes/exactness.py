@@ -1,7 +1,7 @@
-"""Shows that N replicas compute what one device computes: the first steps of a recipe, twice, compared.
+"""The check behind ``--check-exact``: N replicas compute what one device computes.
 
-Once through ``Model`` and the strategy; once in the loop below, which is plain PyTorch on whole global batches and
-shares nothing with the engine, not even the loss.
+The first steps of a recipe are trained twice from the same weights: once with the strategy, and once in the loop below,
+which is plain PyTorch on whole global batches and uses nothing of the library, not even the loss.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from lockstep.train.model import Model
 
 Batch = tuple[Any, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far two runs of the same steps with the same optimizer are apart.
+    """The difference between two runs of the same steps with the same optimizer.
 
     Args:
-        optimizer: its name.
+        optimizer: name of the optimizer.
         loss: largest difference between the losses of a step.
         weight: largest difference between two values of a weight after the last step.
-        moved: how far training moved the weight that it moved most, to compare with.
+        moved: how far the training moved the weight that it moved most, for comparison.
     """
 
     optimizer: str
@@ -43,16 +44,17 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactnessReport:
-    """What the check found. ``str()`` of it is for a person.
+    """The result of the check; ``str()`` of it is for a person to read.
 
     Args:
-        steps: updates compared.
-        replicas: number of replicas compared with one device.
-        condition: what was changed in the run so that it can be exact at all.
-        layout: how workers divide each replica's model among them; None where every replica holds all of it.
-        sgd: with SGD and momentum, where a difference in gradients shows as it is.
-        adam: with the recipe's Adam, which divides a gradient by its own size: where a gradient is 0 but for rounding
-            (a key's bias has no effect on attention), rounding itself becomes a step of up to the learning rate.
+        steps: number of updates that were compared.
+        replicas: number of replicas that were compared with one device.
+        condition: what was changed in the recipe so that exactness is possible at all.
+        sgd: the difference with SGD and momentum, where a difference between gradients shows as it is.
+        adam: the difference with the recipe's Adam, which divides a gradient by its own size: where a gradient is 0
+            but for rounding (a key's bias has no effect on attention), the rounding becomes a step of up to the
+            learning rate.
+        layout: how workers divide the model of each replica; None if every replica holds all of it.
     """
 
     steps: int
@@ -64,12 +66,12 @@ class ExactnessReport:
 
     @property
     def max_loss_difference(self) -> float:
-        """The larger of both optimizers'."""
+        """The larger loss difference of both optimizers."""
         return max(self.sgd.loss, self.adam.loss)
 
     @property
     def max_weight_difference(self) -> float:
-        """With SGD."""
+        """The weight difference with SGD."""
         return self.sgd.weight
 
     def __str__(self) -> str:
@@ -85,48 +87,46 @@ class ExactnessReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is trained both ways.
+    """A training on a strategy, to be compared with plain PyTorch on one device.
 
     Args:
-        module: the model as it begins, on the CPU; it is copied.
+        module: the model before training, on the CPU; each run trains a copy.
         batches: global batches, one update each.
-        loss: what a ``Model`` is compiled with.
-        plain_loss: the mean loss of a whole global batch, given the module and the batch, in plain PyTorch.
-        sync_batchnorm: whether the strategy takes batch statistics over the global batch.
+        train: trains a module on these batches with the strategy and an optimizer; returns the loss of each step, and
+            the weights of the whole model by name.
+        plain_loss: the mean loss of a whole global batch in plain PyTorch.
     """
 
     module: nn.Module
-    batches: Sequence[Batch]
-    loss: Loss
-    plain_loss: Callable[[nn.Module, Batch], Tensor]
-    sync_batchnorm: bool = False
+    batches: Sequence[Any]
+    train: Callable[[nn.Module, MakeOptimizer], tuple[Sequence[float], Weights]]
+    plain_loss: Callable[[nn.Module, Any], Tensor]
 
     def report(self, strategy: Strategy, adam: MakeOptimizer, *, condition: str) -> ExactnessReport:
-        """Compares them with SGD, and with the recipe's Adam; ``condition`` is that of the report."""
+        """Trains with SGD and with the recipe's Adam. Every worker of the strategy must call it."""
         return ExactnessReport(
             steps=len(self.batches),
             replicas=strategy.num_replicas_in_sync,
             condition=condition,
-            sgd=self.between("SGD", plain_sgd, strategy),
-            adam=self.between("Adam", adam, strategy),
+            sgd=self._difference("SGD", sgd),
+            adam=self._difference("Adam", adam),
             layout=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else None,
         )
 
-    def between(self, name: str, optimizer: MakeOptimizer, strategy: Strategy) -> Difference:
-        """Trains the steps with the strategy and again without it, from the same weights, and compares."""
-        ours, plain = copy.deepcopy(self.module), copy.deepcopy(self.module)
-        trained = train_with_strategy(self, ours, strategy, optimizer)
+    def _difference(self, name: str, optimizer: MakeOptimizer) -> Difference:
+        losses, weights = self.train(copy.deepcopy(self.module), optimizer)
+        plain = copy.deepcopy(self.module)
         plain_losses = train_in_plain_pytorch(plain, self.batches, self.plain_loss, optimizer)
         return Difference(
             optimizer=name,
-            loss=max(abs(a - b) for a, b in zip(trained.losses, plain_losses, strict=True)),
-            weight=difference_from(trained.weights, plain),
-            moved=largest_difference(self.module, plain),
+            loss=max(abs(a - b) for a, b in zip(losses, plain_losses, strict=True)),
+            weight=largest_difference(weights, plain),
+            moved=largest_difference(dict(self.module.named_parameters()), plain),
         )
 
 
 def check_steps(steps: int) -> None:
-    """Refuses to compare nothing.
+    """Checks that there is something to compare.
 
     Raises:
         ConfigError: ``steps`` is below 1.
@@ -135,39 +135,32 @@ def check_steps(steps: int) -> None:
         raise ConfigError(f"steps={steps} was given, expected at least 1 step to compare; try 3")
 
 
-def plain_sgd(parameters: Iterable[nn.Parameter], *, lr: float = 0.1) -> torch.optim.Optimizer:
-    """SGD with momentum over what is trained."""
-    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=lr, momentum=0.9)
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns SGD with momentum over the parameters that require gradients."""
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedWeights:
-    """What steps with a strategy came to.
-
-    Args:
-        losses: of each step.
-        weights: of the whole model after the last, by name.
-    """
-
-    losses: Sequence[float]
-    weights: Mapping[str, Tensor]
-
-
-def train_with_strategy(
-    comparison: Comparison, module: nn.Module, strategy: Strategy, optimizer: MakeOptimizer
-) -> TrainedWeights:
-    """One fit of one step for each batch, so that the loss of every step is seen. Every worker must call it."""
+def train_with_model(
+    module: nn.Module,
+    optimizer: MakeOptimizer,
+    *,
+    batches: Sequence[Batch],
+    loss: Loss,
+    strategy: Strategy,
+    sync_batchnorm: bool = False,
+) -> tuple[Sequence[float], Weights]:
+    """Fits a ``Model`` on one batch after another, which gives the loss of each step. Every worker must call it."""
     with strategy.scope():
-        model = Model(module, sync_batchnorm=comparison.sync_batchnorm)
-        model.compile(optimizer=optimizer, loss=comparison.loss)
-    losses = [model.fit([batch], verbose=0).history["loss"][0] for batch in comparison.batches]
-    return TrainedWeights(losses=losses, weights=model.state_dict())
+        model = Model(module, sync_batchnorm=sync_batchnorm)
+        model.compile(optimizer=optimizer, loss=loss)
+    losses = [model.fit([batch], verbose=0).history["loss"][0] for batch in batches]
+    return losses, model.state_dict()
 
 
 def train_in_plain_pytorch(
     module: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor], make_optimizer: MakeOptimizer
 ) -> list[float]:
-    """The loop that anyone would write for one device: the mean loss of the whole batch, and a step."""
+    """Trains as anyone would on one device: a step on the mean loss of each whole batch. Returns the losses."""
     optimizer = make_optimizer(module.parameters())
     module.train()
     losses = []
@@ -180,13 +173,8 @@ def train_in_plain_pytorch(
     return losses
 
 
-def largest_difference(a: nn.Module, b: nn.Module) -> float:
-    """Between two values of a weight that two modules of the same kind have."""
-    return difference_from(dict(a.named_parameters()), b)
-
-
 @torch.no_grad()
-def difference_from(weights: Mapping[str, Tensor], module: nn.Module) -> float:
-    """The largest between two values of a weight: those of ``module``, and those of its names in ``weights``."""
+def largest_difference(weights: Weights, module: nn.Module) -> float:
+    """Returns the largest difference between a value of ``module`` and that of the same name in ``weights``."""
     pairs = [(weights[name], parameter) for name, parameter in module.named_parameters()]
     return max(float((x.cpu().double() - y.cpu().double()).abs().max()) for x, y in pairs)

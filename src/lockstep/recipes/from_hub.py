@@ -1,4 +1,8 @@
-"""transformers without its own words: bars and warnings that are for nobody here. What fails still fails."""
+"""Loading a model or tokenizer with transformers, by folder or by Hugging Face name.
+
+A folder is never looked up on the network. A name is first looked up in the local Hugging Face cache, so that a machine
+without a network finds at once what it has.
+"""
 
 from __future__ import annotations
 
@@ -17,50 +21,51 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def load_named(name: str, kind: Any, *, extra: str, **settings: Any) -> Any:
-    """``kind.from_pretrained(name)``, from this machine if it is there, else over the network.
+    """Returns ``kind.from_pretrained(name)``, from this machine if it is there, else from the network.
 
     Args:
         name: folder written by ``save_pretrained`` or by a recipe, or a Hugging Face name.
         kind: a class of transformers.
-        extra: the extra of this package that brings transformers and safetensors.
-        settings: given to ``from_pretrained``.
+        extra: the extra of this package that installs transformers and safetensors.
+        settings: further arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: not found, or unreadable.
+        ConfigError: the name was not found or cannot be read.
     """
     safetensors = require("safetensors", extra)
     failures = (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError)
     try:
         return kind.from_pretrained(name, local_files_only=True, **settings)
     except failures as error:
-        if Path(name).exists() or _is_path(name):
-            raise _unusable(name, error) from error
+        # A name on Hugging Face has at most one slash, inside; everything else can only be a path.
+        if Path(name).exists() or name.count("/") > 1 or name.startswith(("/", ".", "~")):
+            raise _cannot_load(name, error) from error
     _check_network(name, extra)
     try:
         return kind.from_pretrained(name, **settings)
     except failures as error:
-        raise _unusable(name, error) from error
+        raise _cannot_load(name, error) from error
 
 
-def check_kind(name: str, config: Any, *, kind: str, example: str) -> None:
-    """Refuses a model of another type than ``kind``, transformers' name for it.
+def check_model_type(name: str, config: Any, *, expected: str, example: str) -> None:
+    """Checks the model type, as transformers calls it.
 
     Raises:
-        ConfigError: it is another; ``example`` is named as one that would do.
+        ConfigError: the model is of another type; the message names ``example`` as one of the right type.
     """
-    if config.model_type != kind:
+    if config.model_type != expected:
         raise ConfigError(
-            f"pretrained={name!r} is a model of type {config.model_type!r}, expected {kind!r}; give the folder or name"
-            f" of such a model, for example {example!r}"
+            f"pretrained={name!r} is a model of type {config.model_type!r}, expected {expected!r}; give the folder or"
+            f" name of such a model, for example {example!r}"
         )
 
 
 def _check_network(name: str, extra: str) -> None:
-    """Asks the hub for nothing, once: its own client would try for half a minute and write a line for each attempt."""
+    """Sends the hub one request: its own client would retry for half a minute and log each attempt."""
     hub: str = require("huggingface_hub.constants", extra).ENDPOINT
     try:
         urllib.request.urlopen(urllib.request.Request(hub, method="HEAD"), timeout=_HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:  # it answered
+    except urllib.error.HTTPError:  # the hub answered
         return
     except OSError as error:
         raise ConfigError(
@@ -69,12 +74,7 @@ def _check_network(name: str, extra: str) -> None:
         ) from error
 
 
-def _is_path(name: str) -> bool:
-    """Whether a name can only mean a place on this machine: Hugging Face's have at most one slash, inside."""
-    return name.count("/") > 1 or name.startswith(("/", ".", "~"))
-
-
-def _unusable(name: str, error: Exception) -> ConfigError:
+def _cannot_load(name: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split())[:160]
     return ConfigError(
         f"pretrained={name!r} could not be loaded ({type(error).__name__}: {reason}); expected a folder written by"
@@ -84,12 +84,12 @@ def _unusable(name: str, error: Exception) -> ConfigError:
 
 @contextmanager
 def quiet_transformers(*, extra: str) -> Iterator[None]:
-    """Inside, transformers logs errors alone and draws no bars; afterwards as before.
+    """Lets transformers log errors only, and draw no progress bars, inside the block.
 
-    Among what is meant to happen: a table of weights that are left over or new, and advice about padding.
+    It would report what the recipes do on purpose, such as a new head on pretrained weights.
 
     Args:
-        extra: which of ours to install where transformers is missing.
+        extra: the extra of this package that installs transformers.
     """
     logging = require("transformers.utils.logging", extra)
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -97,7 +97,7 @@ def quiet_transformers(*, extra: str) -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of its own names that will change, which peft calls
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers will rename
             yield
     finally:
         logging.set_verbosity(level)

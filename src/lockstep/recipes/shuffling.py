@@ -1,4 +1,4 @@
-"""Random orders that a recipe can repeat: everything drawn depends on given numbers, such as (seed, epoch), alone."""
+"""Random orders that can be repeated: they depend only on given numbers, such as (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from torch import Tensor
 
 
 def shuffled_order(rows: int, *, buffer: int, generator: torch.Generator) -> Tensor:
-    """The row numbers, [rows] int64, as tf.data shuffles: each from a random place of a buffer, which the next refills.
+    """Returns the row numbers, [rows] int64, shuffled as tf.data does it.
+
+    Each row is drawn from a buffer, and the next row of the input takes its place.
 
     Args:
-        rows: how many there are.
-        buffer: rows that are shuffled together; 0, or as many as there are, permutes them all.
+        rows: number of rows.
+        buffer: size of the buffer, in rows; 0, or at least ``rows``, permutes all rows.
         generator: the only source of randomness.
     """
     if not 0 < buffer < rows:
         return torch.randperm(rows, generator=generator)
     held, order = list(range(buffer)), []
-    places = torch.randint(buffer, (rows - buffer,), generator=generator).tolist()
-    for following, place in enumerate(places, start=buffer):
-        order.append(held[place])
-        held[place] = following
+    slots = torch.randint(buffer, (rows - buffer,), generator=generator).tolist()
+    for row, slot in enumerate(slots, start=buffer):
+        order.append(held[slot])
+        held[slot] = row
     last = torch.tensor(held)[torch.randperm(buffer, generator=generator)]
     return torch.cat([torch.tensor(order), last])
 
@@ -30,15 +32,15 @@ def shuffled_order(rows: int, *, buffer: int, generator: torch.Generator) -> Ten
 def plan_batches(
     lengths: Tensor, *, batch_size: int, window: int, buffer: int = 0, generator: torch.Generator
 ) -> list[Tensor]:
-    """Which rows make up which batch: every row once, in batches of like length, in random order.
+    """Returns the rows of each batch of an epoch: every row once, in batches of similar length, in random order.
 
-    Rows are shuffled, and ``window`` batches at a time sorted by length and cut; then the batches of the epoch are
-    put in random order, and the rows inside each, so that the shards of a batch are alike. One batch may be short.
+    Rows are shuffled; each ``window`` batches are sorted by length and cut. Then the batches are put in random order,
+    and so are the rows in each, so that the shards of a batch are alike. One batch may be smaller than the others.
 
     Args:
-        lengths: [rows] tokens of each row.
-        batch_size: rows a batch.
-        window: batches that are sorted together.
+        lengths: [rows]: tokens of each row.
+        batch_size: rows per batch.
+        window: number of batches that are sorted together.
         buffer: rows that are shuffled together; 0 permutes all.
         generator: the only source of randomness.
     """
@@ -53,6 +55,6 @@ def plan_batches(
 
 
 def seeded_generator(*numbers: int) -> torch.Generator:
-    """A generator of its own for each sequence of numbers, such as (seed, epoch, batch)."""
+    """Returns a generator that depends only on a sequence of numbers, such as (seed, epoch, batch)."""
     digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -51,14 +51,14 @@ class ReplicaContext:
         strategy: Strategy,
         replica: int,
         device: LogicalDevice,
-        rendezvous: ReplicaBarrier | None,
-        turn: IssueSlot,
+        barrier: ReplicaBarrier | None,
+        slot: IssueSlot,
     ) -> None:
         self._strategy = strategy
         self._replica = replica
         self._device = device
-        self._rendezvous = rendezvous
-        self._turn = turn
+        self._barrier = barrier
+        self._slot = slot
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -142,16 +142,16 @@ class ReplicaContext:
         """
 
         def once(values: list[Any]) -> Any:
-            with in_context(None), self._turn.aside():
+            with in_context(None), self._slot.with_default_rng():
                 return combine(values)
 
-        if self._rendezvous is None:
+        if self._barrier is None:
             raise CollectiveError(f"{name} was called where this replica is alone; call it in the step itself")
-        return self._rendezvous.meet(self._replica, Call(name, call_site()), value, once, self._turn)
+        return self._barrier.meet(self._replica, Call(name, call_site()), value, once, self._slot)
 
     def alone(self) -> ReplicaContext:
         """The same replica for code that the others do not run: its collectives raise a ``CollectiveError``."""
-        return ReplicaContext(self._strategy, self._replica, self._device, None, self._turn)
+        return ReplicaContext(self._strategy, self._replica, self._device, None, self._slot)
 
     def __repr__(self) -> str:
         place = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"

@@ -1,6 +1,6 @@
 """One run: a body per replica, in the replicas' threads, to one result each or to one error.
 
-    run -- a job to each thread -- turn, random numbers, caller's state, context -- body -- leave
+    run -- a job to each thread -- slot, random numbers, caller's state, context -- body -- leave
      `---------------- waits until all have left; then results, or the first error -----------'
 
 It joins the parts of this package; what a body does is the strategy's business.
@@ -218,11 +218,11 @@ class ReplicaRunner:
             self._caller_team.end()
             began = time.perf_counter()
             run = _Run(strategy, self._names, self._timeout_s, self._streams, modes)
-            self._current = run.rendezvous
+            self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, bodies, self._turns(fn, rows, alone=modes.one_at_a_time))
+                self._complete(run, bodies, self._slots(fn, rows, alone=modes.one_at_a_time))
             took = time.perf_counter() - began
             self._caller_team.record(took)
             if not modes.one_at_a_time:
@@ -230,21 +230,21 @@ class ReplicaRunner:
                     policy.record(fn, took)
         return run.results
 
-    def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], turns: Sequence[IssueSlot]) -> None:
+    def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]) -> None:
         """Hands out the bodies and waits for their ends."""
         try:
             for replica, body in enumerate(bodies):
-                context = ReplicaContext(run.strategy, replica, self._devices[replica], run.rendezvous, turns[replica])
-                self._threads.submit(replica, run.job(context, turns[replica], self._random[replica], body))
+                context = ReplicaContext(run.strategy, replica, self._devices[replica], run.barrier, slots[replica])
+                self._threads.submit(replica, run.job(context, slots[replica], self._random[replica], body))
                 run.submitted = replica + 1
-            run.rendezvous.wait_until_settled()
+            run.barrier.wait_until_settled()
         except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
-            run.rendezvous.abort(interruption)
+            run.barrier.abort(interruption)
             self._stop(run, interruption)
             raise
-        if run.rendezvous.cause is not None:
-            self._stop(run, run.rendezvous.cause)
-            raise run.rendezvous.cause
+        if run.barrier.cause is not None:
+            self._stop(run, run.barrier.cause)
+            raise run.barrier.cause
 
     @property
     def generators(self) -> ReplicaGenerators:
@@ -284,34 +284,34 @@ class ReplicaRunner:
         """Ends the threads. Idempotent."""
         self._threads.close()
 
-    def _turns(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
+    def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
         if alone:
             gates = dict.fromkeys(self._policies, IssueGate(1))
         else:
             gates = {name: IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
-        turns: list[IssueSlot] = []
+        slots: list[IssueSlot] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
-            turns.append(gate if gpu is None else GpuSlot(gate, gpu, length, alone=len(self._devices) == 1))
-        return turns
+            slots.append(gate if gpu is None else GpuSlot(gate, gpu, length, alone=len(self._devices) == 1))
+        return slots
 
     @property
     def _on_gpus(self) -> list[GpuReplica]:
         return [gpu for gpu in self._gpu if gpu is not None]
 
     def _stop(self, run: _Run, cause: BaseException) -> None:
-        self._stopped = run.rendezvous
+        self._stopped = run.barrier
         if self._failing is not None:
             self._failing(cause)
         for replica in range(run.submitted, len(self._devices)):
-            run.rendezvous.leave(replica, ReplicaStopped())
-        if run.rendezvous.wait_until_left(STOP_GRACE_S):
+            run.barrier.leave(replica, ReplicaStopped())
+        if run.barrier.wait_until_left(STOP_GRACE_S):
             self._stopped = None
             return
-        interrupted = [self._names.index(name) for name in run.rendezvous.missing]
+        interrupted = [self._names.index(name) for name in run.barrier.missing]
         for replica in interrupted:
             self._threads.interrupt(replica, ReplicaStopped)
-        if run.rendezvous.wait_until_left(STOP_LIMIT_S):
+        if run.barrier.wait_until_left(STOP_LIMIT_S):
             for replica in interrupted:
                 self._threads.forget_interrupt(replica)
 
@@ -328,7 +328,7 @@ class _Run:
         modes: CallerModes,
     ) -> None:
         self.strategy = strategy
-        self.rendezvous = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
+        self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
         self.submitted = 0
         self._names = names
@@ -336,34 +336,34 @@ class _Run:
         self._caller = [CallerState.capture() for _ in names]
 
     def job(
-        self, context: ReplicaContext, turn: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
+        self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
         """What the replica's thread is given to do. It never raises; ``leave`` takes the error."""
         replica = context.local_replica
         caller, modes = self._caller[replica], self._modes
         own = context.device.torch_device
 
-        def in_turn() -> Any:
-            turn.acquire()
+        def in_slot() -> Any:
+            slot.acquire()
             try:
-                self.rendezvous.stop_if_ended()
+                self.barrier.stop_if_ended()
                 with (
                     modes.default_device(own),
                     caller.applied(),
                     random,
                     in_context(context),
                     modes.applied(),
-                    turn.naming_device(),
+                    slot.naming_device(),
                 ):
                     result = body()
-                turn.check()
+                slot.check()
                 return result
             finally:
-                turn.release()
+                slot.release()
 
         def outcome() -> BaseException | None:
             try:
-                self.results[replica] = caller.context.run(in_turn)
+                self.results[replica] = caller.context.run(in_slot)
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
                 if not isinstance(raised, ReplicaStopped):
                     raised.add_note(f"raised in {self._names[replica]}")
@@ -372,8 +372,8 @@ class _Run:
 
         def job() -> None:
             try:
-                self.rendezvous.leave(replica, outcome())
+                self.barrier.leave(replica, outcome())
             except ReplicaStopped as interrupt:  # it came when the body had just ended
-                self.rendezvous.leave(replica, interrupt)
+                self.barrier.leave(replica, interrupt)
 
         return job

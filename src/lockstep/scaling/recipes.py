@@ -89,15 +89,15 @@ def find_recipe(name: str) -> Recipe:
 
 
 def _images(config: ImagesConfig) -> Work:
-    from lockstep.recipes.images.train import build_images, build_optimizer, picture_loss
+    from lockstep.recipes.images.train import build_images, build_optimizer, image_loss
 
     task = build_images(config)
     return Work(
-        source=task.source,
+        source=task.dataset.source,
         module=task.module,
         train=task.train,
         make_optimizer=lambda parameters: build_optimizer(config, parameters),
-        loss=picture_loss,
+        loss=image_loss,
         sync_batchnorm=config.sync_batchnorm,
     )
 
@@ -113,7 +113,7 @@ def _mlm(config: MlmConfig) -> Work:
 
     task = build_mlm(config)
     return Work(
-        source=task.source,
+        source=task.text.source,
         module=task.module,
         train=task.train,
         make_optimizer=lambda parameters: build_optimizer(config, parameters),

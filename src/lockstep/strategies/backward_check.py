@@ -1,10 +1,10 @@
-"""What backward passes of a step's first run begin at, where replicas add up to something else than one device has.
+"""Looks at the losses of a step's first run for sums over replicas that differ from one device's gradients.
 
-    loss of a shard = term + term * number + ...     each term: a mean over the shard's rows?  the same in all replicas?
-    torch.autograd.grad(loss, weights)               gradients of one shard: are they summed before they are used?
+    loss of a shard = term + term * number + ...     is a term a mean over the shard's rows, or equal in all replicas?
+    torch.autograd.grad(loss, weights)               is the gradient of one shard summed before it is used?
 
-Replicas add their gradients up. So a loss is a sum over the rows divided by the global batch; a mean over a shard, or a
-penalty that each replica adds, counts once for each of them.
+Gradients of replicas are added up. So a loss must be a sum over rows divided by the size of the global batch. A mean
+over the shard, or a penalty that each replica adds, would count once for each replica.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every strategy offers, whatever its kind: it does not depend on where the replicas run.
+"""What all strategies have in common: run, reduce, gather, mirror, variables and datasets.
 
-Run, reduce, gather, mirror, variables and datasets follow from what an ``Executor`` supplies. Abstract:
-MirroredStrategy, MultiWorkerMirroredStrategy and the default strategy are the implementations.
+An ``Executor`` says where replicas run; ``Strategy`` builds everything else on it. ``ThreadedStrategy`` runs local
+replicas in threads. ``DefaultStrategy`` is the one outside every scope: one device, in the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Finding the largest global batch whose step fits all replicas: trial steps, and what they took.
+"""Finds the largest global batch whose step fits all replicas, by trial steps.
 
-    size -> make_batch -> shards -> step, twice, in every replica -> fitted? peak? -> everything put back -> next size
+    size -> make_batch -> shards -> step, twice, in every replica -> fits? peak? -> restore everything -> next size
 
-Which size comes next is ``batch_bracket``'s business. Here it is run, and everything it did is undone.
+``Bracket`` chooses the next size by pure functions on numbers. ``TrialState`` restores, bit for bit, what a trial step
+has changed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Loss helpers for the user's own loop: per-example losses of a shard, to that shard's part of the global average.
+"""Loss helpers for custom loops: they turn the per-example losses of a shard into its part of the global average.
 
-Their results add up over replicas to the loss of the whole global batch, and so do their gradients: nothing is
-averaged between replicas, and uneven shards come out right. So a loss that is a mean of the shard already is refused:
-give torch's losses reduction="none". Where something else than the examples is counted, such as labels that are not to
-be ignored, divide by their number in the whole batch:
+The results add up over replicas to the loss of the global batch, and so do the gradients; nothing is averaged between
+replicas, and uneven shards are exact. A loss that is already a mean over the shard is refused: give torch's losses
+reduction="none". Where something other than examples is counted, such as labels that are not ignored, divide by their
+number in the whole batch:
 
     counted = labels != -100
-    total = F.cross_entropy(scores, labels, reduction="sum")
+    total = F.cross_entropy(logits, labels, reduction="sum")
     loss = total / context.all_reduce("sum", counted.sum())
 """
 

@@ -1,4 +1,4 @@
-"""MirroredStrategy: one process, one replica per logical device, each in its own thread."""
+"""MirroredStrategy: one process, with one replica for each logical device, each in its own thread."""
 
 from __future__ import annotations
 

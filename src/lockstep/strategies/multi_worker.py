@@ -1,4 +1,8 @@
-"""MultiWorkerMirroredStrategy: many processes, on one host or many, each with its local replicas."""
+"""MultiWorkerMirroredStrategy: many processes on one host or many, each with local replicas.
+
+``own_devices`` chooses a worker's devices where the program names none. ``WorkerJob`` is this process's part in the
+job: it joins, agrees with the others on how to train, and makes communicators and gradient exchanges.
+"""
 
 from __future__ import annotations
 

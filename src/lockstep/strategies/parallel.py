@@ -1,4 +1,8 @@
-"""ParallelStrategy: models larger than a device, divided among workers, with as many replicas as the workers allow."""
+"""ParallelStrategy: models larger than a device, divided among workers, with as many replicas as the workers allow.
+
+``MeshGroups`` are the communicators of one worker of the mesh. ``ModelParts`` turns a module into the part that this
+worker holds, and checks which optimizers may step it.
+"""
 
 from __future__ import annotations
 

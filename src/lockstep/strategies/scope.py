@@ -1,4 +1,4 @@
-"""The ambient strategy: ``with strategy.scope()`` sets it, ``get_strategy`` finds it. There is no other such state."""
+"""The ambient strategy: ``with strategy.scope()`` sets it, ``get_strategy`` returns it. Nothing else is ambient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a Model saves and loads: its module's weights in one file, or all state of its training in a checkpoint."""
+"""What a Model saves and loads: the weights in one file, or a checkpoint of all state of its training.
+
+A fit that is resumed from a checkpoint goes on at the same sample, with the same numbers, as one not interrupted.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,12 @@ _PLACE: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A place in a training.
+    """A position in a training.
 
     Args:
-        epoch: the epoch that is under way or comes next, from 0.
+        epoch: the current or next epoch, counted from 0.
         batch: how many of its global batches are done.
-        step: how many global batches are done in all, over all epochs.
+        step: how many global batches are done over all epochs.
     """
 
     epoch: int = 0
@@ -63,18 +66,18 @@ _SAVED: Any = {
 
 
 class TrainingState(StateAdapter):
-    """The part of a Model's checkpoints that is neither weights, optimizer nor scheduler.
+    """What a Model's checkpoints hold beside weights, optimizer and scheduler.
 
     Args:
-        model: whose training it is.
+        model: the model that is trained.
 
     Attributes:
         position: where the training is.
-        run: what tells this training's checkpoints from another's; restored with them.
+        run: an identifier of this training, restored with its checkpoints.
     """
 
     def __init__(self, model: Model) -> None:
-        self._weak_model = weakref.ref(model)  # which owns this: a cycle would keep its weights after their last use
+        self._weak_model = weakref.ref(model)  # the model owns this; a cycle would keep its weights alive
         self._fit: tuple[TrainLoop, EpochIterator, CallbackList] | None = None
         self._position = Position()
         self.run = uuid.uuid4().hex
@@ -83,12 +86,12 @@ class TrainingState(StateAdapter):
     def _model(self) -> Model:
         model = self._weak_model()
         if model is None:
-            raise UsageError("the Model of this state is gone; keep the Model as long as its checkpoints are in use")
+            raise UsageError("the Model of this state no longer exists; keep it as long as its checkpoints are in use")
         return model
 
     @property
     def position(self) -> Position:
-        """Where the training is; outside fit, where it was last."""
+        """The current position; outside fit, the last one."""
         if self._fit is None:
             return self._position
         loop = self._fit[0]
@@ -96,34 +99,27 @@ class TrainingState(StateAdapter):
 
     @property
     def at_update(self) -> bool:
-        """Whether no gradients wait for their update, so that a checkpoint can hold everything."""
+        """Whether no gradients wait for their update, which a checkpoint could not hold."""
         return self._fit is None or not self._fit[0].pending
 
     @contextmanager
     def during_fit(
-        self, loop: TrainLoop, feed: EpochIterator, callbacks: CallbackList, *, epoch: int
+        self, loop: TrainLoop, data: EpochIterator, callbacks: CallbackList, *, epoch: int
     ) -> Iterator[None]:
-        """Inside the block these belong to the state; the loop goes on counting steps where the last one stopped.
-
-        Args:
-            loop: about to begin with ``epoch``.
-            feed: its batches.
-            callbacks: those of the fit.
-            epoch: from 0.
-        """
+        """Makes loop, data and callbacks part of the state for the block. Steps are counted on from the last fit."""
         loop.epoch, loop.step = epoch, self._position.step
-        self._fit = (loop, feed, callbacks)
+        self._fit = (loop, data, callbacks)
         try:
             yield
         finally:
             self._position, self._fit = self.position, None
 
     def state(self) -> AdapterState:
-        """All of it.
+        """All of the state.
 
         Raises:
-            UsageError: in the middle of an accumulation cycle, whose gradients no checkpoint holds.
-            NonFiniteLossError: that of a step which a GPU was still computing when ``fit`` went on.
+            UsageError: called in the middle of an accumulation cycle, whose gradients a checkpoint cannot hold.
+            NonFiniteLossError: of a step that a GPU was still computing.
         """
         shared: dict[str, Any] = {
             "position": asdict(self.position),
@@ -133,19 +129,18 @@ class TrainingState(StateAdapter):
         }
         if self._fit is None:
             return AdapterState(shared=shared)
-        loop, feed, callbacks = self._fit
+        loop, data, callbacks = self._fit
         if loop.pending:
             raise UsageError(
                 f"a checkpoint was asked for {loop.pending} batches into an accumulation cycle, whose gradients it "
                 "cannot hold; save after the update"
             )
-        loop.in_flight.settle()  # a place behind a loss that was no number is none to go on from
+        loop.in_flight.settle()  # nobody can go on after a loss that is NaN
         shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
-        return AdapterState(shared=shared, replicas=replicas, worker=feed.state_dict())
+        return AdapterState(shared=shared, replicas=replicas, worker=data.state_dict())
 
     def check(self, saved: SavedState) -> None:
-        """A state of any training fits."""
         check_kind(saved.shared, _SAVED, "training")
         if self._fit is None or "loss" not in saved.shared:
             return
@@ -157,14 +152,14 @@ class TrainingState(StateAdapter):
         check_kind(saved.worker, _PLACE, "place in the data")
 
     def load(self, saved: SavedState) -> None:
-        """Takes it; the parts that belong to a fit under way only during one."""
+        """Restores the state. Loop, data and callbacks are restored during a fit only."""
         shared = saved.shared
         self.run = shared["run"]
         self._position = Position(**shared["position"])
         self._model.history = _history(shared["history"])
         if self._fit is None:
             return
-        loop, feed, callbacks = self._fit
+        loop, data, callbacks = self._fit
         loop.epoch, loop.batch, loop.step = self._position.epoch, self._position.batch, self._position.step
         self._model.stop_training = shared["stopped"]
         if "loss" not in shared:  # saved outside fit
@@ -174,11 +169,11 @@ class TrainingState(StateAdapter):
         workers = self._model.strategy.workers
         load_states(loop.metrics.per_replica, saved.replicas, first=saved.first_replica, replicas=workers.num_replicas)
         callbacks.load_state_dict(shared["callbacks"])
-        feed.load_state_dict(saved.worker)
+        data.load_state_dict(saved.worker)
 
 
 def _kinds_of_states(metrics: dict[str, Any]) -> dict[str, Any]:
-    """``replica_states`` with an empty tensor for each tensor, and an empty list for each list."""
+    """``replica_states`` with an empty tensor or list for each value."""
     return {
         name: [
             {
@@ -209,11 +204,11 @@ def _history(state: Mapping[str, Any]) -> History:
     return history
 
 
-_TOGETHER_BYTES = 32 * 2**20
+_GROUP_BYTES = 32 * 2**20
 
 
-def save_parts(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Writes the whole model's state_dict to a safetensors file. Every worker must call it; the chief writes."""
+def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
+    """Writes the weights of a sharded model, one tensor after another; no worker keeps the whole model."""
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
     part = sharded_module_of(module)
@@ -227,19 +222,24 @@ def save_parts(module: MirroredModule, workers: Communicator, path: str | os.Pat
             stream_weights(path, described, averaged)
         except CheckpointError as error:
             failed = error
-    for _ in stream:  # what the others, and a chief that could not write, do with the rest
+    for _ in stream:  # the other workers, and a chief that could not write, take part to the end
         pass
-    run_on_chief(workers, "save the weights", lambda: _raise(failed))
+
+    def report() -> None:
+        if failed is not None:
+            raise failed
+
+    run_on_chief(workers, "save the weights", report)
 
 
-def load_parts(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads a whole model's safetensors file, if everything fits. Every worker must call it; the chief reads."""
+def _load_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
+    """Loads the weights of a sharded model: the chief reads group by group, and each worker takes its shards."""
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
     part = sharded_module_of(module)
     described = part.described()
     stored = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
-    for names in _together(described):
+    for names in _grouped(described):
         tensors = [torch.empty_like(described[name], device="cpu") for name in names]
         run_on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
         workers.broadcast("loaded weights", tensors)
@@ -271,12 +271,12 @@ def _read(stored: TensorReader | None, names: list[str], into: list[Tensor]) -> 
         stored.read({name: TensorShard(tensor) for name, tensor in zip(names, into, strict=True)})
 
 
-def _together(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names, in runs whose tensors are small enough together."""
+def _grouped(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names in groups of at most ``_GROUP_BYTES``."""
     names: list[str] = []
     filled = 0
     for name, tensor in described.items():
-        if names and filled + tensor.nbytes > _TOGETHER_BYTES:
+        if names and filled + tensor.nbytes > _GROUP_BYTES:
             yield names
             names, filled = [], 0
         names.append(name)
@@ -285,15 +285,10 @@ def _together(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield names
 
 
-def _raise(error: CheckpointError | None) -> None:
-    if error is not None:
-        raise error
-
-
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes."""
     if module.is_part:
-        save_parts(module, workers, path)
+        _save_sharded(module, workers, path)
         return
     module.exchange_buffers()
     state = module.state_dict()
@@ -301,9 +296,9 @@ def save_weights(module: MirroredModule, workers: Communicator, path: str | os.P
 
 
 def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads a safetensors file into all copies, if everything fits. Every worker must call it; the chief reads."""
+    """Loads a safetensors file into all copies if everything fits. Every worker must call it; the chief reads."""
     if module.is_part:
-        load_parts(module, workers, path)
+        _load_sharded(module, workers, path)
         return
     state: dict[str, Tensor] = module.module.state_dict()
 
@@ -312,18 +307,14 @@ def load_weights(module: MirroredModule, workers: Communicator, path: str | os.P
         check_fit(weights, state, path)
         return weights
 
-    # The others go on from the chief's, which loading gives them.
+    # Loading gives the chief's weights to the other workers, which pass their own.
     module.load_state_dict(run_on_chief(workers, "load the weights", read) or state)
 
 
 def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoint:
-    """All state of a training.
-
-    Raises:
-        UsageError: not compiled with an optimizer.
-    """
+    """A checkpoint of all state of a training. Without an optimizer it raises a UsageError."""
     if setup is None or setup.optimizer is None:
         raise UsageError("a checkpoint needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-    things = {"model": setup.module, "optimizer": setup.optimizer, "scheduler": setup.scheduler}
-    things["precision"] = setup.precision if setup.precision.name == "fp16" else None
-    return Checkpoint(**{name: thing for name, thing in things.items() if thing is not None}, training=training)
+    parts = {"model": setup.module, "optimizer": setup.optimizer, "scheduler": setup.scheduler}
+    parts["precision"] = setup.precision if setup.precision.name == "fp16" else None
+    return Checkpoint(**{name: part for name, part in parts.items() if part is not None}, training=training)

@@ -1,4 +1,4 @@
-"""What ``compile`` makes of its arguments: the one object that every pass, and every replica in it, reads."""
+"""What ``Model.compile`` makes of its arguments: the checked config, optimizer, scheduler, and mixed precision."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ class Precision:
         self.scaler: torch.amp.GradScaler | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of forward pass and loss; it is thread-local, so each replica enters its own."""
+        """The context of the forward pass and the loss. It is thread-local, so each replica enters its own."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._dtype)
 
     def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> torch.Tensor | None:
-        """The factor for the loss before backward; None where there is none. The first call sums the counts.
+        """The factor for the loss before backward; None without a scaler. Every replica must call it.
 
-        Every replica must call it.
+        The first call sums the counts of the replicas.
 
         Args:
             context: the calling replica's.
             count: this replica's count of the step.
 
         Returns:
-            The scaler's own tensor of one element in float32, on replica 0's device. It is not read: an update may
-            still be changing it there.
+            The scaler's own float32 tensor of one element, on replica 0's device. It is not read here, as an update may
+            still be changing it.
         """
         if not self._needs_scaler:
             return None
@@ -74,26 +74,26 @@ class Precision:
         return None if self.scaler is None else self.scaler._get_scale_async()
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradient scaler's; empty before the first step and without one."""
+        """The gradient scaler's state; empty before the first step and without a scaler."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the scale that ``state_dict`` gave."""
+        """Restores what ``state_dict`` returned."""
         check_kind(state, dict[str, float], "the gradient scaler")
         self.scaler = torch.amp.GradScaler(self._device_type) if state else None
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))
 
     def _begin(self, context: ReplicaContext, counts: Any) -> None:
-        """Makes the scaler, if none was loaded, and its tensors, which it has from the first use on."""
+        """Makes the scaler, if none was loaded, and its tensors, which its first use creates."""
         if self.scaler is None:
             self.scaler = self._make_scaler(context, counts)
         self.scaler.scale(torch.ones((), device=context.strategy.devices[0].torch_device))
 
     def _make_scaler(self, context: ReplicaContext, counts: Any) -> torch.amp.GradScaler:
-        """A scaler that suits sums: torch's own default suits means, and sums are larger by the count.
+        """A scaler for sums. Torch's default suits means, and sums are larger by the count.
 
-        Without the division the first steps overflow and are skipped, one halving each.
+        Without the division the first steps would overflow and be skipped, halving the scale each time.
         """
         count = max(float(context.strategy.reduce("sum", counts)), 1.0)
         scale = _MEAN_LOSS_SCALE / 2.0 ** math.ceil(math.log2(count))
@@ -105,18 +105,18 @@ Loss = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """The settings of training.
+    """The checked settings of ``compile``.
 
     Args:
         loss: ``loss(outputs, targets)``, returning per-example values, a pair (total, count), or a scalar mean.
         metrics: name to torchmetrics Metric.
         precision: "fp32", "bf16" or "fp16".
         accumulate: global batches per update.
-        clip_norm: the largest global norm of the gradients, or None.
-        graphs: whether a GPU may record whole steps and replay them.
+        clip_norm: the largest global norm of the gradients; None for no clipping.
+        graphs: whether a GPU may capture whole steps as CUDA graphs and replay them.
 
     Raises:
-        ConfigError: a value that cannot be used.
+        ConfigError: a value is not valid.
     """
 
     loss: Loss
@@ -130,7 +130,7 @@ class CompileConfig:
         if not callable(self.loss):
             raise ConfigError(
                 f"loss is a {type(self.loss).__name__}; give a function loss(outputs, targets), such as "
-                "torch.nn.CrossEntropyLoss(), which of several outputs adds up the losses"
+                "torch.nn.CrossEntropyLoss(); for several losses, a function that adds them up"
             )
         if isinstance(self.loss, type):
             name = self.loss.__name__
@@ -142,7 +142,7 @@ class CompileConfig:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm!r}; give a positive norm, or None for no clipping")
         if type(self.graphs) is not bool:
-            raise ConfigError(f"graphs={self.graphs!r}; give True to let a GPU record whole steps, or False")
+            raise ConfigError(f"graphs={self.graphs!r}; give True to use CUDA graphs on a GPU, or False")
         object.__setattr__(self, "metrics", check_metrics(self.metrics))
 
 
@@ -151,11 +151,7 @@ SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer itself, or what the function makes of the module's parameters.
-
-    Raises:
-        ConfigError: neither an optimizer nor a function that makes one.
-    """
+    """The optimizer itself, or what the function makes of the module's parameters."""
     made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(module.parameters())
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
@@ -166,12 +162,7 @@ def make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim
 
 
 def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """The scheduler itself, or what the function makes of the optimizer.
-
-    Raises:
-        ConfigError: neither a scheduler nor a function that makes one, one of another optimizer, or one that cannot be
-            stepped per update.
-    """
+    """The scheduler itself, or what the function makes of the optimizer."""
     if given is None:
         return None
     made: Any = given if isinstance(given, LRScheduler) or not callable(given) else given(optimizer)
@@ -185,23 +176,22 @@ def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer
             f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
             "or a function of the optimizer that makes one"
         )
-    _check_optimizer(made, optimizer)
+    # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
+    if made.optimizer.param_groups is not optimizer.param_groups:
+        raise ConfigError(
+            f"scheduler is a {type(made).__name__} of another optimizer, and would not change this one's learning rate;"
+            " make it from the optimizer given to compile"
+        )
     return made
 
 
 def check_trained(
     optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, mirrored: Sequence[MirroredModule]
 ) -> None:
-    """Finds an optimizer of another network, as a notebook's cell leaves that is run again.
+    """Checks that the optimizer holds parameters of the module and the loss only.
 
-    Args:
-        optimizer: over parameters of mirrored modules.
-        module: that is trained, and called in every step.
-        loss: called there too; may be a mirrored module itself, with parameters of its own.
-        mirrored: all modules of the strategy.
-
-    Raises:
-        UsageError: the optimizer holds parameters of another module than these.
+    It holds others when a cell of a notebook that makes the module is run again. ``mirrored`` are all mirrored modules
+    of the strategy, to name the owner.
     """
     trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
     own = {id(parameter) for each in trained for parameter in each.parameters()}
@@ -218,17 +208,7 @@ def check_trained(
 
 
 def check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object) -> None:
-    """Finds weights of the loss's own that nothing would train, or every replica for itself.
-
-    Args:
-        optimizer: that ``fit`` will use.
-        module: that is trained, whose parameters the loss may hold too.
-        loss: as it was given to ``compile``.
-
-    Raises:
-        UsageError: a plain module with parameters that ask for gradients, or a mirrored one with some that the
-            optimizer does not hold.
-    """
+    """Checks that the loss has no trained parameters of its own, unless it is mirrored and the optimizer holds them."""
     while isinstance(loss, (partial, MethodType)):
         loss = loss.func if isinstance(loss, partial) else loss.__self__
     if not isinstance(loss, torch.nn.Module):
@@ -253,25 +233,16 @@ def check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: o
         )
 
 
-def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
-    if scheduler.optimizer.param_groups is not optimizer.param_groups:
-        raise ConfigError(
-            f"scheduler is a {type(scheduler).__name__} of another optimizer, and would leave this one's learning rate "
-            "as it is; make it from the optimizer given to compile"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainSetup:
     """What all replicas share in a pass.
 
     Args:
         module: the mirrored module.
-        config: what compile was given.
-        precision: the meaning of ``config.precision`` on the strategy's devices.
-        optimizer: the mirrored optimizer; None where nothing is trained.
-        scheduler: of its learning rate, stepped outside the replicas, once per update.
+        config: the settings of ``compile``.
+        precision: the mixed precision on the strategy's devices.
+        optimizer: the mirrored optimizer; None if nothing is trained.
+        scheduler: the learning-rate scheduler, stepped once per update outside the replicas.
     """
 
     module: MirroredModule
@@ -291,13 +262,12 @@ def make_setup(
     """The setup of a module on its strategy. Every worker must call it.
 
     Raises:
-        ConfigError: no optimizer, or no scheduler, and no function that makes one.
-        UsageError: an optimizer over other parameters than the module's, or a loss with parameters that it does not
-            train.
+        ConfigError: the optimizer or the scheduler cannot be used.
+        UsageError: the optimizer holds parameters of another module, or the loss has some that it does not hold.
     """
     if module.is_part and config.precision == "fp16":
         raise ConfigError(
-            'precision="fp16" scales losses, which does not work yet where a model is divided among workers; choose '
+            'precision="fp16" scales losses, which does not work for a model that is sharded over workers; choose '
             '"bf16" or "fp32"'
         )
     precision = Precision(config.precision, strategy.devices[0].torch_device.type)

@@ -1,4 +1,4 @@
-"""Where the loops get their batches: one iteration per epoch, or a fixed number of steps from one long iteration."""
+"""EpochIterator: the batches of each epoch, and the position in the data for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lockstep.strategies.base import Strategy
 
 
 def distribute(strategy: Strategy, data: Iterable[Any] | DistributedIterable) -> DistributedIterable:
-    """The data divided among the strategy's replicas; data that is distributed already stays as it is."""
+    """The data sharded over the strategy's replicas. A distributed dataset is returned as it is."""
     if isinstance(data, DistributedIterable):
         return data
     return DistributedDataset(data, strategy.devices, workers=strategy.workers, items=True)
 
 
 def known_length(data: DistributedIterable) -> int | None:
-    """The number of global batches, or None where the source does not say."""
+    """The number of global batches; None if the source does not say."""
     try:
         return len(data)
     except TypeError:
@@ -31,7 +31,7 @@ def known_length(data: DistributedIterable) -> int | None:
 
 @dataclass
 class _Iteration:
-    """An iteration of the data, and the place in it."""
+    """An open iteration of the data, and the position in it."""
 
     batches: ClosableIterator[Any]
     epoch: int
@@ -43,15 +43,15 @@ class EpochIterator:
     """The batches of each epoch.
 
     Without ``steps_per_epoch`` an epoch is one iteration of the data. With it an epoch is that many global batches, and
-    the next one goes on where it ended; data that ends is begun anew, as in Keras.
+    the next one goes on where it ended. When the data ends it is iterated again, as in Keras.
 
     Args:
         data: the distributed data.
-        name: what to call it in messages: "the training data".
-        steps_per_epoch: global batches per epoch, or None.
+        name: for messages, such as "the training data".
+        steps_per_epoch: global batches per epoch; None for all of the data.
 
     Raises:
-        ConfigError: ``steps_per_epoch`` is no positive integer.
+        ConfigError: ``steps_per_epoch`` is not a positive integer.
     """
 
     def __init__(self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None) -> None:
@@ -66,7 +66,7 @@ class EpochIterator:
 
     @property
     def steps(self) -> int | None:
-        """Global batches per epoch, or None where unknown."""
+        """Global batches per epoch; None if unknown."""
         return self._steps if self._steps is not None else known_length(self._data)
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Generator[Any, None, None]:
@@ -74,33 +74,33 @@ class EpochIterator:
 
         Args:
             epoch: counted from 0.
-            skip: how many of its global batches were taken before, by a run that stopped there. With the state that
-                run saved (``load_state_dict``) the next one comes as it would have come to it.
+            skip: how many of its global batches are done already, by a run that was interrupted. With the state that
+                the run saved (``load_state_dict``) its next batch comes next.
 
         Raises:
-            DataError: there is no batch, or fewer than ``steps_per_epoch`` where the data cannot be begun anew.
-            CheckpointError: the state that was loaded is of another place.
+            DataError: there is no batch, or fewer than ``steps_per_epoch`` and the data cannot be iterated again.
+            CheckpointError: the state that was loaded is of another position.
         """
         return self._whole(epoch, skip) if self._steps is None else self._part(epoch, self._steps, skip)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the batch handed out last: numbers and tensors.
+        """The position after the last batch.
 
-        ``passed`` global batches of the iteration that was begun in ``epoch`` (-1 where none is open) have been handed
-        out; ``random`` is where the generators stood when it began. Between iterations torch's default generator is
-        left out: it is the caller's.
+        ``passed`` counts the global batches of the iteration that began in ``epoch``, which is -1 if none is open.
+        ``random`` holds the states of the generators when it began. Between iterations torch's default generator is
+        left out, as it belongs to the caller.
         """
         if self._open is not None:
             return {"passed": self._open.passed, "epoch": self._open.epoch, "random": dict(self._open.random)}
         return {"passed": 0, "epoch": -1, "random": without_default(self._data.random_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next call of ``epoch`` begin at the place that ``state_dict`` gave."""
+        """Lets the next call of ``epoch`` begin at the position that ``state_dict`` returned."""
         self.close()
         self._saved = dict(state)
 
     def close(self) -> None:
-        """Ends an iteration that is still open, and the thread that reads ahead for it."""
+        """Ends an open iteration, and the thread that prefetches for it."""
         if self._open is not None:
             self._open.batches.close()
             self._open = None
@@ -138,7 +138,7 @@ class EpochIterator:
         raise self._empty(epoch)
 
     def _begin(self, epoch: int, saved: Mapping[str, Any] | None, skip: int) -> _Iteration:
-        """A new iteration, or the one that a saved place is in."""
+        """A new iteration, or the one of a saved position."""
         if saved is None or saved["epoch"] < 0:
             self._data.set_epoch(epoch)
             random = self._data.random_state()
@@ -149,13 +149,13 @@ class EpochIterator:
         return _Iteration(batches, saved["epoch"], saved["random"], saved["passed"])
 
     def _here(self, epoch: int, skip: int) -> Mapping[str, Any] | None:
-        """The saved place, if there is one, which must be in this epoch and at this batch."""
+        """The saved position, if there is one; it must be in this epoch and at this batch."""
         saved, self._saved = self._saved, None
         if saved is None or (saved["epoch"], saved["passed"]) in ((epoch, skip), (-1, skip)):
             return saved
         raise CheckpointError(
             f"the saved position of {self._name} is epoch {saved['epoch'] + 1}, batch {saved['passed']}, and epoch "
-            f"{epoch + 1} was to go on at batch {skip}; go on in the epoch and at the batch that were saved"
+            f"{epoch + 1} was to resume at batch {skip}; resume in the epoch and at the batch that were saved"
         )
 
     def _empty(self, epoch: int) -> DataError:

@@ -154,11 +154,6 @@ class CollectedOutputs:
         for column, leaf in zip(self._columns, leaves, strict=True):
             column.append(leaf.detach().cpu())
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was added."""
-        return self._spec is None
-
     def joined(self, workers: Communicator) -> Any:
         """The rows of all workers: the structure of the outputs with one tensor per leaf, on the CPU.
 

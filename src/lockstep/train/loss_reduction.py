@@ -1,13 +1,13 @@
-"""What a loss function that gives one scalar has added up, and by what it divided: seen while it runs.
+"""Finds the total and the count of a loss that returns one scalar, by tracing how the scalar is computed.
 
-    loss(outputs, targets) -> F.cross_entropy(...)                total of the losses, count of the labels that count
-                           -> losses.sum() / mask.sum()           the two sides of the division
-                           -> losses[mask].mean()                 total, and how many were chosen
-                           -> anything else                       a scalar: the mean over the rows
+    loss(outputs, targets) -> F.cross_entropy(...)         total of the losses, count of the labels that count
+                           -> losses.sum() / mask.sum()    the two sides of the division
+                           -> losses[mask].mean()          the total, and how many were selected
+                           -> anything else                a scalar: the mean over the rows
 
-A mean over a shard is not enough: its shards are added up by their counts, and those of labels to be ignored, of class
-weights and of masks differ from shard to shard. torch's own losses are found wherever they are called: given to compile
-as they are, in a module, a subclass, a ``functools.partial`` or a function around them. Nothing here knows of replicas.
+The mean over a shard is not enough: shards are added up by their counts, which differ with ignored labels, class
+weights and masks. torch's losses are found wherever they are called: given to compile directly, in a module or
+subclass, in a ``functools.partial``, or in a function. Nothing here knows of replicas.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ Pair = tuple[Tensor, Any]
 """A total, and its count."""
 
 
-What = TypeVar("What")
+T = TypeVar("T")
 
 
-class _Notes(Generic[What]):
-    """What is known of tensors, each as long as nobody changes it in place."""
+class _TensorNotes(Generic[T]):
+    """A value for each of some tensors, valid until the tensor is changed in place."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Tensor, int, What]] = {}
+        self._of: dict[int, tuple[Tensor, int, T]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def put(self, tensor: Any, what: What) -> None:
-        self._of[id(tensor)] = (tensor, _version(tensor), what)
+    def put(self, tensor: Any, value: T) -> None:
+        self._of[id(tensor)] = (tensor, _version(tensor), value)
 
-    def get(self, tensor: Any) -> What | None:
+    def get(self, tensor: Any) -> T | None:
         found = self._of.get(id(tensor))
         return None if found is None or _version(tensor) != found[1] else found[2]
 
 
 class ReductionTracer(TorchFunctionMode):
-    """A block that calls a loss function once; ``pair_of`` and ``sum_of`` then tell what its result is.
+    """A block that calls a loss function once. Then ``pair_of`` and ``sum_of`` say how its result was computed.
 
-    Torch's losses with a mean are computed in it as their sum over their count, and their results are else the same.
+    In the block torch's mean losses are computed as their sum divided by their count, with the same results.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._pairs: _Notes[Pair] = _Notes()
-        self._sums: _Notes[str] = _Notes()
-        self._of_nothing: _Notes[bool] = _Notes()
-        self._unclamped: _Notes[Tensor] = _Notes()
+        self._pairs: _TensorNotes[Pair] = _TensorNotes()
+        self._sums: _TensorNotes[str] = _TensorNotes()
+        self._of_nothing: _TensorNotes[bool] = _TensorNotes()
+        self._unclamped: _TensorNotes[Tensor] = _TensorNotes()
         self._reads: set[float] = set()
         self._label_means: list[LabelMean] = []
         self._masked = False
@@ -72,23 +72,23 @@ class ReductionTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = restore_l1_weight(func, kwargs or {})
         watch = _WATCHED.get(func)
-        if watch is None or functorch_interpreter() is not None:  # in vmap, tensors are of one row
+        if watch is None or functorch_interpreter() is not None:  # vmap: tensors of one row
             return func(*args, **kwargs)
-        if _hooks_of_saved_tensors() is not self._hooks:  # a checkpoint calls it again, where nobody looks
+        if _hooks_of_saved_tensors() is not self._hooks:  # activation checkpointing calls it again in backward
             return self._unwatched(func, args, kwargs)
         return watch(self, func, args, kwargs)
 
     def pair_of(self, returned: Tensor) -> Pair | None:
-        """The total and the count of a scalar; None where it is no quotient that was seen."""
+        """The total and the count of a scalar; None if it is not a quotient that was traced."""
         return self._pairs.get(returned)
 
     def sum_of(self, returned: Tensor) -> str | None:
-        """The name of torch's loss whose sum ``returned`` is; None where it is none."""
+        """The name of torch's loss whose sum ``returned`` is; None if it is not such a sum."""
         return self._sums.get(returned) or None
 
     @property
     def label_means(self) -> list[LabelMean]:
-        """Those that means over labels were taken of."""
+        """The means over labels that were computed."""
         return self._label_means
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ class ReductionTracer(TorchFunctionMode):
         return result
 
     def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of two vectors: a sum."""
+        """A product of two vectors is a sum."""
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and not result.dim():
             self._sums.put(result, "")
@@ -147,7 +147,7 @@ class ReductionTracer(TorchFunctionMode):
         return result
 
     def _same(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A cast, a copy, or another shape of one number."""
+        """A cast, a copy, or a reshape of one number."""
         return self._linear(func, args, kwargs)
 
     def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +182,7 @@ class ReductionTracer(TorchFunctionMode):
         if self._sums.get(total) is None:
             return self._scaled(func, args, kwargs)
         if not (counts or (isinstance(count, Tensor) and count.numel() == 1)):
-            return func(total, count)  # by the rows or by a constant: its parts tell
+            return func(total, count)  # divided by the rows or a constant, which the check of its parts tells apart
         result = func(total, count)
         if isinstance(count, Tensor):
             unclamped = self._unclamped.get(count)
@@ -192,7 +192,7 @@ class ReductionTracer(TorchFunctionMode):
         return result
 
     def _counted(self, total: Tensor, count: float) -> float:
-        """A number that a sum was divided by, less what keeps it from being 0, as in ``max(int(mask.sum()), 1)``."""
+        """The number that a sum was divided by; 0 if ``max(int(mask.sum()), 1)`` or the like kept it from being 0."""
         nothing = bool(self._of_nothing.get(total)) or (0 in self._reads and not total.detach().any())
         return 0.0 if nothing and count <= 1 else float(count)
 
@@ -202,7 +202,7 @@ class ReductionTracer(TorchFunctionMode):
         return result
 
     def _clamp(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What keeps a count of nothing from being 0 is not there in the count of all replicas."""
+        """A minimum of at most 1, which keeps a count from being 0, is left out of the count over all replicas."""
         result = func(*args, **kwargs)
         least = args[1] if len(args) == 2 else kwargs.get("min")
         if isinstance(least, (int, float)) and least <= 1 and kwargs.get("max") is None and result.numel() == 1:
@@ -210,7 +210,7 @@ class ReductionTracer(TorchFunctionMode):
         return result
 
     def _choice(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of some of the values, as many as the data says."""
+        """A selection by index or mask: the number of values depends on the data."""
         index = args[-1] if len(args) > 1 else next(iter(kwargs.values()), None)
         parts = index if isinstance(index, tuple) else (index,)
         self._masked = self._masked or any(isinstance(each, Tensor) for each in parts)
@@ -222,7 +222,7 @@ class LabelMean:
     """The labels that a mean was taken over.
 
     Args:
-        target: integers.
+        target: class numbers.
         weight: of the classes, or None.
         ignored: the label that does not count.
     """
@@ -232,7 +232,7 @@ class LabelMean:
     ignored: int
 
     def counts_rows(self) -> bool:
-        """Whether each of them counts as much as any other. Waits for the device."""
+        """Whether all labels count alike, so that the mean is one over rows. Waits for the device."""
         if bool((self.target == self.ignored).any()):
             return False
         if self.weight is None or not self.target.numel():
@@ -241,7 +241,7 @@ class LabelMean:
         return bool(weights.min() == weights.max())
 
     def count(self) -> Tensor:
-        """What torch divides by: how many are not ignored, or the sum of their classes' weights."""
+        """What torch divides by: the number of labels that are not ignored, or the sum of their class weights."""
         counted = self.target != self.ignored
         if self.weight is None:
             return counted.sum()
@@ -267,8 +267,8 @@ def _rows_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
     return _values_summed(func, given)[0], float(given["input"].shape[0])
 
 
-def _lines_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
-    """CTCLoss: each line over its own length."""
+def _sequences_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+    """CTCLoss: each sequence divided by its length."""
     values = func(**{**given, "reduction": "none"})
     lengths = torch.as_tensor(given["target_lengths"], device=values.device).clamp(min=1)
     return _sum_exactly(values / lengths), float(values.numel())
@@ -331,7 +331,7 @@ _SUMMED: dict[Any, Callable[[Callable[..., Any], Mapping[str, Any]], Pair]] = {
     F.mse_loss: _weighted_values_summed,
     F.l1_loss: _weighted_values_summed,
     F.kl_div: _rows_summed,
-    F.ctc_loss: _lines_summed,
+    F.ctc_loss: _sequences_summed,
 }
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {Tensor.__itruediv__: Tensor.__truediv__}
 _WATCHED: dict[Any, Callable[..., Any]] = {

@@ -1,7 +1,7 @@
-"""torchmetrics on replicas: one copy of each metric per replica, merged exactly, never averaged.
+"""torchmetrics on replicas: each replica updates its own copy of a metric, and the states are merged, never averaged.
 
-Each replica updates its own deep copy on its own device. Reading gathers the states of all replicas and merges them
-(``mirroring.metric_merging``).
+Also: saving and restoring states in the middle of an epoch, on any number of replicas, and a check of the user's own
+metrics in the first step. ``mirroring.metric_merging`` merges the states.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import ShardRows, preserving_rng
 
+CERTAIN = 1e-3
+"""A larger relative difference is no rounding."""
+LEAST_ROWS = 3
+"""Fewer rows cannot be divided into parts of different sizes, whose means have different weights."""
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
     """The metrics given to ``compile`` as a dict of name to torchmetrics Metric.
 
     Raises:
-        ConfigError: something that is no dict, no metric, or a metric named "loss".
+        ConfigError: not a dict, a value that is not a metric, or a metric named "loss".
     """
     if metrics is None:
         return {}
@@ -53,20 +59,20 @@ def _check_metric(name: Any, metric: Any, metric_class: type) -> None:
         kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
         raise ConfigError(f"metric {name!r} is {kind}; give an instance of a torchmetrics Metric")
     if not isinstance(name, str) or name == "loss":
-        raise ConfigError(f"a metric is named {name!r}; choose a text other than 'loss', which the logs have already")
+        raise ConfigError(f"a metric is named {name!r}; choose a string other than 'loss', which the logs use already")
 
 
 class ReplicaMetrics:
     """The metrics of one pass: a copy of each on every replica, and the merged values.
 
     Args:
-        metrics: name to torchmetrics Metric, as the user gave them; they are copied and never updated.
+        metrics: name to torchmetrics Metric, as the user gave them. They are copied and never updated.
         devices: the torch device of each local replica, in replica order.
-        workers: over whose replicas the values are.
-        home: the first replica's device, where values may be read late; None reads them at once.
+        workers: the workers over whose replicas the values are merged.
+        home: the first replica's device, whose values may be read later; None reads them at once.
 
     Raises:
-        UsageError: on several replicas, a metric whose value no merging of states gives.
+        UsageError: a metric's states cannot be merged, and there are several replicas.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class ReplicaMetrics:
         return self._copies
 
     def skip_input_checks(self) -> None:
-        """After a batch: on a GPU, where the host waits for each of them, no metric checks its inputs any more."""
+        """After the first batch on a GPU, switches off the metrics' checks of inputs, which make the host wait."""
         if self._checked:
             return
         self._checked = True
@@ -105,23 +111,22 @@ class ReplicaMetrics:
                 part.validate_args = False
 
     def reset(self) -> None:
-        """Forgets all updates."""
         for copies in self._copies:
             for metric in copies.values():
                 metric.reset()
 
     def compute(self) -> dict[str, float]:
-        """The values over the rows of all replicas, by name. Between steps, outside replicas, on every worker."""
+        """The values over the rows of all replicas, by name. Every worker must call it, outside the replicas."""
         names, values = self.begin_compute()
         return dict(zip(names, values.read(), strict=True))
 
     def begin_compute(self) -> tuple[list[str], AsyncScalars]:
-        """``compute`` without a wait for what a GPU has to compute: the names, and the values that follow."""
+        """``compute`` without waiting for a GPU: the names, and the values that can be read later."""
         values: dict[str, Any] = {}
         for name in self._copies[0]:
             local = [copies[name] for copies in self._copies]
-            everyones = all_gather_object(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
-            states = [each for worker in everyones for each in worker]
+            gathered = all_gather_object(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
+            states = [each for worker in gathered for each in worker]
             alone = self._workers.is_single and len(local) == 1
             merged = local[0] if alone else merge_metrics(local, states)
             values.update(_single_numbers(name, merged.compute()))
@@ -129,7 +134,7 @@ class ReplicaMetrics:
 
 
 def gather_states(metric: Any) -> None:
-    """Makes scores whole that an update kept as they were: in a step, where all that hold parts of them are there."""
+    """Gathers vocabulary-sharded logits among a metric's states. Every worker that holds a shard must call it."""
     for part in nested_metrics(metric):
         for name, state in part.metric_state.items():
             if has_sharded_logits(state):
@@ -137,14 +142,14 @@ def gather_states(metric: Any) -> None:
 
 
 def fresh_copy(metric: Any, device: torch.device) -> Any:
-    """The metric on a device, without its states."""
+    """A copy of the metric on a device, reset."""
     fresh = copy.deepcopy(metric).to(device)
     fresh.reset()
     return fresh
 
 
 def _single_numbers(name: str, value: Any) -> dict[str, Any]:
-    """The logs of one computed value: itself, or one per entry where a metric computes a dict."""
+    """The logs of one computed value: itself, or one per entry if it is a dict."""
     if isinstance(value, Mapping):
         numbers = {key: _single_numbers(name, item).values() for key, item in value.items()}
         return {f"{name}_{key}": number for key, found in numbers.items() for number in found}
@@ -159,13 +164,16 @@ def _single_numbers(name: str, value: Any) -> dict[str, Any]:
 def load_states(
     metrics: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, first: int, replicas: int
 ) -> None:
-    """Gives the local replicas' metrics the states that were saved.
+    """Restores saved states into the local replicas' metrics.
+
+    On the same number of replicas each gets its own. On another one, the states of replica r go to replica r modulo the
+    new number. Where several meet they are combined, which is exact for states that are summed, joined, or extremes.
 
     Args:
-        metrics: each local replica's own metrics, by name, as they are after a reset.
-        saved: ``replica_states`` of each replica of all workers that saved.
-        first: the number of the first local replica among those of all workers.
-        replicas: how many replicas all workers have now.
+        metrics: each local replica's own metrics, by name, after a reset.
+        saved: ``replica_states`` of each replica that saved, over all workers.
+        first: the number of the first local replica, over all workers.
+        replicas: the number of replicas now, over all workers.
     """
     for local, own in enumerate(metrics):
         sources = saved[first + local :: replicas]
@@ -185,8 +193,8 @@ def _load(name: str, metric: Any, sources: Sequence[list[dict[str, Any]]]) -> No
         used = [state for state in states if state["updates"]]
         if len(used) > 1 and not _combines(part):
             warnings.warn(
-                f"metric {name!r} cannot combine what several replicas had counted; on this smaller number of replicas "
-                "it counts this epoch from here on",
+                f"metric {name!r} cannot combine the states of several replicas; on this smaller number of replicas it "
+                "counts only the rest of the epoch",
                 stacklevel=2,
             )
             continue
@@ -205,7 +213,7 @@ def _combined(values: Sequence[Any], reduction: Any) -> Any:
 
 
 def _combines(part: Any) -> bool:
-    """Whether states of the metric can be combined in steps: the mean of means is not the mean."""
+    """Whether states of the metric can be combined exactly: the mean of means is not the mean."""
     data = require("torchmetrics.utilities.data", "train")
     exact = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
     return all(reduction in exact for reduction in part._reductions.values())
@@ -217,19 +225,15 @@ def _moved(state: Any, device: Any) -> Any:
     return state.to(device) if isinstance(state, Tensor) else state
 
 
-CERTAIN = 1e-3
-"""A larger difference, relative to the value, is none of rounding."""
-LEAST_ROWS = 3
-"""Fewer cannot be divided into parts of different sizes, whose means have different weights."""
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
-
-
 def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
-    """Looks at the metrics that are not torchmetrics' own.
+    """Checks that one update with all rows gives what two updates with parts of them give, merged.
+
+    A metric that adds up means would give other numbers on another number of replicas. The metrics of torchmetrics add
+    up sums and counts, or keep all rows, and are not checked.
 
     Args:
         metrics: by name; copies of them are updated.
-        shard: without gradients, of at least ``LEAST_ROWS`` rows.
+        shard: at least ``LEAST_ROWS`` rows, without gradients.
         context: the replica's.
 
     Raises:
@@ -252,7 +256,7 @@ def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context
 
 
 def _compared(metric: Any, shard: ShardRows) -> tuple[float, float] | None:
-    """The value of all rows and that of their parts, where these differ."""
+    """The values for all rows and for their parts, if they differ."""
     index = shard.index()
     if index is None:
         return None

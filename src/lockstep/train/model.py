@@ -1,7 +1,4 @@
-"""Model: a module with compile, fit, evaluate and predict, on whatever strategy it was made under.
-
-It holds what the user gave, and hands it to ``fit.py``, ``evaluation.py``, ``prediction.py`` and ``saving.py``.
-"""
+"""Model: a module with compile, fit, evaluate and predict, on the strategy that it was made under."""
 
 from __future__ import annotations
 
@@ -36,6 +33,7 @@ from lockstep.train.fit import Epochs, Verbose, agree_on_fit, run_fit, with_prog
 from lockstep.train.inference import run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 
+# Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _STEPS = frozenset(
     {
         *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"),
@@ -43,26 +41,18 @@ _STEPS = frozenset(
         *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
     }
 )
-_OF_THE_MODULE = frozenset({"forward", "call"})
+_MODULE_METHODS = frozenset({"forward", "call"})
 
 
 def refuse_own_steps(names: Iterable[str], where: str) -> None:
-    """Refuses the names of steps among ``names``.
-
-    Args:
-        names: what is defined.
-        where: such as "class Distiller".
-
-    Raises:
-        UsageError: there are some.
-    """
+    """Raises a UsageError if ``names``, which are defined in ``where``, hold a step that Model would not call."""
     given = set(names)
-    steps, calls = sorted(given & _STEPS), sorted(given & _OF_THE_MODULE)
+    steps, calls = sorted(given & _STEPS), sorted(given & _MODULE_METHODS)
     if steps:
         raise UsageError(
             f"{where} defines {', '.join(steps)}, which fit, evaluate and predict do not call; write the step as a "
-            "function, and a loop that runs it on every replica with strategy.run(step, (batch,)), or hand what "
-            "differs to compile as loss and metrics"
+            "function, and a loop that runs it on every replica with strategy.run(step, (batch,)), or express it as "
+            "loss and metrics in compile"
         )
     if calls:
         raise UsageError(
@@ -75,11 +65,10 @@ Data = Iterable[Any] | DistributedIterable
 
 
 class Model:
-    """Trains and runs a module on the strategy whose scope it is made in; without a scope, on one device.
+    """Trains and runs a module on the strategy in whose scope it is made; without a scope, on one device.
 
-    The module stays the user's own: its parameters are trained in place, and an optimizer made over them stays valid.
-    A step of one's own (``train_step``, ``compute_loss`` and so on in a subclass) is refused: that is a loop with
-    ``strategy.run``.
+    The module's parameters are trained in place, and an optimizer made over them stays valid. A subclass must not
+    define its own step (``train_step``, ``compute_loss`` and so on); write a loop with ``strategy.run`` instead.
 
     Args:
         module: any ``nn.Module``, or a mirrored one.
@@ -87,10 +76,10 @@ class Model:
         memory_format: "auto", "preserve" and so on, as in ``strategy.mirror``.
 
     Attributes:
-        stop_training: set it in a callback to end fit after the current batch; among several workers, where one of
-            them is enough, after the next.
+        stop_training: set it in a callback to end fit after the current batch. With several workers it is enough that
+            one sets it, and all end after the next batch.
         history: the History of the last fit.
-        clock: the times of the pass under way, or of the last one.
+        clock: the times of the current or last pass.
 
     Example:
         >>> import torch, lockstep as ls
@@ -133,7 +122,7 @@ class Model:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is stepped once per update, if there is one."""
+        """The scheduler, which is stepped once per update; None without one."""
         return self._setup.scheduler if self._setup is not None else None
 
     @property
@@ -159,29 +148,28 @@ class Model:
         graphs: bool = True,
         compile_module: bool | Mapping[str, Any] = False,
     ) -> None:
-        """Says how to train.
+        """Configures training.
 
         Args:
             optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
                 None to evaluate only.
             loss: ``loss(outputs, targets)``, returning one value per example (any shape whose first dimension is the
-                rows), a pair (total, count), or a scalar mean. The means of torch's losses, of masks and of chosen
-                values are divided by what they count in the whole batch; any other scalar is a mean over the examples,
-                and compared with its parts in the first step.
+                rows), a pair (total, count), or a scalar mean. Means of torch's losses, and means over masked or
+                selected values, are divided by their count in the whole batch. Any other scalar is taken as the mean
+                over the examples, which the first step checks.
             metrics: name to torchmetrics Metric, updated with (outputs, targets).
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
             clip_norm: clips the gradients of each update to this global norm.
-            graphs: on a GPU, whole steps are recorded as CUDA graphs and replayed, where that can be done; False does
-                not. The log "lockstep" says why where it cannot.
-            compile_module: run the module through ``torch.compile``, one code for all replicas; or how, a dict of
-                "mode", "dynamic" and "backend".
+            graphs: on a GPU, capture whole steps as CUDA graphs and replay them where possible. Where it is not, the
+                log "lockstep" says why.
+            compile_module: run the module through ``torch.compile``, with one compiled code for all replicas; or a
+                dict of its options "mode", "dynamic" and "backend".
 
         Raises:
-            ConfigError: a value that cannot be used.
-            UsageError: an optimizer over other parameters than the module's, or a loss with parameters that it does
-                not train.
+            ConfigError: a value is not valid.
+            UsageError: the optimizer holds parameters of another module, or the loss has some that it does not hold.
         """
         if loss is None:
             raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
@@ -213,35 +201,37 @@ class Model:
 
         Args:
             data: an iterable of global batches (x, y) or (x, y, sample_weight), or a distributed dataset.
-            validation_data: evaluated at the end of epochs; its numbers get the prefix "val_".
-            epochs: the number of the last epoch, counted from 1.
+            validation_data: evaluated at the end of epochs; its results get the prefix "val_".
+            epochs: the last epoch, counted from 1.
             callbacks: called at Keras's hooks, in order, before the progress bar.
             verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
-            initial_epoch: the epoch to begin with, from 0.
+            initial_epoch: the first epoch, counted from 0.
             steps_per_epoch: global batches per epoch; by default all there are.
             validation_freq: validate after every this many epochs.
 
         Returns:
-            The record of this fit, with ``history``, ``epoch`` and ``timing``.
+            The History of this fit, with ``history``, ``epoch`` and ``timing``.
 
         Raises:
             UsageError: not compiled, or compiled without an optimizer.
-            ConfigError: a number of epochs that cannot be.
-            DataError: the data has no batches, or an item that is no pair or triple.
-            NonFiniteLossError: the loss became NaN or infinite; the weights are those of the last good update.
+            ConfigError: a number of epochs or steps is not valid.
+            DataError: the data has no batches, or an item is not a pair or triple.
+            NonFiniteLossError: the loss became NaN or infinite. The weights are those of the last good update.
             CallbackError: a callback raised.
         """
         planned = Epochs(epochs=epochs, initial_epoch=initial_epoch, validation_freq=validation_freq)
         setup = self._compiled("fit")
         if setup.optimizer is None:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-        feed = EpochIterator(distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch)
-        validation = None if validation_data is None else self._feed(validation_data, "the validation data")
-        agree_on_fit(self.strategy.workers, setup.config, feed, validation, planned)
-        params = {"epochs": epochs, "steps": feed.steps, "verbose": verbose, "validated": validation is not None}
+        batches = EpochIterator(
+            distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch
+        )
+        validation = None if validation_data is None else self._iterator(validation_data, "the validation data")
+        agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
+        params = {"epochs": epochs, "steps": batches.steps, "verbose": verbose, "validated": validation is not None}
         self.stop_training, self.history = False, History()
         with self._callbacks(callbacks, verbose, params) as called:
-            run_fit(self, setup, feed, validation=validation, callbacks=called, epochs=planned)
+            run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
         return self.history
 
     def evaluate(
@@ -252,49 +242,49 @@ class Model:
         Args:
             data: an iterable of global batches (x, y) or (x, y, sample_weight), or a distributed dataset.
             verbose: 0 silent, 1 a live line, 2 a plain line.
-            callbacks: hear the ``on_test`` hooks.
+            callbacks: called at the ``on_test`` hooks.
 
         Raises:
             UsageError: not compiled.
-            DataError: the data has no batches, or an item that is no pair or triple.
+            DataError: the data has no batches, or an item is not a pair or triple.
         """
         setup = self._compiled("evaluate")
-        feed = self._feed(data, "the data")
+        batches = self._iterator(data, "the data")
         self.clock = StepClock()
-        with self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called:
-            return run_evaluation(self.strategy, setup, feed, callbacks=called, clock=self.clock)
+        with self._callbacks(callbacks, verbose, {"steps": batches.steps, "verbose": verbose}) as called:
+            return run_evaluation(self.strategy, setup, batches, callbacks=called, clock=self.clock)
 
     def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
         """The module's outputs for all rows, in the order of the data, on the CPU.
 
         Args:
             data: an iterable of global batches: x alone (a tensor or a dict of the module's keyword arguments), or
-                tuples and lists (x, y) or (x, y, sample_weight), of which x is taken.
+                tuples and lists (x, y) or (x, y, sample_weight), of which x is used.
             verbose: 0 silent, 1 a live line, 2 a plain line.
-            callbacks: hear the ``on_predict`` hooks.
+            callbacks: called at the ``on_predict`` hooks.
 
         Returns:
             One tensor, or the structure of tensors that the module returns.
 
         Raises:
             DataError: the data has no batches.
-            ConfigError: an output that has not one row per example.
+            ConfigError: an output does not have one row per example.
         """
         precision = (
             self._setup.precision
             if self._setup is not None
             else Precision("fp32", self.strategy.devices[0].torch_device.type)
         )
-        feed = self._feed(data, "the data")
+        batches = self._iterator(data, "the data")
         self.clock = StepClock()
-        with self._callbacks(callbacks, verbose, {"steps": feed.steps, "verbose": verbose}) as called:
-            return run_prediction(self.strategy, self._module, precision, feed, callbacks=called, clock=self.clock)
+        with self._callbacks(callbacks, verbose, {"steps": batches.steps, "verbose": verbose}) as called:
+            return run_prediction(self.strategy, self._module, precision, batches, callbacks=called, clock=self.clock)
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
 
-        At the end of an epoch, of ``fit`` and of ``evaluate`` a worker may ask for it by itself; between the batches
-        all must, and of a model that is divided among them.
+        At the end of an epoch, of ``fit`` and of ``evaluate`` a worker may call it alone. Between batches all workers
+        must call it, and always if the model is sharded over them.
         """
         self._module.exchange_buffers(always=False)
         return self._module.state_dict()
@@ -304,9 +294,9 @@ class Model:
         self._module.load_state_dict(state)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Writes the module's state_dict to a safetensors file, which appears whole or not at all.
+        """Writes the module's state_dict to a safetensors file, atomically.
 
-        With several workers every one must call it; the chief writes.
+        Every worker must call it; the chief writes.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -314,17 +304,17 @@ class Model:
         save_weights(self._module, self.strategy.workers, path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads a safetensors file into every replica's copy; nothing is loaded unless everything fits.
+        """Loads a safetensors file into every replica's copy. Nothing is loaded unless everything fits.
 
-        With several workers every one must call it; the chief reads.
+        Every worker must call it; the chief reads.
 
         Raises:
-            CheckpointError: no such file, or keys or shapes that are not the module's.
+            CheckpointError: there is no such file, or its keys or shapes are not the module's.
         """
         load_weights(self._module, self.strategy.workers, path)
 
     def checkpoint(self) -> Checkpoint:
-        """All state of the training, for an ``ls.CheckpointManager``: what ``BackupAndRestore`` saves.
+        """A checkpoint of all state of the training, for an ``ls.CheckpointManager``. ``BackupAndRestore`` saves it.
 
         Raises:
             UsageError: not compiled with an optimizer.
@@ -332,13 +322,13 @@ class Model:
         return checkpoint_of(self._setup, self.training_state)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Position:
-        """Restores a whole checkpoint, or the newest in a folder. Every worker must call it; the chief reads.
+        """Restores a checkpoint, or the newest in a folder. Every worker must call it; the chief reads.
 
         Returns:
-            Where the training was: ``fit(initial_epoch=position.epoch)`` begins that epoch.
+            The position of the training: ``fit(initial_epoch=position.epoch)`` begins that epoch.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it does not fit; nothing is loaded then.
+            CheckpointError: there is none, it is damaged, or it does not fit. Nothing is loaded then.
         """
         self.checkpoint().restore(path)
         return self.training_state.position
@@ -348,7 +338,7 @@ class Model:
             raise UsageError(f"{caller} was called before compile; call model.compile(optimizer=..., loss=...) first")
         return self._setup
 
-    def _feed(self, data: Data, name: str) -> EpochIterator:
+    def _iterator(self, data: Data, name: str) -> EpochIterator:
         return EpochIterator(distribute(self.strategy, data), name=name)
 
     def _callbacks(self, given: Sequence[Callback] | None, verbose: Verbose, params: Mapping[str, Any]) -> CallbackList:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import lockstep as ls
-from lockstep.cli import main, train_images
+from lockstep.cli import main
+from lockstep.recipes.images import train as images_recipe
 
 _, kind, moment, *words = sys.argv
-train, batches = train_images.train_images, count(1)
+train, batches = images_recipe.train_images, count(1)
 
 
 def reached(place: str) -> None:
@@ -38,5 +39,5 @@ def train_and_tell(config: Any, strategy: ls.Strategy, *, callbacks: list[ls.Cal
     return result
 
 
-train_images.train_images = train_and_tell
+images_recipe.train_images = train_and_tell
 sys.exit(main(["train", "images", *words]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.recipes.images.batches import BatchSettings, PictureBatches, augment, to_float
+from lockstep.recipes.images.batches import BatchSettings, ImageBatches, augment, to_float
 from lockstep.recipes.shuffling import seeded_generator
 
 SETTINGS = BatchSettings(batch_size=4, shuffle=True, seed=3)
@@ -17,9 +17,9 @@ def pixels() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 255, (12, 6, 6, 3), dtype=np.uint8)
 
 
-def made(pixels: np.ndarray, settings: BatchSettings = SETTINGS) -> PictureBatches:
+def made(pixels: np.ndarray, settings: BatchSettings = SETTINGS) -> ImageBatches:
     rows = [row for row in range(12) if row != 5]
-    return PictureBatches(pixels, rows, [row % 3 for row in rows], settings=settings)
+    return ImageBatches(pixels, rows, [row % 3 for row in rows], settings=settings)
 
 
 def test_batches_hold_each_picture_once_with_its_label(pixels: np.ndarray):
@@ -27,7 +27,7 @@ def test_batches_hold_each_picture_once_with_its_label(pixels: np.ndarray):
 
     found = [(x, y) for batch in batches for x, y in zip(*batch, strict=True)]
 
-    assert (len(batches), batches.pictures) == (3, 11)
+    assert (len(batches), batches.num_images) == (3, 11)
     assert [len(y) for _, y in batches] == [4, 4, 3]
     by_content = {(pixels[row].transpose(2, 0, 1) / 255).astype(np.float32).tobytes(): row for row in range(12)}
     rows = [by_content[x.numpy().tobytes()] for x, _ in found]
@@ -54,7 +54,7 @@ def test_an_epoch_is_the_same_again_and_another_one_differs(pixels: np.ndarray):
     settings = replace(SETTINGS, flip=True, shift=0.3)
     batches, again = made(pixels, settings), made(pixels, settings)
 
-    def epoch(source: PictureBatches, number: int) -> torch.Tensor:
+    def epoch(source: ImageBatches, number: int) -> torch.Tensor:
         source.set_epoch(number)
         return torch.cat([x for x, _ in source])
 
@@ -75,7 +75,7 @@ def test_fixed_batches_stay_in_order_in_every_epoch(pixels: np.ndarray):
 
 def test_a_shuffle_buffer_keeps_pictures_near_their_place(pixels: np.ndarray):
     labels = list(range(200))
-    many = PictureBatches(
+    many = ImageBatches(
         pixels[:1].repeat(200, axis=0), labels, labels, settings=replace(SETTINGS, shuffle_buffer=10, batch_size=200)
     )
 

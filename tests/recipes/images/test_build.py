@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.recipes.images.train import build_images, build_metrics, build_optimizer, picture_loss
+from lockstep.recipes.images.train import build_images, build_metrics, build_optimizer, image_loss
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 def test_the_parts_fit_together(make_tree: MakeTree, tiny: MakeConfig):
     task = build_images(tiny(data=make_tree("data", {"a": 20, "b": 20, "c": 20})))
 
-    assert (task.train.pictures, task.valid.pictures, task.test.pictures) == (48, 6, 6)
+    assert (task.train.num_images, task.valid.num_images, task.test.num_images) == (48, 6, 6)
     assert (len(task.train), len(task.valid), len(task.test)) == (5, 1, 1)
     x, y = next(iter(task.train))
     assert task.module(x).shape == (11, 3)
-    assert picture_loss(task.module(x), y).shape == (11,)
+    assert image_loss(task.module(x), y).shape == (11,)
     assert task.module.mobilenet_v2.config.id2label == {0: "a", 1: "b", 2: "c"}
 
 
 def test_without_a_share_there_is_no_validation(make_tree: MakeTree, tiny: MakeConfig):
-    task = build_images(tiny(data=make_tree("data", {"a": 5, "b": 5}), valid_share=0.0))
+    task = build_images(tiny(data=make_tree("data", {"a": 5, "b": 5}), valid_fraction=0.0))
 
     assert task.valid == ()
 
@@ -78,11 +78,11 @@ def test_the_width_has_no_effect_with_pretrained_weights(make_tree: MakeTree, ti
 def test_the_loss_is_per_picture_and_not_in_half_precision():
     logits, labels = torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1])
 
-    loss = picture_loss(logits.bfloat16(), labels)
+    loss = image_loss(logits.bfloat16(), labels)
 
     assert loss.dtype == torch.float32
     assert loss.tolist() == pytest.approx([0.6931, 2.1269], abs=1e-4)
-    assert picture_loss(logits.double(), labels).dtype == torch.float64
+    assert image_loss(logits.double(), labels).dtype == torch.float64
 
 
 def test_adam_has_the_rate_and_the_metric_is_the_accuracy(tiny: MakeConfig):

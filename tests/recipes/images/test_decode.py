@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.recipes.images.pixels import decode_file, inspect_file, prepare
+from lockstep.recipes.images.pixels import decode_file, inspect_file, to_square
 
 
 def gradient(width: int = 16, height: int = 8) -> Image.Image:
@@ -24,7 +24,7 @@ def test_every_format_gives_the_picture(suffix: str, tmp_path: Path):
     pixels = decode_file(path, 8)
 
     assert (pixels.shape, pixels.dtype) == ((8, 8, 3), np.uint8)
-    assert abs(pixels.astype(int) - prepare(gradient(), 8)).mean() < 16
+    assert abs(pixels.astype(int) - to_square(gradient(), 8)).mean() < 16
     assert inspect_file(path) == (16, 8)
 
 
@@ -32,7 +32,7 @@ def test_every_format_gives_the_picture(suffix: str, tmp_path: Path):
 def test_every_mode_becomes_rgb(mode: str):
     white = Image.new("RGB", (4, 4), "white").convert(mode)
 
-    assert prepare(white, 4).tolist() == [[[255] * 3] * 4] * 4
+    assert to_square(white, 4).tolist() == [[[255] * 3] * 4] * 4
 
 
 def test_sixteen_bits_of_grey_are_brought_to_eight(tmp_path: Path):
@@ -65,14 +65,14 @@ def test_a_picture_is_turned_as_the_camera_noted(tmp_path: Path):
 def test_large_jpegs_are_reduced_from_what_they_show(tmp_path: Path):
     gradient(640, 480).save(tmp_path / "large.jpg", quality=95)
 
-    assert abs(decode_file(tmp_path / "large.jpg", 16).astype(int) - prepare(gradient(640, 480), 16)).max() < 8
+    assert abs(decode_file(tmp_path / "large.jpg", 16).astype(int) - to_square(gradient(640, 480), 16)).max() < 8
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "empty file"),
-        (b"<html>not found</html>", "no picture"),
+        (b"<html>not found</html>", "not an image"),
         (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, ""),
     ],
 )

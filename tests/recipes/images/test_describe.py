@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from lockstep.recipes.images.dataset import summarize_pictures
+from lockstep.recipes.images.dataset import summarize_images
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree
@@ -18,18 +18,18 @@ def test_counts_sizes_and_broken_pictures_of_a_tree(workers: int, make_tree: Mak
     (root / "test" / "b" / "000.png").write_bytes(b"")
     said: list[tuple[int, int]] = []
 
-    summary = summarize_pictures(tiny(data=root, workers=workers), progress=lambda done, of: said.append((done, of)))
+    summary = summarize_images(tiny(data=root, workers=workers), progress=lambda done, of: said.append((done, of)))
 
-    assert (summary.source, summary.classes, summary.pictures) == (str(root), ("a", "b"), 35)
+    assert (summary.source, summary.classes, summary.num_images) == (str(root), ("a", "b"), 35)
     assert summary.counts == {"train": (18, 10), "valid": (2, 1), "test": (0, 4)}
     assert summary.sizes == {(10, 12): 33, (100, 50): 1}
     assert [(one.path, one.reason) for one in summary.broken] == [(root / "test" / "b" / "000.png", "empty file")]
-    assert summary.rule.endswith("by the hash of a picture's name within each class: valid (0.1)")
+    assert summary.rule.endswith("by the hash of an image's name within each class: valid (0.1)")
     assert said[-1] == (35, 35)
 
 
 def test_the_digits_are_described_without_files(tiny: MakeConfig):
-    summary = summarize_pictures(tiny(valid_share=0.0))
+    summary = summarize_images(tiny(valid_fraction=0.0))
 
-    assert (summary.pictures, summary.sizes) == (1797, {(8, 8): 1797})
-    assert summary.rule == "the parts are as the data has them"
+    assert (summary.num_images, summary.sizes) == (1797, {(8, 8): 1797})
+    assert summary.rule == "the splits are those of the data"

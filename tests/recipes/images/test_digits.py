@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.folder import read_digits, scan_tree, write_digits
+from lockstep.recipes.images.folder import read_digits, scan_folder, write_digits
 from lockstep.recipes.images.train import build_images
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def test_all_real_pictures_are_there_once_with_their_greys():
     digits = read_digits()
     data = load_digits()
 
-    pictures = [picture for part in digits.parts.values() for picture in part]
+    pictures = [picture for part in digits.splits.values() for picture in part]
     places = {int(picture.path.stem): picture for picture in pictures}
 
     assert sorted(places) == list(range(1797))
@@ -40,19 +40,19 @@ def test_all_real_pictures_are_there_once_with_their_greys():
 def test_the_last_fifth_of_each_digit_is_the_test():
     digits = read_digits()
 
-    train, test = (Counter(picture.label for picture in digits.parts[part]) for part in ("train", "test"))
+    train, test = (Counter(picture.label for picture in digits.splits[part]) for part in ("train", "test"))
 
     assert all(abs(test[digit] / (train[digit] + test[digit]) - 0.2) < 0.005 for digit in range(10))
     for digit in range(10):
-        last = max(p.path.stem for p in digits.parts["train"] if p.label == digit)
-        assert last < min(p.path.stem for p in digits.parts["test"] if p.label == digit)
+        last = max(p.path.stem for p in digits.splits["train"] if p.label == digit)
+        assert last < min(p.path.stem for p in digits.splits["test"] if p.label == digit)
 
 
 def test_the_folder_is_a_tree_of_pngs(written: Path):
-    tree = scan_tree(written)
+    tree = scan_folder(written)
 
     assert tree.classes == tuple("0123456789")
-    assert {part: len(pictures) for part, pictures in tree.parts.items()} == {"train": 1438, "test": 359}
+    assert {part: len(pictures) for part, pictures in tree.splits.items()} == {"train": 1438, "test": 359}
     with Image.open(written / "train" / "0" / "0000.png") as image:
         assert (image.size, image.mode) == ((8, 8), "L")
     assert [path.name for path in written.parent.iterdir()] == ["digits"]
@@ -64,7 +64,7 @@ def test_training_on_the_folder_sees_the_pixels_of_the_default(written: Path, ti
         build_images(tiny(size=16, shift=0.1, data=written, workers=2)),
     )
 
-    assert embedded.classes == files.classes
+    assert embedded.dataset.classes == files.dataset.classes
     for part in ("train", "valid", "test"):
         pairs = zip(getattr(embedded, part), getattr(files, part), strict=True)
         assert all(bool((a == b).all()) and bool((c == d).all()) for (a, c), (b, d) in pairs)

@@ -29,9 +29,13 @@ def tree(make_tree: Callable[..., Path]) -> Path:
 def test_the_made_up_pictures_are_like_the_real_ones(tiny: MakeConfig, tree: Path):
     train = build_images(tiny(data=tree)).train
     pictures, labels = next(iter(train))
-    made_up, classes = train.made_up(len(pictures))
+    dummy, classes = train.dummy_batch(len(pictures))
 
-    assert (made_up.shape, made_up.dtype, made_up.stride()) == (pictures.shape, pictures.dtype, pictures.stride())
+    assert (dummy.shape, dummy.dtype, dummy.stride()) == (
+        pictures.shape,
+        pictures.dtype,
+        pictures.stride(),
+    )
     assert (classes.shape, classes.dtype) == (labels.shape, labels.dtype)
 
 

@@ -68,7 +68,5 @@ def test_an_empty_shard_has_no_logits():
 
 
 def test_a_picture_smaller_than_the_last_map_s_stride_is_refused():
-    with pytest.raises(
-        ConfigError, match="size=31 was given, expected from 32 to 4096 pixels: the last feature map is"
-    ):
+    with pytest.raises(ConfigError, match="size=31 was given, expected 32 to 4096 pixels: the last feature map is"):
         MobileNetShape(size=31)

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lockstep.recipes.images.folder import Picture, divide, hold_out
+from lockstep.recipes.images.folder import ImageFile, complete_splits, hold_out
 
 
-def pictures(*counts: int) -> tuple[Picture, ...]:
+def pictures(*counts: int) -> tuple[ImageFile, ...]:
     return tuple(
-        Picture(name=f"{label}/{n}.png", label=label) for label, count in enumerate(counts) for n in range(count)
+        ImageFile(name=f"{label}/{n}.png", label=label) for label, count in enumerate(counts) for n in range(count)
     )
 
 
@@ -37,11 +37,11 @@ def test_names_alone_decide_so_a_new_picture_hardly_moves_others():
 def test_what_is_missing_is_held_out_of_the_training_part():
     train, valid, test = pictures(20, 20), pictures(2, 2), pictures(3, 3)
 
-    both = divide({"train": train}, valid_share=0.1, test_share=0.2)
-    given = divide({"train": train, "valid": valid, "test": test}, valid_share=0.1, test_share=0.2)
-    without = divide({"train": train, "test": test}, valid_share=0.0, test_share=0.2)
+    both = complete_splits({"train": train}, valid_fraction=0.1, test_fraction=0.2)
+    given = complete_splits({"train": train, "valid": valid, "test": test}, valid_fraction=0.1, test_fraction=0.2)
+    without = complete_splits({"train": train, "test": test}, valid_fraction=0.0, test_fraction=0.2)
 
-    assert (len(both.train), len(both.valid), len(both.test)) == (28, 4, 8)
-    assert not {p.name for p in both.valid} & {p.name for p in both.test}
-    assert (given.train, given.valid, given.test) == (train, valid, test)
-    assert (without.train, without.valid, without.test) == (train, (), test)
+    assert (len(both["train"]), len(both["valid"]), len(both["test"])) == (28, 4, 8)
+    assert not {p.name for p in both["valid"]} & {p.name for p in both["test"]}
+    assert (given["train"], given["valid"], given["test"]) == (train, valid, test)
+    assert (without["train"], without["valid"], without["test"]) == (train, (), test)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lockstep.errors import DataError
 from lockstep.recipes.images import pixels
-from lockstep.recipes.images.pixels import PixelStore, cache_key, disk_store, memory_store
+from lockstep.recipes.images.pixels import PixelStore, cache_key, decode_to_disk, decode_to_memory
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeTree
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 @pytest.fixture
 def root(make_tree: MakeTree) -> Path:
     root = make_tree("data", {"a": 5, "b": 4})
-    (root / "b" / "001.png").write_bytes(b"no picture")
+    (root / "b" / "001.png").write_bytes(b"not an image")
     return root
 
 
 def store(root: Path, *, size: int = 6, folder: str = "cache", decoded: list[int] | None = None) -> PixelStore:
     paths = sorted(root.rglob("*.png"))
     counted = (lambda done, of: decoded.append(done)) if decoded is not None else None
-    return disk_store(paths, root=root, size=size, workers=0, folder=root.parent / folder, progress=counted)
+    return decode_to_disk(paths, root=root, size=size, workers=0, cache_dir=root.parent / folder, progress=counted)
 
 
 def test_the_file_holds_what_memory_would_and_is_read_again(root: Path):
@@ -38,14 +38,14 @@ def test_the_file_holds_what_memory_would_and_is_read_again(root: Path):
 
     made, kept = store(root, decoded=first), store(root, decoded=again)
 
-    expected = memory_store(sorted(root.rglob("*.png")), size=6, workers=0)
+    expected = decode_to_memory(sorted(root.rglob("*.png")), size=6, workers=0)
     for one in (made, kept):
         assert np.array_equal(one.pixels, expected.pixels)
-        assert one.broken == expected.broken == {6: "no picture"}
+        assert one.broken == expected.broken == {6: "not an image"}
     assert (len(first), len(again)) == (9, 0)
     (file,) = (root.parent / "cache").iterdir()
     assert kept.file == file
-    assert kept.kept == f"0.0 MB decoded in {file}"
+    assert kept.description == f"0.0 MB decoded in {file}"
     assert not kept.pixels.flags.writeable
 
 
@@ -78,7 +78,7 @@ def test_a_change_is_noticed_and_replaces_the_file(change, root: Path):
 
     paths = sorted(root.rglob("*.png"))
     assert len(decoded) == len(paths)
-    assert np.array_equal(after.pixels, memory_store(paths, size=6, workers=0).pixels)
+    assert np.array_equal(after.pixels, decode_to_memory(paths, size=6, workers=0).pixels)
     assert len(list((root.parent / "cache").iterdir())) == 1
 
 
@@ -114,8 +114,8 @@ def test_an_interrupted_run_leaves_no_file(root: Path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        disk_store(
-            sorted(root.rglob("*.png")), root=root, size=6, workers=0, folder=root.parent / "cache", progress=stop
+        decode_to_disk(
+            sorted(root.rglob("*.png")), root=root, size=6, workers=0, cache_dir=root.parent / "cache", progress=stop
         )
 
     assert list((root.parent / "cache").iterdir()) == []
@@ -124,11 +124,12 @@ def test_an_interrupted_run_leaves_no_file(root: Path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.recipes.images.pixels import disk_store
+from lockstep.recipes.images.pixels import decode_to_disk
 
 root = Path(sys.argv[1])
+files = sorted(root.rglob("*.png"))
 kill = lambda done, of: os.kill(os.getpid(), signal.SIGKILL)
-disk_store(sorted(root.rglob("*.png")), root=root, size=6, workers=0, folder=root.parent / "cache", progress=kill)
+decode_to_disk(files, root=root, size=6, workers=0, cache_dir=root.parent / "cache", progress=kill)
 """
 
 
@@ -149,16 +150,16 @@ def test_what_another_run_is_writing_is_left_alone(root: Path):
         if done == 1:
             store(root)
 
-    one = disk_store(paths, root=root, size=6, workers=0, folder=folder, progress=meanwhile)
+    one = decode_to_disk(paths, root=root, size=6, workers=0, cache_dir=folder, progress=meanwhile)
 
-    assert np.array_equal(one.pixels, memory_store(paths, size=6, workers=0).pixels)
+    assert np.array_equal(one.pixels, decode_to_memory(paths, size=6, workers=0).pixels)
     assert list(folder.iterdir()) == [one.file]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(root: Path):
     (root.parent / "file").write_text("")
 
-    with pytest.raises(DataError, match=r"cannot be kept in '.*file'.*; give another one as cache_dir"):
+    with pytest.raises(DataError, match=r"cannot be cached in '.*file'.*; set cache_dir"):
         store(root, folder="file")
 
 
@@ -166,7 +167,7 @@ def test_too_little_room_is_said_before_anything_is_decoded(root: Path, monkeypa
     monkeypatch.setattr(pixels.shutil, "disk_usage", lambda folder: _Usage())
     decoded: list[int] = []
 
-    with pytest.raises(DataError, match=r"take 0.0 MB, and '.*cache' has 0.0 MB free; give another cache_dir"):
+    with pytest.raises(DataError, match=r"take 0.0 MB, and '.*cache' has 0.0 MB free; set another cache_dir"):
         store(root, decoded=decoded)
 
     assert decoded == []

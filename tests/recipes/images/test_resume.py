@@ -11,8 +11,8 @@ from PIL import Image
 
 import lockstep as ls
 from lockstep.errors import CheckpointError
-from lockstep.recipes.images.dataset import read_pictures
-from lockstep.recipes.images.train import settings_of, train_images
+from lockstep.recipes.images.dataset import load_images
+from lockstep.recipes.images.train import run_settings, train_images
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:
@@ -35,28 +35,28 @@ def test_a_backup_of_other_settings_or_pictures_is_refused(
 
     Image.new("RGB", (10, 12), (1, 2, 3)).save(pictures / "train" / "dog" / "000.png")
 
-    other = r"of a run with epochs=1, pictures='\w{16}', and this one has epochs=2, pictures='\w{16}'; go on with"
+    other = r"of a run with epochs=1, images='\w{16}', and this run has epochs=2, images='\w{16}'; resume with"
     with pytest.raises(CheckpointError, match=other):
         train_images(tiny(data=pictures, epochs=2), strategy, callbacks=[kept], verbose=0)
 
 
 def test_the_same_pictures_may_lie_elsewhere_and_be_decoded_otherwise(pictures: Path, tiny: MakeConfig, tmp_path: Path):
     here = tiny(data=pictures)
-    before = settings_of(here, read_pictures(here))
+    before = run_settings(here, load_images(here))
     elsewhere = pictures.rename(tmp_path / "elsewhere")
     Image.new("RGB", (10, 12)).save(elsewhere / "test" / "cat" / "001.png")  # no run has learnt from the test
 
     there = tiny(data=elsewhere, cache="disk", cache_dir=tmp_path / "cache", workers=1, max_broken=0.5, patience=1)
-    after = settings_of(there, read_pictures(there))
+    after = run_settings(there, load_images(there))
 
     assert after == before
     assert not {"data", "cache", "cache_dir", "workers", "max_broken", "patience"} & after.keys()
 
 
 def test_other_labels_are_other_pictures(pictures: Path, tiny: MakeConfig):
-    config = tiny(data=pictures, valid_share=0.0)
-    before = settings_of(config, read_pictures(config))["pictures"]
+    config = tiny(data=pictures, valid_fraction=0.0)
+    before = run_settings(config, load_images(config))["images"]
     # The last cat is now the first dog: the same pixels in the same order.
     (pictures / "train" / "cat" / "004.png").rename(pictures / "train" / "dog" / "!.png")
 
-    assert settings_of(config, read_pictures(config))["pictures"] != before
+    assert run_settings(config, load_images(config))["images"] != before

@@ -38,7 +38,7 @@ def test_two_replicas_learn_and_are_tested(colors: Path, tiny: MakeConfig, make_
     assert logs["accuracy"][-1] > 0.4
     assert set(result.test_metrics) == {"loss", "accuracy"}
     assert epochs == [0, 1, 2, 3]
-    assert result.pictures == {"train": 60, "valid": 6, "test": 6}
+    assert result.num_images == {"train": 60, "valid": 6, "test": 6}
     assert result.classes == ("blue", "green", "red")
     assert list((tmp_path / "logs" / "train").iterdir())
 
@@ -79,7 +79,7 @@ def test_training_stops_when_validation_no_longer_improves(colors: Path, tiny: M
 
 
 def test_without_validation_the_training_loss_is_watched(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
-    result = train_images(tiny(data=colors, valid_share=0.0, patience=1), make_strategy(1), verbose=0)
+    result = train_images(tiny(data=colors, valid_fraction=0.0, patience=1), make_strategy(1), verbose=0)
 
     assert set(result.history.history) == {"loss", "accuracy"}
 

@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.folder import scan_tree
+from lockstep.recipes.images.folder import scan_folder
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeTree
 
 
 def counts(tree_root: Path) -> dict[str, int]:
-    return {part: len(pictures) for part, pictures in scan_tree(tree_root).parts.items()}
+    return {part: len(pictures) for part, pictures in scan_folder(tree_root).splits.items()}
 
 
 def test_a_tree_of_class_folders_is_one_part_with_sorted_classes(make_tree: MakeTree):
-    tree = scan_tree(make_tree("data", {"tulip": 2, "daisy": 3}))
+    tree = scan_folder(make_tree("data", {"tulip": 2, "daisy": 3}))
 
     assert tree.classes == ("daisy", "tulip")
-    assert [(p.name, p.label) for p in tree.parts["train"]] == [
+    assert [(p.name, p.label) for p in tree.splits["train"]] == [
         ("daisy/000.png", 0),
         ("daisy/001.png", 0),
         ("daisy/002.png", 0),
         ("tulip/000.png", 1),
         ("tulip/001.png", 1),
     ]
-    assert tree.left_out == ()
+    assert tree.ignored == ()
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_cats_vs_dogs_as_unpacked(make_tree: MakeTree):
     (root / "PetImages" / "Cat" / "Thumbs.db").write_bytes(b"thumbs")
 
     for folder in (root, root / "PetImages"):
-        tree = scan_tree(folder)
-        assert (tree.classes, counts(folder), tree.left_out) == (("Cat", "Dog"), {"train": 4}, ())
+        tree = scan_folder(folder)
+        assert (tree.classes, counts(folder), tree.ignored) == (("Cat", "Dog"), {"train": 4}, ())
 
 
 def test_tf_flowers_as_unpacked(make_tree: MakeTree):
@@ -60,23 +60,23 @@ def test_tf_flowers_as_unpacked(make_tree: MakeTree):
     root = make_tree("flower_photos", dict.fromkeys(names, 2), suffix=".jpg")
     (root / "LICENSE.txt").write_text("CC-BY")
 
-    assert scan_tree(root).classes == names
-    assert scan_tree(root.parent).classes == names
+    assert scan_folder(root).classes == names
+    assert scan_folder(root.parent).classes == names
 
 
 def test_mnist_as_folders(make_tree: MakeTree):
     root = make_tree("mnist", {f"{part}/{digit}": 1 for part in ("train", "test") for digit in range(10)})
 
-    tree = scan_tree(root)
+    tree = scan_folder(root)
 
     assert tree.classes == tuple("0123456789")
-    assert [picture.label for picture in tree.parts["test"]] == list(range(10))
+    assert [picture.label for picture in tree.splits["test"]] == list(range(10))
 
 
 def test_a_class_may_be_called_train(make_tree: MakeTree):
     root = make_tree("vehicles", {"train": 2, "bus": 2, "test": 2})
 
-    assert scan_tree(root).classes == ("bus", "test", "train")
+    assert scan_folder(root).classes == ("bus", "test", "train")
 
 
 def test_formats_of_any_case_are_taken_and_other_and_hidden_files_are_not(make_tree: MakeTree):
@@ -88,7 +88,7 @@ def test_formats_of_any_case_are_taken_and_other_and_hidden_files_are_not(make_t
     (root / ".hidden").mkdir()
     (root / "__MACOSX").mkdir()
 
-    taken = [picture.path.name for picture in scan_tree(root).parts["train"] if picture.label == 0]
+    taken = [picture.path.name for picture in scan_folder(root).splits["train"] if picture.label == 0]
 
     assert taken == ["000.png", "1.PNG", "2.jpg", "3.JPEG", "4.bmp", "5.WebP", "6.gif"]
 
@@ -96,9 +96,9 @@ def test_formats_of_any_case_are_taken_and_other_and_hidden_files_are_not(make_t
 def test_pictures_in_deeper_folders_belong_to_their_class(make_tree: MakeTree):
     root = make_tree("data", {"a/b/a": 1, "b": 1})
 
-    tree = scan_tree(root)
+    tree = scan_folder(root)
 
-    assert [(picture.name, picture.label) for picture in tree.parts["train"]] == [
+    assert [(picture.name, picture.label) for picture in tree.splits["train"]] == [
         ("a/b/a/000.png", 0),
         ("b/000.png", 1),
     ]
@@ -110,23 +110,23 @@ def test_what_lies_beside_is_named(make_tree: MakeTree):
     whole = make_tree("whole", {"a": 1, "b": 1})
     (whole / "loose.png").write_bytes(b"")
 
-    assert scan_tree(divided).left_out == (
-        f"the folder {str(divided / 'extra')!r} beside the parts",
-        f"1 picture in {str(divided / 'test')!r} beside the class folders",
+    assert scan_folder(divided).ignored == (
+        f"the folder {str(divided / 'extra')!r}, which is not a split",
+        f"1 image in {str(divided / 'test')!r} outside of the class folders",
     )
-    assert scan_tree(whole).left_out == (f"1 picture in {str(whole)!r} beside the class folders",)
+    assert scan_folder(whole).ignored == (f"1 image in {str(whole)!r} outside of the class folders",)
 
 
 @pytest.mark.parametrize(
     ("folders", "said"),
     [
-        ({}, "holds no picture, expected a folder of pictures (bmp, gif, jpeg, jpg, png, webp) for each class"),
-        ({"a": 0, "b": 0}, "holds no picture"),
-        ({"a": 2}, "holds one class folder, 'a', expected at least two"),
-        ({"a": 2, "b": 0}, "1 class folder without a picture: "),
-        ({"a": 1, "b": 0, "c": 0, "d": 0, "e": 0}, "4 class folders without a picture: "),
-        ({"train/a": 1, "train/b": 1, "test/c": 1}, "holds 1 class that the training part "),
-        ({"train/a": 1, "train/b": 1, "test/a": 0}, "holds no picture"),
+        ({}, "holds no images, expected a folder of images (bmp, gif, jpeg, jpg, png, webp) for each class"),
+        ({"a": 0, "b": 0}, "holds no images"),
+        ({"a": 2}, "has one class folder, 'a', expected at least two"),
+        ({"a": 2, "b": 0}, "1 class folder without an image: "),
+        ({"a": 1, "b": 0, "c": 0, "d": 0, "e": 0}, "4 class folders without an image: "),
+        ({"train/a": 1, "train/b": 1, "test/c": 1}, "has 1 class that the training split "),
+        ({"train/a": 1, "train/b": 1, "test/a": 0}, "holds no images"),
         ({"train/a": 1, "train/b": 1, "Train/a": 1, "Train/b": 1}, "'Train' and 'train', which both mean"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_tree_that_cannot_be_is_refused(folders: dict[str, int], said: str, ma
     root = make_tree("data", {**folders, ".hidden": 0})
 
     with pytest.raises(DataError) as caught:
-        scan_tree(root)
+        scan_folder(root)
 
     assert said in str(caught.value)
     assert str(root) in str(caught.value)
@@ -144,29 +144,31 @@ def test_a_tree_that_cannot_be_is_refused(folders: dict[str, int], said: str, ma
 def test_an_empty_class_folder_is_named(make_tree: MakeTree):
     root = make_tree("data", {"a": 1, "b": 0})
 
-    with pytest.raises(DataError, match=r"without a picture: '.*/data/b'; expected at least one in each"):
-        scan_tree(root)
+    with pytest.raises(DataError, match=r"without an image: '.*/data/b'; expected at least one image in each"):
+        scan_folder(root)
 
 
 def test_pictures_without_class_folders_are_refused(make_tree: MakeTree):
     root = make_tree("data", {"flat": 3})
 
     make_tree("divided", {"train/a": 1, "train/b": 1, "test": 2})
-    with pytest.raises(DataError, match="divided/test' holds 2 pictures in no class folder"):
-        scan_tree(root.parent / "divided")
-    with pytest.raises(DataError, match="holds one class folder, 'flat'"):
-        scan_tree(root)
-    with pytest.raises(DataError, match="holds 3 pictures in no class folder"):
-        scan_tree(root / "flat")
+    with pytest.raises(DataError, match="divided/test' holds 2 images outside of class folders"):
+        scan_folder(root.parent / "divided")
+    with pytest.raises(DataError, match="has one class folder, 'flat'"):
+        scan_folder(root)
+    with pytest.raises(DataError, match="holds 3 images outside of class folders"):
+        scan_folder(root / "flat")
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(DataError, match="nowhere' does not exist; expected one with a folder of pictures for each"):
-        scan_tree(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="file' is no folder"):
-        scan_tree(tmp_path / "file")
+    with pytest.raises(
+        DataError, match="nowhere' does not exist; expected a folder with one folder of images for each"
+    ):
+        scan_folder(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="file' is not a folder"):
+        scan_folder(tmp_path / "file")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -175,4 +177,4 @@ def test_a_folder_that_may_not_be_read_is_named(make_tree: MakeTree):
     (root / "b").chmod(0)
 
     with pytest.raises(DataError, match=r"b' cannot be read \(permission denied\)"):
-        scan_tree(root)
+        scan_folder(root)

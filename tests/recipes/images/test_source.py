@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.dataset import read_pictures
+from lockstep.recipes.images.dataset import load_images
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree
@@ -21,13 +21,13 @@ def break_pictures(folder: Path, number: int) -> None:
 def test_rows_and_labels_of_each_part_belong_together(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"train/a": 10, "train/b": 10, "test/b": 3})
 
-    pictures = read_pictures(tiny(data=root))
+    pictures = load_images(tiny(data=root))
 
     assert pictures.classes == ("a", "b")
-    assert {part: len(chosen.rows) for part, chosen in pictures.parts.items()} == {"train": 18, "valid": 2, "test": 3}
-    assert set(pictures.parts["test"].labels) == {1}
-    assert sorted(row for chosen in pictures.parts.values() for row in chosen.rows) == list(range(23))
-    green = pictures.store.pixels[list(pictures.parts["test"].rows), 0, 0, 1]
+    assert {part: len(chosen.rows) for part, chosen in pictures.splits.items()} == {"train": 18, "valid": 2, "test": 3}
+    assert set(pictures.splits["test"].labels) == {1}
+    assert sorted(row for chosen in pictures.splits.values() for row in chosen.rows) == list(range(23))
+    green = pictures.store.pixels[list(pictures.splits["test"].rows), 0, 0, 1]
     assert green.tolist() == [0, 7, 14]
 
 
@@ -36,22 +36,22 @@ def test_a_few_broken_pictures_are_named_and_skipped(make_tree: MakeTree, tiny: 
     break_pictures(root / "b", 5)
 
     with pytest.warns(
-        UserWarning, match=r"5 of 120 pictures cannot be read: '.*b/000.png' \(empty file\), .* and 2 more"
+        UserWarning, match=r"5 of 120 images cannot be read: '.*b/000.png' \(empty file\), .* and 2 more"
     ):
-        pictures = read_pictures(tiny(data=root))
+        pictures = load_images(tiny(data=root))
 
     assert [one.path.name for one in pictures.broken] == [f"{n:03}.png" for n in range(5)]
-    rows = [row for chosen in pictures.parts.values() for row in chosen.rows]
+    rows = [row for chosen in pictures.splits.values() for row in chosen.rows]
     assert len(rows) == len(set(rows)) == 115
     assert not set(rows) & set(range(60, 65))
 
 
 def test_the_parts_are_the_same_whether_a_picture_is_broken_or_not(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"a": 60, "b": 60})
-    before = read_pictures(tiny(data=root)).parts
+    before = load_images(tiny(data=root)).splits
     break_pictures(root / "b", 2)
     with pytest.warns(UserWarning, match="2 of 120"):
-        after = read_pictures(tiny(data=root)).parts
+        after = load_images(tiny(data=root)).splits
 
     assert all(set(after[part].rows) == set(before[part].rows) - {60, 61} for part in after)
 
@@ -60,12 +60,10 @@ def test_more_broken_pictures_than_the_share_are_an_error(make_tree: MakeTree, t
     root = make_tree("data", {"a": 10, "b": 10})
     break_pictures(root / "a", 2)
 
-    with pytest.raises(
-        DataError, match=r"2 of 20 pictures cannot be read: .*; expected at most 0.05 of them \(max_bro"
-    ):
-        read_pictures(tiny(data=root))
+    with pytest.raises(DataError, match=r"2 of 20 images cannot be read: .*; expected at most 0.05 of them \(max_bro"):
+        load_images(tiny(data=root))
     with pytest.warns(UserWarning, match="they are skipped"):
-        read_pictures(tiny(data=root, max_broken=0.1))
+        load_images(tiny(data=root, max_broken=0.1))
 
 
 def test_nothing_but_broken_pictures_is_an_error_whatever_the_share(make_tree: MakeTree, tiny: MakeConfig):
@@ -73,15 +71,15 @@ def test_nothing_but_broken_pictures_is_an_error_whatever_the_share(make_tree: M
     break_pictures(root / "a", 3)
 
     with (
-        pytest.raises(DataError, match="no picture to train on is left of the class 'a'; expected at least one"),
+        pytest.raises(DataError, match="no readable training image is left of the class 'a', expected at least one"),
         pytest.warns(UserWarning, match="3 of 6"),
     ):
-        read_pictures(tiny(data=root, max_broken=1.0))
+        load_images(tiny(data=root, max_broken=1.0))
 
 
 def test_a_test_part_of_nothing_is_an_error(make_tree: MakeTree, tiny: MakeConfig):
-    with pytest.raises(DataError, match="no picture is left for the test, expected at least one"):
-        read_pictures(tiny(data=make_tree("data", {"a": 1, "b": 1})))
+    with pytest.raises(DataError, match="no image is left for the test, expected at least one"):
+        load_images(tiny(data=make_tree("data", {"a": 1, "b": 1})))
 
 
 def test_what_is_left_out_and_what_has_no_effect_warns(make_tree: MakeTree, tiny: MakeConfig):
@@ -89,27 +87,27 @@ def test_what_is_left_out_and_what_has_no_effect_warns(make_tree: MakeTree, tiny
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        read_pictures(tiny(data=root, test_share=0.3))
+        load_images(tiny(data=root, test_fraction=0.3))
 
     assert [str(warning.message) for warning in caught] == [
-        f"left out: the folder {str(root / 'other')!r} beside the parts",
-        "test_share=0.3 has no effect: the pictures have a test part",
+        f"ignored: the folder {str(root / 'other')!r}, which is not a split",
+        "test_fraction=0.3 has no effect: the images have a test split",
     ]
 
 
 def test_disk_and_memory_give_the_same_and_the_shares_do_not_matter_to_the_disk(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"a": 12, "b": 12})
-    memory = read_pictures(tiny(data=root))
+    memory = load_images(tiny(data=root))
     disk = tiny(data=root, cache="disk", cache_dir=root.parent / "cache")
     decoded: list[int] = []
 
-    first = read_pictures(disk)
-    other = read_pictures(
-        tiny(data=root, cache="disk", cache_dir=root.parent / "cache", test_share=0.4),
+    first = load_images(disk)
+    other = load_images(
+        tiny(data=root, cache="disk", cache_dir=root.parent / "cache", test_fraction=0.4),
         progress=lambda done, of: decoded.append(done),
     )
 
     assert (first.store.pixels == memory.store.pixels).all()
-    assert first.parts == memory.parts
-    assert len(other.parts["test"].rows) == 10
+    assert first.splits == memory.splits
+    assert len(other.splits["test"].rows) == 10
     assert decoded == []

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.recipes.mlm.train import build_metrics, build_mlm, build_optimizer, build_scheduler, read_text, updates
+from lockstep.recipes.mlm.train import (
+    build_metrics,
+    build_mlm,
+    build_optimizer,
+    build_scheduler,
+    num_updates,
+    read_text,
+)
 from lockstep.recipes.text.tokenizer import cache_key
 
 if TYPE_CHECKING:
@@ -92,7 +99,7 @@ def test_the_rate_falls_linearly_to_zero_over_all_updates(tiny: MakeConfig):
     task = build_mlm(config)
     optimizer = build_optimizer(config, task.module.parameters())
 
-    steps = updates(config, task)
+    steps = num_updates(config, task)
     scheduler = build_scheduler(optimizer, steps=steps)
     rates = [optimizer.param_groups[0]["lr"]]
     for _ in range(steps + 1):

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.recipes import exactness
+from lockstep.recipes.mlm import train
 from lockstep.recipes.mlm.train import check_exactness
 from lockstep.strategies.mirrored import MirroredStrategy
 
@@ -34,13 +33,13 @@ def test_three_replicas_compute_what_one_device_computes(tiny: MakeConfig, split
 
 
 def test_a_strategy_that_trains_on_less_shows(tiny: MakeConfig, split_cpu: SplitCpu, monkeypatch: pytest.MonkeyPatch):
-    real = exactness.train_with_strategy
+    real = train.train_with_model
 
-    def lose_a_row(both: exactness.Comparison, *rest: Any) -> list[float]:
-        short = [({name: value[1:] for name, value in x.items()}, y[1:]) for x, y in both.batches]
-        return real(replace(both, batches=short), *rest)
+    def lose_a_row(*args: Any, batches: tuple[Any, ...], **settings: Any) -> Any:
+        short = [({name: value[1:] for name, value in x.items()}, y[1:]) for x, y in batches]
+        return real(*args, batches=short, **settings)
 
-    monkeypatch.setattr(exactness, "train_with_strategy", lose_a_row)
+    monkeypatch.setattr(train, "train_with_model", lose_a_row)
     with closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy:
         report = check_exactness(tiny(), strategy, steps=2)
 

@@ -12,7 +12,7 @@ from transformers import pipeline
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.fill_mask import Filled, hidden_words, mask_token, questions_of
+from lockstep.recipes.mlm.fill_mask import FilledSentence, mask_words, tokenize_examples
 from lockstep.recipes.mlm.train import build_mlm, train_mlm
 from lockstep.recipes.text.tokenizer import Vocabulary
 from lockstep.strategies.mirrored import MirroredStrategy
@@ -30,32 +30,32 @@ def vocabulary(tiny: MakeConfig) -> Vocabulary:
 
 
 def test_one_whole_word_is_hidden_in_each_of_some_lines_spread_over_the_text(vocabulary: Vocabulary, lines: list[str]):
-    asked = hidden_words(lines, vocabulary, number=7, seed=0)
+    asked = mask_words(lines, vocabulary, number=7, seed=0)
 
     assert len(asked) == 7
     for question, line in zip(asked, lines[::20], strict=True):
-        assert question.hidden is not None
+        assert question.answer is not None
         assert question.text.count("[MASK]") == 1
-        assert question.text.lower().replace("[mask]", question.hidden) == line.lower()
-        (place,) = question.places
+        assert question.text.lower().replace("[mask]", question.answer) == line.lower()
+        (place,) = question.positions
         encoding = vocabulary.tokenizer.encode(line)
         assert question.tokens[place] == vocabulary.mask_id
-        assert encoding.tokens[place] == question.hidden
+        assert encoding.tokens[place] == question.answer
         assert [*question.tokens[:place], *question.tokens[place + 1 :]] == [
             *encoding.ids[:place],
             *encoding.ids[place + 1 :],
         ]
-    assert hidden_words(lines, vocabulary, number=7, seed=0) == asked
-    assert hidden_words(lines, vocabulary, number=7, seed=1) != asked
-    assert hidden_words(["1 + 2"], vocabulary, number=7, seed=0) == ()
+    assert mask_words(lines, vocabulary, number=7, seed=0) == asked
+    assert mask_words(lines, vocabulary, number=7, seed=1) != asked
+    assert mask_words(["1 + 2"], vocabulary, number=7, seed=0) == ()
 
 
 def test_sentences_that_hide_nothing_are_refused(vocabulary: Vocabulary):
-    assert mask_token(vocabulary) == "[MASK]"
-    with pytest.raises(ConfigError, match=r"the example 'A list.' hides no word; write \[MASK\] for each word"):
-        questions_of(["The [MASK].", "A list."], vocabulary)
+    assert vocabulary.mask_token == "[MASK]"
+    with pytest.raises(ConfigError, match=r"the example 'A list.' has no \[MASK\]; write \[MASK\] for each word"):
+        tokenize_examples(["The [MASK].", "A list."], vocabulary)
     with pytest.raises(ConfigError, match=r"has no \[MASK\] among the first 48 tokens"):
-        questions_of([f"{'words ' * 60}[MASK]"], vocabulary)
+        tokenize_examples([f"{'words ' * 60}[MASK]"], vocabulary)
 
 
 def test_the_model_says_what_transformers_pipeline_says(tiny: MakeConfig, split_cpu: SplitCpu, tmp_path: Path):
@@ -77,8 +77,8 @@ def test_the_model_says_what_transformers_pipeline_says(tiny: MakeConfig, split_
     assert words(said[3]) == [[[g["token_str"] for g in mask] for mask in first], [[g["token_str"] for g in second]]]
     assert said[3][0].guesses[1][2].probability == pytest.approx(first[1][2]["score"], rel=1e-4)
     assert words(said[3]) == words(said[1])
-    assert said[3][0].question.hidden is None
+    assert said[3][0].sentence.answer is None
 
 
-def words(filled: tuple[Filled, ...]) -> list[list[list[str]]]:
+def words(filled: tuple[FilledSentence, ...]) -> list[list[list[str]]]:
     return [[[guess.word for guess in guesses] for guesses in each.guesses] for each in filled]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_no_batch_of_the_data_is_larger_than_the_made_up_one(tiny: MakeConfig):
     train = build_mlm(tiny()).train
     before = [x["input_ids"].clone() for x, _ in train]
-    x, labels = train.longest(13)
+    x, labels = train.longest_batch(13)
 
     assert x["input_ids"].shape == (13, 48)
     assert x["attention_mask"].all()

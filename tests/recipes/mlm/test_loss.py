@@ -100,7 +100,9 @@ def test_a_second_backward_is_refused():
     total, _ = masked_token_loss(logits, padded(targets))
     total.backward(retain_graph=True)
 
-    with pytest.raises(UsageError, match=r"backward was called twice through one masked loss; compute the loss again"):
+    with pytest.raises(
+        UsageError, match=r"backward was called twice through one masked-token loss; compute the loss again"
+    ):
         total.backward()
 
 

@@ -123,10 +123,13 @@ def test_no_rows_and_rows_without_tokens_have_nothing_masked():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fraction": 0.0}, r"mask fraction 0.0 was given, expected a number in \(0, 1\]; try 0.15"),
-        ({"fraction": float("nan")}, r"mask fraction nan was given"),
-        ({"max_masked": 0}, r"max_masked=0 was given, expected at least 1 token a row; try 96"),
-        ({"mask_share": 0.8, "random_share": 0.3}, r"mask_share=0.8 and random_share=0.3 were given, expected two"),
+        ({"fraction": 0.0}, r"mask_fraction=0.0 was given, expected a number in \(0, 1\]; try 0.15"),
+        ({"fraction": float("nan")}, r"mask_fraction=nan was given"),
+        ({"max_masked": 0}, r"max_masked=0 was given, expected at least 1 token per row; try 96"),
+        (
+            {"mask_replace_fraction": 0.8, "random_replace_fraction": 0.3},
+            r"mask_replace_fraction=0.8 and random_replace_fraction=0.3 were given, expected two",
+        ),
     ],
 )
 def test_bad_rules(settings: dict[str, float], message: str):

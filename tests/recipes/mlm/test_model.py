@@ -60,7 +60,7 @@ def test_a_static_model_gives_every_slot_logits_and_looks_at_no_input(attention:
     tokens, attention_mask = inputs()
     packed = model(tokens, attention_mask, POSITIONS)
 
-    model.static = True
+    model.static_shapes = True
     with HostSyncs() as reads:
         every = model(tokens, attention_mask, POSITIONS)
 

@@ -40,7 +40,7 @@ def tiny(csv_file: Path, tmp_path: Path) -> MakeConfig:
 
     def make(**settings: Any) -> ReviewsConfig:
         defaults: dict[str, Any] = {
-            "csv": csv_file,
+            "data": csv_file,
             "vocabulary": 200,
             "layers": 1,
             "hidden": 16,

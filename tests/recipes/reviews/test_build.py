@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.reviews.train import build_collator, build_reviews, class_names
+from lockstep.recipes.reviews.task import build_collator, build_reviews, class_names
 
 if TYPE_CHECKING:
     from tests.recipes.reviews.conftest import MakeConfig
@@ -31,8 +31,8 @@ def test_a_task_has_all_parts_and_a_model_of_the_config(tiny: MakeConfig):
     assert isinstance(task.model, BertForSequenceClassification)
     assert task.model.config.id2label == {0: "差评！", 1: "好评！"}
     assert task.model.config.vocab_size == len(task.tokenizer) <= 200
-    texts = {review.text for review in task.parts.test}
-    assert not texts & {review.text for review in task.parts.train}
+    texts = {review.text for review in task.splits.test}
+    assert not texts & {review.text for review in task.splits.train}
 
 
 def test_the_same_config_gives_the_same_weights_whatever_was_drawn_before(tiny: MakeConfig):
@@ -75,14 +75,14 @@ def test_a_pretrained_head_of_other_classes_is_drawn_anew(tiny: MakeConfig, save
     three.write_text("label,review\n" + "".join(f"{n % 3},房间{n}\n" for n in range(30)), encoding="utf-8")
 
     with pytest.warns(UserWarning, match="have no effect"):
-        task = build_reviews(tiny(pretrained=str(saved), csv=three, names="坏,中,好"))
+        task = build_reviews(tiny(pretrained=str(saved), data=three, names="坏,中,好"))
 
     assert task.model.config.id2label == {0: "坏", 1: "中", 2: "好"}
     assert task.model.classifier.weight.shape == (3, 16)
 
 
 def test_lora_trains_few_parameters_and_warns_of_random_weights(tiny: MakeConfig, saved: Path):
-    with pytest.warns(UserWarning, match="trains adapters beside frozen weights, which are random here"):
+    with pytest.warns(UserWarning, match="trains adapters beside frozen weights, which are random"):
         new = build_reviews(tiny(lora="r=2"))
     with pytest.warns(UserWarning, match="have no effect"):
         old = build_reviews(tiny(lora="r=2", pretrained=str(saved)))

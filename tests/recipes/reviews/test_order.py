@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.recipes.reviews.batches import GroupedOrder, ReviewRows
+from lockstep.recipes.reviews.batches import LengthGroupedSampler, ReviewRows
 
 LENGTHS = [3 + n % 17 for n in range(70)]
 
@@ -10,7 +10,7 @@ LENGTHS = [3 + n % 17 for n in range(70)]
 def orders(*, batch_size: int = 8, window: int = 100) -> list[list[int]]:
     """Of the epochs 0, 1 and 0 again."""
     rows = ReviewRows([[2] * length for length in LENGTHS], [0] * len(LENGTHS))
-    order = GroupedOrder(rows, batch_size=batch_size, window=window, seed=3)
+    order = LengthGroupedSampler(rows, batch_size=batch_size, window=window, seed=3)
     found = []
     for epoch in (0, 1, 0):
         order.set_epoch(epoch)
@@ -44,7 +44,7 @@ def test_a_window_of_one_batch_does_not_sort():
 
 def test_the_rows_hear_of_the_epoch():
     rows = ReviewRows([[2, *range(10, 60), 3]], [0], hide=0.5, mask_id=4)
-    order = GroupedOrder(rows, batch_size=1, window=1, seed=0)
+    order = LengthGroupedSampler(rows, batch_size=1, window=1, seed=0)
     before = rows[0]
 
     order.set_epoch(1)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.dataset import Division, Review, ReviewParts, ReviewTable, divide
+from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, SplitSettings, split_reviews
 
-HOW = Division(test_share=0.1, valid_share=0.1, keep_repeated=False, limit=0, seed=0)
+HOW = SplitSettings(test_fraction=0.1, valid_fraction=0.1, keep_repeated=False, limit=0, seed=0)
 
 
 def table(*reviews: Review) -> ReviewTable:
@@ -19,14 +19,14 @@ def many(label: int, number: int) -> list[Review]:
     return [Review(text=f"{label}/{n}", label=label) for n in range(number)]
 
 
-def all_of(parts: ReviewParts) -> list[Review]:
+def all_of(parts: ReviewSplits) -> list[Review]:
     return [review for part in parts.by_name.values() for review in part]
 
 
 def test_each_class_is_divided_by_the_shares_and_every_review_is_in_one_part():
     reviews = [*many(0, 100), *many(1, 50)]
 
-    parts = divide(table(*reviews), HOW)
+    parts = split_reviews(table(*reviews), HOW)
 
     sizes = {name: Counter(review.label for review in part) for name, part in parts.by_name.items()}
     assert sizes == {"train": {0: 80, 1: 40}, "valid": {0: 10, 1: 5}, "test": {0: 10, 1: 5}}
@@ -37,16 +37,16 @@ def test_each_class_is_divided_by_the_shares_and_every_review_is_in_one_part():
 def test_the_parts_depend_on_the_seed_alone_and_not_on_the_order():
     reviews = [*many(0, 100), *many(1, 50)]
 
-    one, other = divide(table(*reviews), HOW), divide(table(*reviews[::-1]), HOW)
+    one, other = split_reviews(table(*reviews), HOW), split_reviews(table(*reviews[::-1]), HOW)
 
     assert set(one.test) == set(other.test)
-    assert set(one.test) != set(divide(table(*reviews), replace(HOW, seed=1)).test)
+    assert set(one.test) != set(split_reviews(table(*reviews), replace(HOW, seed=1)).test)
 
 
 def test_the_same_review_twice_is_kept_once():
     reviews = [*many(0, 20), *many(1, 20)]
 
-    parts = divide(table(*reviews, *reviews, reviews[3]), HOW)
+    parts = split_reviews(table(*reviews, *reviews, reviews[3]), HOW)
 
     assert len(all_of(parts)) == 40
     assert parts.repeated == 41
@@ -56,7 +56,7 @@ def test_copies_that_are_kept_are_in_one_part_whatever_their_label():
     reviews = [*many(0, 30), *many(1, 30)]
     turned = [Review(text=review.text, label=1 - review.label) for review in reviews[:5]]
 
-    parts = divide(table(*reviews, *reviews, *turned), replace(HOW, keep_repeated=True))
+    parts = split_reviews(table(*reviews, *reviews, *turned), replace(HOW, keep_repeated=True))
 
     assert len(all_of(parts)) == 125
     assert parts.repeated == 0
@@ -68,25 +68,25 @@ def test_copies_that_are_kept_are_in_one_part_whatever_their_label():
 def test_a_limit_draws_from_the_whole_table():
     reviews = [*many(0, 500), *many(1, 500)]
 
-    chosen = all_of(divide(table(*reviews), replace(HOW, limit=100)))
+    chosen = all_of(split_reviews(table(*reviews), replace(HOW, limit=100)))
 
     assert len(chosen) == 100
     assert 35 < Counter(review.label for review in chosen)[0] < 65
-    assert len(all_of(divide(table(*reviews), replace(HOW, limit=5000)))) == 1000
+    assert len(all_of(split_reviews(table(*reviews), replace(HOW, limit=5000)))) == 1000
 
 
 def test_three_reviews_of_each_class_are_enough_and_two_are_not():
-    parts = divide(table(*many(0, 3), *many(4, 3)), HOW)
+    parts = split_reviews(table(*many(0, 3), *many(4, 3)), HOW)
 
     assert [len(part) for part in parts.by_name.values()] == [2, 2, 2]
-    with pytest.raises(DataError, match=r"'hotel\.csv' has 2 reviews with the label 4 to divide, expected at least 3"):
-        divide(table(*many(0, 3), *many(4, 2)), HOW)
+    with pytest.raises(DataError, match=r"'hotel\.csv' has 2 different reviews with the label 4, expected at least 3"):
+        split_reviews(table(*many(0, 3), *many(4, 2)), HOW)
 
 
 def test_one_class_and_too_many_are_refused():
     with pytest.raises(
         DataError, match=r"all 5 reviews of 'hotel\.csv' have the label 1, expected two classes or more"
     ):
-        divide(table(*many(1, 5)), HOW)
+        split_reviews(table(*many(1, 5)), HOW)
     with pytest.raises(DataError, match="has 30 different labels, from 0 to 29; expected at most 20 classes"):
-        divide(table(*(review for label in range(30) for review in many(label, 3))), HOW)
+        split_reviews(table(*(review for label in range(30) for review in many(label, 3))), HOW)

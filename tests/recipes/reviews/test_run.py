@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.train import Places, ReviewsResult, build_reviews, check_exactness, train_reviews
+from lockstep.recipes.reviews.train import ReviewsResult, RunPaths, build_reviews, check_exactness, train_reviews
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -30,24 +30,24 @@ def train(config: ReviewsConfig, strategy: Strategy, **others) -> ReviewsResult:
 def test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads(
     tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
 ):
-    places = Places(
+    places = RunPaths(
         checkpoints=tmp_path / "checkpoints",
         logs=tmp_path / "logs",
         model=tmp_path / "model",
         predictions=tmp_path / "predictions.csv",
     )
 
-    result = train(tiny(epochs=5), make_strategy(2), texts=["书不错。", "服务很差。"], places=places)
+    result = train(tiny(epochs=5), make_strategy(2), texts=["书不错。", "服务很差。"], paths=places)
 
     assert set(result.history.history) == {"loss", "val_loss", "val_accuracy", "val_f1"}
     assert [timing.steps for timing in result.history.timing] == [8] * 5
     assert [timing.examples for timing in result.history.timing] == [80] * 5
     assert result.history.history["loss"][4] < 0.3
     assert result.test_metrics["f1"] > 0.8
-    assert [answer.label for answer in result.answers] == ["好评！", "差评！"]
+    assert [answer.label for answer in result.classified] == ["好评！", "差评！"]
     ask = pipeline("text-classification", model=str(places.model))
     theirs = [ask(text)[0] for text in ("书不错。", "服务很差。")]
-    assert [(a.label, pytest.approx(a.score)) for a in result.answers] == [(t["label"], t["score"]) for t in theirs]
+    assert [(a.label, pytest.approx(a.score)) for a in result.classified] == [(t["label"], t["score"]) for t in theirs]
     assert len(list(places.checkpoints.iterdir())) == 3
     assert list(places.logs.glob("events.out.tfevents*"))
     with places.predictions.open(encoding="utf-8", newline="") as file:
@@ -66,7 +66,7 @@ def test_the_best_epoch_is_tested_and_not_the_last(
     # Were F1 better the earlier it is measured, the first epoch would be the best.
     scores = iter([0.9, 0.5, 0.4, 0.0])
     monkeypatch.setattr(
-        "lockstep.recipes.reviews.trainer.accuracy_and_f1", lambda _: {"accuracy": 0.5, "f1": next(scores)}
+        "lockstep.recipes.reviews.trainer.compute_metrics", lambda _: {"accuracy": 0.5, "f1": next(scores)}
     )
 
     class Watch(TrainerCallback):
@@ -92,10 +92,10 @@ def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, make_strate
 def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
     tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
 ):
-    config, places = tiny(epochs=2, dropout=0.3, hide=0.3), Places(checkpoints=tmp_path / "checkpoints")
+    config, places = tiny(epochs=2, dropout=0.3, hide=0.3), RunPaths(checkpoints=tmp_path / "checkpoints")
 
-    whole = train(config, make_strategy(2), places=places)
-    again = train(config, make_strategy(2), places=Places(resume=tmp_path / "checkpoints" / "checkpoint-8"))
+    whole = train(config, make_strategy(2), paths=places)
+    again = train(config, make_strategy(2), paths=RunPaths(resume=tmp_path / "checkpoints" / "checkpoint-8"))
 
     assert again.history.epoch == [1]
     assert again.history.history["loss"] == whole.history.history["loss"][1:]
@@ -103,8 +103,8 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"is no checkpoint of a Trainer: it has no trainer_state\.json"):
-        Places(resume=tmp_path)
+    with pytest.raises(ConfigError, match=r"is not a checkpoint of a Trainer: it has no trainer_state\.json"):
+        RunPaths(resume=tmp_path)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tiny: MakeConfig, make_strategy: MakeStrategy):

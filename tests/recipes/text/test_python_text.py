@@ -62,7 +62,7 @@ def test_a_docstring_that_warns_is_read_without_a_warning(tmp_path: Path, recwar
 
 def test_a_library_without_sources_is_one_line_that_says_what_to_do(tmp_path: Path):
     with pytest.raises(
-        DataError, match=r"needs '.*topics.py'.*, expected the library sources; give your own .* --text DIR$"
+        DataError, match=r"needs '.*topics.py'.*, expected the library sources; give your own .* --data DIR$"
     ):
         python_paragraphs(tmp_path)
 

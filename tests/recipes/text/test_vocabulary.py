@@ -13,7 +13,7 @@ def vocabulary(lines: list[str]) -> Vocabulary:
 
 def test_it_knows_its_special_tokens(vocabulary: Vocabulary):
     assert (vocabulary.size, vocabulary.pad_id, vocabulary.mask_id) == (400, 0, 4)
-    assert vocabulary.special().nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert vocabulary.is_special().nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_lines_become_rows_cut_off_with_their_end_token(vocabulary: Vocabulary, lines: list[str]):

@@ -30,13 +30,11 @@ def complaint(folder: Path) -> str:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path):
-    assert complaint(tmp_path / "none").startswith(
-        f"text folder '{tmp_path / 'none'}' does not exist or is no folder; "
-    )
+    assert complaint(tmp_path / "none").startswith(f"the text folder '{tmp_path / 'none'}' does not exist")
 
 
 def test_a_file_instead_of_a_folder_is_named(text_folder: Path):
-    assert "is no folder" in complaint(text_folder / "wiki.train.tokens")
+    assert "is not a folder" in complaint(text_folder / "wiki.train.tokens")
 
 
 def test_a_missing_part_is_named(text_folder: Path, tmp_path: Path):
@@ -61,7 +59,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 def test_a_file_that_is_not_utf8_is_named_with_the_place(tmp_path: Path):
     (tmp_path / "wiki.train.tokens").write_bytes(b"abc\xff")
 
-    assert "wiki.train.tokens' is not UTF-8 (byte 3: invalid start byte); expected UTF-8" in complaint(tmp_path)
+    assert "wiki.train.tokens' is not UTF-8 (byte 3: invalid start byte)" in complaint(tmp_path)
 
 
 def test_a_file_of_short_lines_only_is_named(tmp_path: Path):

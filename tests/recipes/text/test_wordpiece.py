@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,20 +83,18 @@ def test_another_text_or_setting_has_another_key(lines: list[str]):
         cache_key(lines[:-1], SETTINGS),
         cache_key([*lines[:-2], "".join(lines[-2:])], SETTINGS),
         cache_key(lines, replace(SETTINGS, vocabulary=301)),
-        cache_key(lines, replace(SETTINGS, min_frequency=3)),
-        cache_key(lines, replace(SETTINGS, lowercase=False)),
+        cache_key(lines, replace(SETTINGS, chinese="words")),
     }
 
-    assert len(keys) == 6
+    assert len(keys) == 5
 
 
 SPOILERS = {
     "torn": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
-    "another json": lambda text: "[1, 2]",
-    "no tokenizer": lambda text: "{}",
+    "json": lambda text: "{}",
     "not utf-8": lambda text: "\udcff",
-    "another key": lambda text: json.dumps({**json.loads(text), "key": "0"}),
+    "another checksum": lambda text: "0" + text,
     "changed": lambda text: text.replace("[MASK]", "[MUSK]"),
 }
 
@@ -121,9 +118,7 @@ def test_a_torn_or_foreign_file_is_built_again(
 def test_a_cache_that_cannot_be_written_warns_and_trains(lines: list[str], tmp_path: Path):
     (tmp_path / "cache").touch()
 
-    with pytest.warns(
-        UserWarning, match=r"cannot be kept in '.*cache' \(.*\) and will be trained again next time; give"
-    ):
+    with pytest.warns(UserWarning, match=r"cannot be cached in '.*cache' \(.*\) and will be trained again"):
         tokenizer = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path / "cache")
 
     assert tokenizer.get_vocab_size() == 300
@@ -132,8 +127,7 @@ def test_a_cache_that_cannot_be_written_warns_and_trains(lines: list[str], tmp_p
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"vocabulary": 5}, r"vocabulary=5 was given, expected more than the 5 special tokens; try 30522"),
-        ({"min_frequency": -1}, r"min_frequency=-1 was given, expected 0 or more; try 2"),
+        ({"vocabulary": 5}, r"vocabulary=5 was given, expected more than the 5 special tokens and at most"),
     ],
 )
 def test_bad_settings(settings: dict[str, int], message: str):

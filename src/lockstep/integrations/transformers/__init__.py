@@ -1,6 +1,12 @@
 """The Transformers ``Trainer`` on the replicas of a strategy: the same arguments, the same numbers, N devices.
 
-Importing this needs ``transformers`` and ``accelerate``: ``pip install 'torch-lockstep[transformers]'``.
+    trainer      the Trainer: begin here
+    sharding     divides a collated batch, weighs the loss of each shard, and joins outputs
+    loss_check   checks in the first steps that shards of the loss add up
+    arguments    which strategy is used, arguments that are refused, and what transformers sees of the devices
+    sync         what the workers agree on, and the random states in checkpoints
+
+Importing it needs ``transformers`` and ``accelerate``: ``pip install 'torch-lockstep[transformers]'``.
 """
 
 from lockstep.extras import require
@@ -8,6 +14,6 @@ from lockstep.extras import require
 require("transformers", "transformers")
 require("accelerate", "transformers")
 
-from lockstep.integrations.transformers.trainer import Trainer  # noqa: E402  what it needs is there now
+from lockstep.integrations.transformers.trainer import Trainer  # noqa: E402  after the checks above
 
 __all__ = ["Trainer"]

@@ -1,8 +1,9 @@
-"""How transformers and accelerate see a strategy: one process, with one device that is as wide as all replicas.
+"""What a Trainer is given: which strategy it uses, the arguments it refuses, and what transformers sees of the devices.
 
-``n_gpu`` is the number of all replicas, so that ``train_batch_size``, which is per device times ``n_gpu``, is the
-global batch, and steps and epochs follow. ``process_index`` is the worker's, so that the chief alone logs and saves.
-Nothing is distributed for accelerate: else it would shard, pad and gather by itself, and wrap the model.
+transformers and accelerate see one process with one device. ``n_gpu`` is the number of all replicas, so that
+``train_batch_size``, which is per device times ``n_gpu``, is the global batch. ``process_index`` is the worker's, so
+that only the chief logs and saves. accelerate sees no distribution; otherwise it would shard, gather and wrap by
+itself.
 """
 
 from __future__ import annotations
@@ -29,11 +30,7 @@ _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 
 
 def check_arguments(args: TrainingArguments, *, workers: int) -> None:
-    """Refuses what this Trainer cannot do.
-
-    Args:
-        args: transformers' arguments.
-        workers: how many workers there are.
+    """Refuses arguments that do not work on replicas. ``workers`` is their number.
 
     Raises:
         ConfigError: says which argument, and what to do instead.
@@ -76,10 +73,10 @@ def _complaints_of_workers(args: TrainingArguments, workers: int) -> Iterator[st
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that is spread over devices.
+    """Refuses a model whose parts are on several devices.
 
     Raises:
-        ConfigError: its parts are on several devices.
+        ConfigError: they are.
     """
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:
@@ -90,14 +87,14 @@ def check_model(model: Any) -> None:
 
 
 def chosen_strategy(given: Strategy | None, *, on_cpu: bool) -> Strategy:
-    """The strategy that was given, else the one in scope, else one of all local devices or of the whole job.
+    """The given strategy, else the one in scope, else one over all local devices or over the whole job.
 
     Args:
-        given: to the Trainer.
-        on_cpu: only CPU devices; what ``use_cpu`` of the arguments says.
+        given: the Trainer's argument.
+        on_cpu: use CPU devices only.
 
     Raises:
-        ConfigError: a strategy that does not give every replica the whole model.
+        ConfigError: the strategy does not give every replica the whole model.
         ClusterError: the environment declares a job that cannot be joined.
     """
     strategy = given or current_strategy()
@@ -119,16 +116,16 @@ def _checked(strategy: Strategy) -> Strategy:
 
 @cache
 def _strategy_of_job(on_cpu: bool) -> Strategy:
-    """One for all Trainers of this process: a job is joined once."""
+    """One strategy for all Trainers of this process, as a job is joined once."""
     return MultiWorkerMirroredStrategy(list_logical_devices("CPU") if on_cpu else None)
 
 
 class OneProcess:
-    """What ``args``, and all of accelerate in this process, are to know of a strategy.
+    """Makes ``args``, and accelerate's state in this process, show a strategy as one process with one device.
 
     Args:
-        args: of one Trainer, which owns them.
-        strategy: whose replicas are one device.
+        args: the arguments of one Trainer.
+        strategy: its strategy.
     """
 
     def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
@@ -137,11 +134,11 @@ class OneProcess:
         self._index = strategy.workers.index
         self._device = strategy.devices[0].torch_device
         self._accelerator: dict[str, Any] = {}
-        args.n_gpu  # noqa: B018  the first look at it sets everything up, which must not come later
+        args.n_gpu  # noqa: B018  the first access sets everything up, which must not happen later
         self.establish()
 
     def establish(self) -> None:
-        """Tells them, or tells them again: making other arguments asks the environment anew, and forgets it all."""
+        """Sets the state, or sets it again: making other TrainingArguments resets it from the environment."""
         self._args._n_gpu = self._replicas
         self._args.__dict__["_setup_devices"] = self._device
         self._args.distributed_state = _detached(_state(self._device, index=self._index))
@@ -151,7 +148,7 @@ class OneProcess:
             AcceleratorState._shared_state.update(self._accelerator)
 
     def keep(self) -> None:
-        """Keeps what accelerate knows now that there is an Accelerator."""
+        """Keeps accelerate's state once there is an Accelerator."""
         self._accelerator = dict(AcceleratorState._shared_state)
 
     def _is_known(self) -> bool:
@@ -162,7 +159,7 @@ class OneProcess:
 
 @contextmanager
 def seen_as_one_device(args: TrainingArguments) -> Iterator[None]:
-    """Inside, ``n_gpu`` is 1: for code of transformers that is about one replica, or about the whole batch."""
+    """Sets ``n_gpu`` to 1 for the block: for code of transformers about one replica or about the whole batch."""
     replicas, args._n_gpu = args._n_gpu, 1
     try:
         yield
@@ -172,7 +169,7 @@ def seen_as_one_device(args: TrainingArguments) -> Iterator[None]:
 
 @contextmanager
 def seen_as_chief(args: TrainingArguments) -> Iterator[None]:
-    """Inside, ``process_index`` is 0: for what every worker must do with the same random numbers."""
+    """Sets ``process_index`` to 0 for the block: for what every worker must do with the same random numbers."""
     state = args.distributed_state
     index, state.process_index = state.process_index, 0
     try:
@@ -196,7 +193,7 @@ def _state(device: Any, *, index: int) -> dict[str, Any]:
 
 
 def _detached(values: dict[str, Any]) -> PartialState:
-    """A state that is not the one that all of accelerate shares."""
+    """A PartialState that does not share accelerate's global state."""
     state = object.__new__(PartialState)
     state.__dict__ = values
     return state

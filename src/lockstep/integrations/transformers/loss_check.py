@@ -1,4 +1,4 @@
-"""Whether a loss may be computed in shards: in some of the first steps, a shard's is compared with its halves'.
+"""Checks in some of the first steps whether the loss may be computed in shards: a shard is compared with its halves.
 
     loss(6 rows) = share x loss(first 3) + share x loss(last 3)
 
@@ -21,40 +21,40 @@ from lockstep.data.layout import BatchLayout
 from lockstep.integrations.transformers.sharding import Shard, Share, divided
 
 _EXACT, _ROUGH = 1e-4, 5e-2
-_LAST_LOOK = 32
+_LAST_CHECK = 32
 _LOW = (torch.float16, torch.bfloat16)
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 LossOf = Callable[[Mapping[str, Any], Share], Tensor]
-"""The loss of some inputs, whose share is told whether the number of items was used."""
+"""Computes the loss of some inputs. Their Share learns whether the number of items was used."""
 
 
 class LossCheck:
-    """When the loss is looked at in a training, and what is said of it, once.
+    """Decides in which steps of a training the loss is checked, and warns once.
 
     Args:
-        replicas: how many there are, of all workers.
+        replicas: the number of replicas, over all workers.
     """
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._steps = 0
-        self._told = False
+        self._warned = False
 
     def is_due(self) -> bool:
-        """Whether it is looked at in the step that begins: the first, 2nd, 4th, ..., as one may have few labels.
+        """Whether the loss is checked in this step: the first, 2nd, 4th, ..., as one step may have few labels.
 
-        All workers look in the same steps, whatever they have found.
+        All workers check in the same steps, whatever they have found.
         """
         self._steps += 1
-        return self._replicas > 1 and self._steps <= _LAST_LOOK and self._steps.bit_count() == 1
+        return self._replicas > 1 and self._steps <= _LAST_CHECK and self._steps.bit_count() == 1
 
-    def tell(self, found: Sequence[tuple[float, float] | None]) -> None:
-        """Warns of what the replicas have found."""
+    def warn(self, found: Sequence[tuple[float, float] | None]) -> None:
+        """Warns if a replica has found a difference, once."""
         apart = [each for each in found if each is not None]
-        if not apart or self._told:
+        if not apart or self._warned:
             return
-        self._told = True
+        self._warned = True
         whole, halves = apart[0]
         warnings.warn(
             f"the loss is {whole:.6g} for the rows of a replica and {halves:.6g} for the same rows in two parts, so it "
@@ -67,12 +67,12 @@ class LossCheck:
 
 
 def difference(loss_of: LossOf, shard: Shard, model: nn.Module, *, shifted: bool) -> tuple[float, float] | None:
-    """A shard's loss, and what its halves make of it, where these are not the same.
+    """A shard's loss and the loss of its halves, if they differ; else None.
 
     Args:
-        loss_of: computes it.
+        loss_of: computes a loss.
         shard: of a batch.
-        model: that it is computed with; it evaluates meanwhile, so that dropout does not tell.
+        model: it is in evaluation mode meanwhile, so that dropout makes no difference.
         shifted: as for ``count_items``.
     """
     if shard.rows < 2:
@@ -84,7 +84,7 @@ def difference(loss_of: LossOf, shard: Shard, model: nn.Module, *, shifted: bool
         with torch.no_grad(), _evaluating(model):
             whole = float(loss_of(dict(shard.inputs), Share(shard.count, shard.count)))
             parts = [_share_of(loss_of, half) for half in halves if half.count]
-    except _FAILURES:  # the step itself will tell
+    except _FAILURES:  # the step itself will raise it
         return None
     rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
     apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)

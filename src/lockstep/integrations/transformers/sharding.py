@@ -1,7 +1,11 @@
-"""What the replicas of all workers found for their shards of an evaluation batch, put together for every worker.
+"""Divides a collated batch among the replicas, weighs the loss of each shard, and joins the outputs of an evaluation.
 
-Outputs are joined along dim 0, in the order of the batch. The loss is that of the whole batch: the shards' means, each
-weighed by what it was over.
+    loss of the batch = sum over replicas of share x loss of the shard          (and so for the gradients)
+
+The batch is collated once, so that all shards are padded alike and have the shapes of one device. A loss that the model
+divides by ``num_items_in_batch`` is a part of a sum already, so its share is 1. A mean, over rows or tokens, has the
+share of the rows or tokens of the shard in those of the batch. Which of the two it is shows when the loss is computed:
+was the number of items used?
 """
 
 from __future__ import annotations
@@ -28,20 +32,20 @@ IGNORED = -100
 
 
 class CountedItems(Tensor):
-    """The number of items of a batch, a tensor without a dimension, which notices when something computes with it."""
+    """The number of items of a batch, a 0-dim tensor that notices when something computes with it."""
 
     used = False
 
     @classmethod
     def of(cls, number: Tensor) -> CountedItems:
-        """A number that has not been used yet."""
+        """A copy of ``number`` that has not been used."""
         return number.detach().as_subclass(cls)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Computes as with a plain tensor. To ask for an attribute, such as the device, is no use yet."""
+        """Computes as with a plain tensor. Reading an attribute, such as the device, does not count as use."""
         if getattr(func, "__name__", "") != "__get__":
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, cls):
@@ -51,10 +55,10 @@ class CountedItems(Tensor):
 
 
 class Share:
-    """A shard's share, known when its loss has been computed.
+    """A shard's share of the loss, known once the loss has been computed.
 
     Args:
-        count: rows or tokens of the shard that a mean is over.
+        count: the rows or tokens of the shard that a mean is over.
         total: those of the global batch.
     """
 
@@ -64,18 +68,18 @@ class Share:
         self._items: CountedItems | None = None
 
     def watch(self, items: Tensor | int | None, device: torch.device) -> Tensor | None:
-        """The number of items that a loss may be divided by, on ``device``, watched for whether it is."""
+        """The number of items on ``device``, as a tensor that notices whether the loss is divided by it."""
         self._items = None if items is None else CountedItems.of(torch.as_tensor(items, device=device))
         return self._items
 
     @property
     def factor(self) -> float:
-        """What the loss of a shard is multiplied by, where the number of items is that of the whole batch."""
+        """The factor of the shard's loss, if the number of items is that of the whole batch."""
         return 1.0 if self._divides else self._count / self._total
 
     @property
     def weight(self) -> float:
-        """What the loss of a shard was divided by, where the number of items is that of the shard."""
+        """The divisor of the shard's loss, if the number of items is that of the shard."""
         return float(self._items) if self._items is not None and self._divides else self._count
 
     @property
@@ -88,7 +92,7 @@ _share: ContextVar[Share | None] = ContextVar("lockstep_share", default=None)
 
 @contextmanager
 def weighing(share: Share) -> Iterator[Share]:
-    """Inside, ``share`` is that of the shard whose loss this thread computes."""
+    """Sets the share of the shard whose loss this thread computes in the block."""
     token = _share.set(share)
     try:
         yield share
@@ -102,29 +106,29 @@ def current_share() -> Share | None:
 
 
 def weighted(loss: Tensor) -> Tensor:
-    """The loss, weighed by the share of the shard whose step this is; outside such a step, as it is."""
+    """The loss times its shard's factor; outside a step of a shard, the loss itself."""
     share = _share.get()
     return loss if share is None or share.factor == 1.0 else loss * share.factor
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether a mean loss of the model compares position i with label i + 1, so that a row's first label has no loss.
+    """Whether the model's mean loss compares position i with label i + 1, so that a row's first label has no loss.
 
-    An encoder-decoder's labels stand where they are compared, whatever its loss is called.
+    The labels of an encoder-decoder are not shifted, whatever its loss is called.
     """
-    base = getattr(model, "get_base_model", lambda: model)()  # what adapters of peft are around
+    base = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of peft
     causal = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
     causal = causal or type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
 def count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
-    """How many values the mean loss of ``inputs`` is over: labels that count, or rows where these are no class numbers.
+    """The number of values that a mean loss is over: labels that count, or rows if labels are not class numbers.
 
     Args:
         inputs: a batch or shard, as the model gets it.
-        rows: how many examples it has.
-        shifted: what ``shifts_labels`` says of the model.
+        rows: the number of its examples.
+        shifted: ``shifts_labels`` of the model.
     """
     labels = inputs.get("shift_labels")
     if labels is None:
@@ -138,13 +142,13 @@ def count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One replica's part of a batch.
+    """One replica's shard of a batch.
 
     Args:
-        inputs: what the model is given, still where the batch was collated.
-        rows: how many examples; may be 0.
-        count: how many values a mean loss of them is over.
-        total: how many a mean loss of the whole batch is over.
+        inputs: the model's inputs, on the device where the batch was collated.
+        rows: the number of examples; may be 0.
+        count: the number of values that a mean loss of the shard is over.
+        total: the number of values that a mean loss of the whole batch is over.
     """
 
     inputs: dict[str, Any]
@@ -156,10 +160,10 @@ class Shard:
 def divided(
     batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, shifted: bool
 ) -> PerReplica[Shard]:
-    """The parts of this worker's replicas, in replica order; views of the batch's own memory.
+    """The shards of this worker's replicas, in replica order; views of the batch.
 
     Args:
-        batch: collated, all of it.
+        batch: the whole collated batch.
         workers: all workers, each of which has the same batch.
         layout: finds the lists of one item per example, such as texts or boxes.
         shifted: as for ``count_items``.
@@ -181,13 +185,13 @@ def divided(
 
 
 class Prediction(NamedTuple):
-    """What one replica found for its shard of at least one row.
+    """One replica's outputs for its shard of at least one row.
 
     Args:
-        rows: how many examples it had.
-        items: how many values the loss is a mean over.
-        loss: the mean, a tensor without a dimension; None without labels.
-        logits: nested tuples or dicts of tensors, [rows, ...] each; None where only the loss was asked for.
+        rows: the number of examples.
+        items: the number of values that the loss is a mean over.
+        loss: the mean, a 0-dim tensor; None without labels.
+        logits: nested tuples or dicts of tensors, [rows, ...] each; None if only the loss was asked for.
         labels: likewise.
     """
 
@@ -204,9 +208,9 @@ def joined(
     """Loss, logits and labels of the whole batch, on ``device``. Every worker must call it.
 
     Args:
-        parts: those of the local replicas, in replica order; None for a shard of no rows.
+        parts: the predictions of the local replicas, in replica order; None for a shard without rows.
         workers: all workers.
-        device: where transformers expects them.
+        device: the device of the results.
     """
     local = [tuple(part) for part in parts if part is not None]
     met = all_gather_object(workers, "the outputs for a batch", local)
@@ -224,14 +228,14 @@ def _mean_loss(parts: Sequence[Prediction], device: torch.device) -> Tensor | No
     if not losses:
         return None
     total = sum(items for _, items in losses)
-    if not total:  # a mean of nothing is NaN, which transformers leaves out of the mean over batches
+    if not total:  # NaN, which transformers leaves out of the mean over batches
         return losses[0][0]
     weighed = torch.stack([loss.double() * (items / total) for loss, items in losses if items])
     return weighed.sum().to(losses[0][0].dtype)
 
 
 def _joined(structures: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
-    """One structure of the parts' structures; a tensor without rows, such as a second loss, is averaged over rows."""
+    """Joins structures leaf by leaf. A tensor without rows, such as a second loss, is averaged over rows."""
     flat = [tree_flatten(structure) for structure in structures]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten([_joined_leaf(column, rows, device) for column in columns], flat[0][1])

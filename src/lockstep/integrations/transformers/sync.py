@@ -1,10 +1,12 @@
-"""The replicas' random numbers: begun from the arguments' seed, kept in a file of every checkpoint.
+"""What the workers of a job agree on while transformers' loop runs in each of them, and the replicas' random states.
 
-    rng_state.pth                transformers' own: Python's, numpy's and torch's, of the process
-    lockstep_rng_state.pth       the replicas', from which dropout is drawn
+    before       the arguments, and that all see the checkpoint to resume from
+    each step    what callbacks ask for: one worker that wants to stop, save, evaluate or log is enough
+    checkpoint   rng_state.pth: transformers' own random states of the process
+                 lockstep_rng_state.pth: the replicas', from which dropout is drawn
 
-So a training that goes on equals one that was not interrupted, bit for bit. On another number of replicas, or from a
-checkpoint without the file, the numbers are derived from seed and step.
+A resumed training equals one that was not interrupted, bit for bit. On another number of replicas, or without the file,
+the random states are derived from seed and step.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lockstep.strategies.base import Strategy
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _ENDS_OF_STEPS = frozenset({"on_step_end", "on_substep_end", "on_epoch_end"})
-# What may differ between workers: where each writes, and how much it says.
+# What may differ between workers: folders and logging.
 _OWN = (
     "output_dir",
     "logging_dir",
@@ -38,10 +40,10 @@ _OWN = (
 
 
 class AgreeingCallbacks(CallbackHandler):
-    """The callbacks of one worker, after whose steps all workers go on alike.
+    """The callbacks of one worker. At the end of a step all workers agree on what they ask for.
 
     Args:
-        plain: the handler that transformers made of them.
+        plain: the handler that transformers made.
         workers: all workers.
     """
 
@@ -51,7 +53,7 @@ class AgreeingCallbacks(CallbackHandler):
         self._workers = workers
 
     def call_event(self, event: str, *args: Any, **named: Any) -> TrainerControl:
-        """Calls all callbacks; at the end of a step every worker must come here."""
+        """Calls all callbacks. At the end of a step every worker must call it."""
         control: TrainerControl = super().call_event(event, *args, **named)  # type: ignore[no-untyped-call]
         if event in _ENDS_OF_STEPS:
             agree_on_flags(self._workers, control)
@@ -59,7 +61,7 @@ class AgreeingCallbacks(CallbackHandler):
 
 
 def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
-    """Sets what any worker has set. Every worker must call it."""
+    """Sets every flag that any worker has set. Every worker must call it."""
     if workers.size == 1:
         return
     everyones = workers.all_gather_numbers("what the callbacks ask for", [getattr(control, flag) for flag in FLAGS])
@@ -68,10 +70,10 @@ def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
 
 
 def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
-    """Checks that all workers were given the same, but for what is each one's own.
+    """Checks that all workers have the same arguments, except for folders and logging.
 
     Raises:
-        ClusterError: they were not; it names the first difference.
+        ClusterError: they differ; it names the first difference.
     """
     if workers.size > 1:
         settings = args.to_dict()  # type: ignore[no-untyped-call]
@@ -83,10 +85,10 @@ def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
 
 
 def agree_on_checkpoint(workers: Communicator, folder: str | None) -> None:
-    """Checks that all workers have the checkpoint, as files that all of them can read.
+    """Checks that all workers can read the same files of a checkpoint.
 
     Raises:
-        ClusterError: some worker has other files, or none.
+        ClusterError: a worker has other files, or none.
     """
     if workers.size > 1:
         files = sorted(Path(folder).glob("*")) if folder is not None else []
@@ -98,25 +100,25 @@ FILE = "lockstep_rng_state.pth"
 
 
 def begin_random_numbers(strategy: Strategy, seed: int) -> None:
-    """Gives the replicas the numbers of ``seed``, as transformers' ``set_seed`` gives them to the process."""
+    """Seeds the replicas, as transformers' ``set_seed`` seeds the process."""
     strategy.generators.begin(seed, strategy.workers.first_replica)
 
 
 def save_random_numbers(strategy: Strategy, folder: Path) -> None:
-    """Has the chief write where all replicas are. Every worker must call it."""
+    """Writes the random states of all replicas. Every worker must call it; the chief writes."""
     everyones = all_gather_object(strategy.workers, "the replicas' random numbers", strategy.generators.states())
     if strategy.workers.is_chief:
         torch.save([state for states in everyones for state in states], folder / FILE)
 
 
 def load_random_numbers(strategy: Strategy, folder: Path, *, seed: int, step: int) -> None:
-    """Puts back what ``save`` wrote, or derives numbers for a training that goes on otherwise.
+    """Restores the random states, or derives them from seed and step on another number of replicas.
 
     Args:
-        strategy: whose replicas they are.
-        folder: a checkpoint.
-        seed: of the training.
-        step: how many updates it has had.
+        strategy: the strategy of the replicas.
+        folder: the checkpoint.
+        seed: the seed of the training.
+        step: the number of updates so far.
     """
     workers = strategy.workers
     states = _read(folder / FILE)

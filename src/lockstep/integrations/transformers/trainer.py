@@ -1,9 +1,9 @@
-"""The Trainer: transformers' own, whose steps run on the replicas of a strategy.
+"""The Trainer: transformers' own, with each step run on the replicas of a strategy.
 
-    transformers' loop       batch -> training_step -> clip -> callbacks -> optimizer.step -> scheduler -> log, save
-    here, in training_step   batch -> shards -> in each replica: its training_step, backward -> gradients summed
+    transformers' loop    batch -> training_step -> clip -> callbacks -> optimizer.step -> scheduler -> log, save
+    training_step here    batch -> shards -> in each replica: its training_step, backward -> gradients summed
 
-What is not named here is transformers' own code: it sees one process with one device, as wide as all replicas.
+Everything that is not overridden here is transformers' own code, which sees one process with one wide device.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Trainer(transformers.Trainer):
     """``transformers.Trainer`` on all replicas of a strategy, with the numbers of one device.
 
     Args:
-        model: as there.
-        args: as there; ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are per replica. They belong
-            to this Trainer from then on: ``n_gpu`` becomes the number of replicas.
-        *others: as there.
-        strategy: whose replicas are used; None is the one in scope, else all local devices, in a job of several workers
-            all devices of all workers.
-        **named: as there.
+        model: as in transformers.
+        args: as in transformers. ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are per replica.
+            The Trainer changes them: ``n_gpu`` becomes the number of replicas.
+        *others: as in transformers.
+        strategy: the strategy to train on. None takes the one in scope, else all local devices, or in a job of several
+            workers all devices of all workers.
+        **named: as in transformers.
 
     Example:
         >>> import lockstep as ls
@@ -108,18 +108,18 @@ class Trainer(transformers.Trainer):
             self.callback_handler = AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As there; a loss is weighed by its shard's share before it goes back."""
+        """As in transformers; the loss is weighed by its shard's share before backward."""
         super().create_accelerator_and_postprocess()
         self._one_process.keep()
         self.accelerator.backward = partial(_backward, self.accelerator.backward)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """As there; where transformers sets the seed for it, the replicas' numbers begin anew too."""
+        """As in transformers, which sets the seed for it; so the replicas' random states are seeded again too."""
         begin_random_numbers(self.strategy, self.args.seed)
         return super().call_model_init(trial)
 
     def train(self, *args: Any, **named: Any) -> Any:
-        """As there. With several workers every one must call it."""
+        """As in transformers. Every worker must call it."""
         self._one_process.establish()
         agree_on_arguments(self._workers, self.args)
         self._holds_best = False
@@ -130,7 +130,7 @@ class Trainer(transformers.Trainer):
         return output
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
-        """As there. With several workers every one must come here, and the chief's metrics are everyone's."""
+        """As in transformers. Every worker must call it; all get the chief's metrics."""
         self._one_process.establish()
         output = super().evaluation_loop(*args, **named)
         metrics = all_gather_object(self._workers, "the metrics", output.metrics)[0]
@@ -172,7 +172,7 @@ class Trainer(transformers.Trainer):
         self._holds_best = True
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The model on all replicas, copied anew but for an evaluation during training."""
+        """The model on all replicas, copied again except for an evaluation during training."""
         if training or self._mirrored is None or not self.is_in_train:
             first, began = not self.accelerator._models, time.time()
             self._mirror()
@@ -183,14 +183,14 @@ class Trainer(transformers.Trainer):
         return self._mirrored_module
 
     def _mirror(self) -> None:
-        """Copies the model as it is now: hooks, adapters and loaded weights may have come since the last time."""
+        """Copies the model as it is now: it may have new hooks, adapters or weights since the last time."""
         model: Any = self.model
         if not self.is_in_train and (dtype := _evaluation_dtype(self.args)) is not None:
             model.to(dtype)
         self.model_wrapped, self._mirrored = model, None
         self._mirrored = self.strategy.mirror(model)
         for copy in self._mirrored.copies:
-            if "_original_forward" not in copy.__dict__:  # what accelerate leaves where it sees to the precision
+            if "_original_forward" not in copy.__dict__:  # set by accelerate where it handles the precision
                 self.accelerator.prepare_model(copy, device_placement=False, evaluation_mode=True)
 
     def _mirror_optimizer(self) -> None:
@@ -216,18 +216,18 @@ class Trainer(transformers.Trainer):
         return items if share is None else share.watch(items, self._device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """As there, on all replicas, each with its shard of ``inputs``."""
+        """As in transformers, on all replicas, each with its shard of ``inputs``."""
         shards = self._divided(inputs)
         with seen_as_one_device(self.args):
             if self._loss_check.is_due():
-                found = self.strategy.run(self._look_at_loss, (shards, num_items_in_batch))
-                self._loss_check.tell(self.strategy.local_results(found))
+                found = self.strategy.run(self._check_loss, (shards, num_items_in_batch))
+                self._loss_check.warn(self.strategy.local_results(found))
             losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch))
         loss: Tensor = self.strategy.reduce("sum", losses)
         return loss
 
-    def _look_at_loss(self, shard: Shard, items: Any) -> tuple[float, float] | None:
-        """Compares the loss of one replica's shard with its halves."""
+    def _check_loss(self, shard: Shard, items: Any) -> tuple[float, float] | None:
+        """Compares the loss of this replica's shard with its halves."""
         copy = self._copy
 
         def loss_of(inputs: Mapping[str, Any], share: Share) -> Tensor:
@@ -240,7 +240,7 @@ class Trainer(transformers.Trainer):
             return loss_check.difference(loss_of, shard, copy, shifted=shifts_labels(self.model))
 
     def _train_shard(self, shard: Shard, items: Any) -> Tensor:
-        """One replica's training step; gives its loss, weighed. Every replica must call it."""
+        """This replica's training step; returns its weighed loss. Every replica must call it."""
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if shard.count:
@@ -252,7 +252,7 @@ class Trainer(transformers.Trainer):
         return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As there; the replicas do it, where the gradients are all of the optimizer's."""
+        """As in transformers; the replicas clip if the optimizer holds all gradients."""
         known = {id(each) for group in self._mirrored_optimizer.param_groups for each in group["params"]}
         others = any(each.grad is not None and id(each) not in known for each in model.parameters())
         if others or self.accelerator.scaler is not None:
@@ -262,7 +262,7 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """As there, on all replicas, each with its shard of ``inputs``."""
+        """As in transformers, on all replicas, each with its shard of ``inputs``."""
         with seen_as_one_device(self.args):
             parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
         return joined(self.strategy.local_results(parts), self._workers, self.args.device)
@@ -288,7 +288,7 @@ class Trainer(transformers.Trainer):
     @property
     def _mirrored_module(self) -> MirroredModule:
         if self._mirrored is None:
-            raise UsageError("the model is not on the replicas yet; train, evaluate and predict put it there")
+            raise UsageError("the model is not mirrored yet; call train, evaluate or predict first")
         return self._mirrored
 
     @property
@@ -309,7 +309,7 @@ class Trainer(transformers.Trainer):
 
 
 def _evaluation_dtype(args: TrainingArguments) -> torch.dtype | None:
-    """What the model is converted to for an evaluation outside a training."""
+    """The dtype that the model is converted to for an evaluation outside training."""
     if args.fp16_full_eval:
         return torch.float16
     return torch.bfloat16 if args.bf16_full_eval else None

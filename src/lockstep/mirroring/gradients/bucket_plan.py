@@ -1,4 +1,7 @@
-"""Several gradients as one flat tensor, which travels better than each by itself."""
+"""Which gradients travel together between workers: pure functions on sizes and flags.
+
+Gradients of one bucket are copied into one flat tensor, since one large message is faster than many small ones.
+"""
 
 from __future__ import annotations
 

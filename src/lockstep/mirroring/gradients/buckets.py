@@ -1,14 +1,13 @@
-"""The exchange of gradients between workers: in buckets, while the backward pass goes on.
+"""Sums gradients between workers in buckets, during the backward pass (as DDP does; Li et al. 2020).
 
-    hook of each parameter, in each local replica:  gradient is there
-    bucket k full, and k is next:  local sum in replica order -> a flat tensor -> start_all_reduce, in the background
-    update:  the buckets that are not full yet -> wait for all -> the leaders' ".grad"
+    gradient hook of each parameter, in each local replica:  the gradient is there
+    all gradients of the next bucket are there:  local sum in replica order -> flat tensor -> asynchronous all-reduce
+    optimizer step:  all-reduce the buckets that are not full -> wait for all -> the leaders' ".grad"
 
-Workers may be in different buckets at a time, but all begin them in the order of the plan. A backward pass that is not
-the last before the update is ``held``: its gradients stay here, and the next one sends what has added up. A gradient
-that changes after its bucket has gone (a second backward pass that nobody announced, clipping by hand) is noticed at
-the update, and all buckets go again; from then on they go at the update, until a cycle without such a change. Frozen
-parameters do not travel; which ones are frozen is looked at in every update.
+All workers send buckets in the order of the plan. In ``no_sync`` a backward pass sends nothing, and the next one sends
+the accumulated gradients. A gradient that changes after its bucket was sent (a second backward pass without
+``no_sync``, clipping by hand) is noticed at the step, which then sends all buckets again; after that, buckets are sent
+at the step until a step without such a change. Frozen parameters are not sent; every step checks which ones are frozen.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class GradientMarks:
         """What the calling thread queues from now on, on each device, runs behind the gradients noted there."""
         for mark in self._last:
             if mark is not None:
-                mark.precede()
+                mark.wait()
 
 
 _LOG = logging.getLogger("lockstep")

@@ -1,10 +1,10 @@
-"""The exchange: gradients of all replicas are summed, always in replica order. Here: those of one process, in place.
+"""Sums the gradients of all replicas of one process in place, always in replica order.
 
-    within a storage group, slice by slice      between groups, once, by copies or over NCCL (device_sums)
+    within a storage group, slice by slice      between groups, once, by copies or over NCCL
     replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
 
-Replicas of one group each sum a slice of the parameters, so the work is spread over their threads. The sum ends in the
-leader's ``.grad``; the other members' gradients become None. A parameter without a gradient anywhere keeps none.
+Each replica of a storage group sums a slice of the parameters, so the work is divided among their threads. The sum is
+the leader's ``.grad``; the other members' gradients become None. A parameter without any gradient has none.
 """
 
 from __future__ import annotations

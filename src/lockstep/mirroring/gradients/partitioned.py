@@ -1,8 +1,8 @@
-"""The exchange of gradients where each worker holds a part of the model.
+"""Sums gradients where each worker holds a part of the model.
 
-losses and counts   between all workers: those who have the model's outputs tell the others
-gradients           between the workers that hold the same part, one per replica; of tied weights, between stages
-norm                between the workers that hold the gradients together; what several of them hold counts once
+losses and counts   over all workers: those that have the model's outputs tell the others
+gradients           over the workers that hold the same part, one for each replica; of tied weights, over two stages
+norm                over the workers of one replica; parameters that several of them hold count once
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Gradients that a step looks at before the update: each replica is given the sums over all of them.
+"""Gradients as the user's program sees them: the sums over all replicas, in the step and in hooks on parameters.
 
-    backward -> param.grad read in the step -> [meet: sums] -> every replica sees the sum, in memory of its own
-             -> clipped, scaled, logged, as on one device -> optimizer.step() takes replica 0's, as they are then
+    backward -> param.grad is read in the step -> [barrier: sum] -> every replica sees the sum, in memory of its own
+             -> clipped, scaled or logged, as on one device -> optimizer.step() uses replica 0's
 
-So ``clip_grad_norm_`` between ``backward()`` and ``step()`` is what it is on one device. A backward pass that comes
-after the read adds to the sums of the first replica of all, and to nothing in the others: so all is there once.
+So ``clip_grad_norm_`` between ``backward()`` and ``step()`` does what it does on one device. A backward pass after the
+read adds to replica 0's sums, and in the other replicas to nothing, so that every gradient counts once. Hooks that the
+user has registered on parameters are called once, with the sum.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Buffers read outside replicas: each is the mean over the replicas of all workers where it is floating.
+"""The values of buffers outside replicas: changes reach all copies, and reads give averages.
 
-    replicas train, each changes its own -> exchange, where every worker is at the same call -> read, on any worker
+``OutsideChanges`` copies to all copies what a program writes into the user's module between runs. ``BufferAverages``
+gives floating-point buffers as their mean over the replicas of all workers:
 
-A read never waits for other workers: it gives what the last exchange brought, and is refused where that may be
-outdated. Exchanges are ``sync_buffers``, the first run in evaluation mode after training, checkpoints and epochs' ends.
+    replicas train, each changes its own -> exchange, where every worker makes the same call -> read, on any worker
+
+A read never waits for other workers. It gives what the last exchange brought and is refused where that may be out of
+date. Exchanges happen in ``sync_buffers``, in the first run in evaluation mode after training, in checkpoints and at
+the end of an epoch.
 """
 
 from __future__ import annotations

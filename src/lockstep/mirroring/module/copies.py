@@ -1,8 +1,8 @@
-"""One copy of a module per replica, and which of the copies share one storage of the weights.
+"""Copies of a module, one for each replica, and which of them share one storage of the weights.
 
-Replicas of one physical device without a memory limit alias the parameters: one copy of the weights, each replica
-with its own gradients. Buffers, such as batch-norm statistics, are each replica's own. With a memory limit every
-replica holds its own weights, since the user asked to see what as many real devices would hold.
+Replicas of one physical device without a memory limit share the storage of the weights, and each has its own gradients
+and buffers. With a memory limit every replica has its own weights, since the user wants to see what as many real
+devices would hold.
 """
 
 from __future__ import annotations

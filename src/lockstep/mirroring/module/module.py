@@ -1,4 +1,8 @@
-"""Making mirrored modules: place the user's module, copy it for the other replicas."""
+"""The mirrored module, and how ``strategy.mirror(module)`` makes it.
+
+In a replica, calls, parameters and attributes are those of the replica's copy; outside replicas they are the user's
+module's. Names are those of the plain module, without a prefix.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""What is set on the user's module between runs, its attributes, parts, weights and hooks, reaches the other copies.
+"""Brings what is set on the user's module between runs (attributes, submodules, weights, hooks) to all copies.
 
-    user's module  --- after a run: kept ---.
-                                            +-- before the next: what differs was set outside --> copies 1, 2, ...
-    user's module  --- before the next run -'
+    user's module  --- after a run: snapshot ---.
+                                                +-- before the next run: differences --> copies 1, 2, ...
+    user's module  --- before the next run -----'
 
-What a replica sets on its own copy inside a run is its own: it is no difference, for it was there at the end of that
-run. One comparison of a module of 200 parts takes 60 us, before and after a run; the rest is done where it finds
-something.
+What a replica sets on its own copy during a run stays its own, since it is part of the next snapshot. Comparing a
+module of 200 submodules takes 60 us, before and after a run; more is done only where something differs.
 """
 
 from __future__ import annotations

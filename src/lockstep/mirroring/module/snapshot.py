@@ -1,11 +1,11 @@
-"""One part of the user's module as it was last seen: its attributes, what hangs on them, its weights and its hooks.
+"""A snapshot of one submodule of the user's module: its attributes, the objects they refer to, weights and hooks.
 
     part.__dict__ --+-- "p": 0.5                      compared by value, in C
-                    +-- "config": an object ---- its __dict__, compared too, and so on, DEPTH deep
+                    +-- "config": an object ---- its __dict__, compared too, and so on, to a depth of DEPTH
                     +-- _parameters, _buffers, _modules, hooks: dicts of their own
 
-What is kept are shallow copies, so that one comparison of dicts finds what was set, replaced, removed or changed in
-place. ``following`` decides what a difference means.
+Snapshots are shallow copies, so one comparison of dicts finds what was set, replaced, removed or changed in place.
+``propagation`` decides what a difference means.
 """
 
 from __future__ import annotations

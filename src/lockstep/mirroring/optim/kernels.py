@@ -1,4 +1,9 @@
-"""All storages of the weights as one optimizer, which is what torch.amp.GradScaler works on."""
+"""The plain optimizers under a mirrored one: one for each storage of the weights.
+
+``StorageOptimizers`` has the user's optimizer and its copies. It updates slices of the parameters on several threads
+where the optimizer is elementwise, and uses torch's fused kernels on GPUs. ``AmpAdapter`` shows all storages to
+torch.amp.GradScaler as one optimizer.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The groups of an optimizer's parameters, whose settings a step function leaves alone.
+"""Refuses what would count several times in a step: a plain optimizer's step, and settings of parameter groups.
 
-All local replicas see one optimizer. A scheduler that is stepped in each of them would count several times a step.
+All local replicas share one optimizer, so a scheduler that is stepped in each of them would count once for each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which updates a GPU skips by itself: those without a count, and all from the first whose loss was not finite.
+"""Updates that a GPU skips without the host: those with a count of 0, and all from the first non-finite loss on.
 
     update k:    total finite?  count 0?  -> skip, 0.0 or 1.0, on the device -> the optimizer's kernels
     update k+2:  the host reads k's total -> NonFiniteLossError, with the weights of update k-1
 
-Nothing is read here. Once a total was not finite every later update is skipped too, until ``reset_nonfinite``: the
-host may be some updates ahead when it learns of it.
+The host reads nothing here and may be some updates ahead when it learns of a non-finite loss. So every later update is
+skipped too, until ``reset_nonfinite``.
 """
 
 from __future__ import annotations

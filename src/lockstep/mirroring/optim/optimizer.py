@@ -1,7 +1,7 @@
-"""A mirrored optimizer: torch's face of the update in lockstep.
+"""The mirrored optimizer: a ``torch.optim.Optimizer`` whose step updates all replicas.
 
-It is a ``torch.optim.Optimizer`` whose groups, state and ``state_dict`` are the plain optimizer's, so schedulers and
-savers work on it as on the plain one. What happens in a step is ``mirroring.update``'s business.
+Its groups, state and ``state_dict`` are the plain optimizer's, so schedulers and checkpoints work on it as on the plain
+one. ``step`` runs one update.
 """
 
 from __future__ import annotations

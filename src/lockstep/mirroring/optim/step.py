@@ -1,13 +1,12 @@
-"""One update in lockstep: the order of things when all replicas are at the end of a step.
+"""One update of all replicas.
 
-    replica r:  meet: totals, NaN check -> sum a slice -> [meet: between storages] -> divide -> [meet: user's hooks]
-                -> [meet: norm; clip] -> update a slice -> meet: done [workers that share state: all weights]
+    replica r:  [barrier: totals, NaN check] -> sum a slice -> [barrier: between storages] -> divide
+                -> [barrier: user's hooks] -> [barrier: norm; clip] -> update a slice
+                -> [barrier: end; with ZeRO-1, all workers get all weights]
 
-Gradients are summed, never averaged; the count, where one is given, divides them once. The arithmetic is in
-``exchange`` and ``updaters``. The two halves also stand alone: ``sum``, then what the program does with the sums
-outside replicas, then ``apply``.
-
-On GPUs nothing is read: totals, counts and norms stay there, and so does the decision to skip (``skipping``).
+Gradients are summed, never averaged; the count divides them once, where one is given. ``sum`` and ``apply`` are the two
+halves, for a program that looks at the sums in between, outside replicas. On GPUs the host reads nothing: totals,
+counts, norms and the decision to skip stay there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What pictures there are, without training on them: how many of each class and part, how large, which broken."""
+"""The images of a run, decoded and labelled, in three splits; and a summary of them without training."""
 
 from __future__ import annotations
 
@@ -14,162 +14,156 @@ from lockstep.extras import require
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.folder import (
     DIGIT_CLASSES,
-    Part,
-    Picture,
-    PictureParts,
-    PictureTree,
-    divide,
+    Split,
+    Splits,
+    complete_splits,
     read_digits,
-    scan_tree,
+    scan_folder,
 )
 from lockstep.recipes.images.pixels import (
     PixelStore,
     Progress,
-    disk_store,
-    in_workers,
+    decode_to_disk,
+    decode_to_memory,
     inspect_file,
-    memory_store,
-    prepare,
+    map_in_workers,
+    to_square,
 )
 
-_NAMED = 3  # broken pictures that a message names
+_MAX_NAMED = 3  # broken images that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenPicture:
-    """A picture that is skipped: its file and the reason."""
+class BrokenImage:
+    """A file that cannot be decoded, and the reason."""
 
     path: Path
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledPictures:
-    """One part of the pictures, without the broken ones: their places in the pixels, and their labels."""
+class LabelledRows:
+    """One split without the broken images: their rows in the array of pixels, and their labels."""
 
     rows: tuple[int, ...]
     labels: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureSource:
-    """Pictures, decoded.
+class ImageDataset:
+    """Decoded images.
 
     Args:
-        store: the pixels of all.
-        parts: the pictures of each part; "valid" may be empty.
-        classes: names, in the order of the labels.
-        broken: the pictures that are skipped.
-        source: where they came from, in words for a person.
+        store: the pixels of all images.
+        splits: rows and labels of each split; "valid" may be empty.
+        classes: names of the classes, in the order of the labels.
+        broken: the images that are skipped.
+        source: where the images come from, for a person to read.
     """
 
     store: PixelStore
-    parts: Mapping[Part, LabelledPictures]
+    splits: Mapping[Split, LabelledRows]
     classes: tuple[str, ...]
-    broken: tuple[BrokenPicture, ...]
+    broken: tuple[BrokenImage, ...]
     source: str
 
 
-def read_pictures(config: ImagesConfig, *, progress: Progress | None = None) -> PictureSource:
-    """Reads and decodes the pictures that the config names, or the embedded ones.
+def load_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImageDataset:
+    """Reads and decodes the images of the config, or the embedded digits.
 
     Args:
-        config: the run.
-        progress: told how many files are decoded, of how many.
+        config: the configuration of the run.
+        progress: called with the number of decoded files and of all files.
 
     Raises:
-        DataError: the pictures cannot be used, or too many of them are broken.
+        DataError: the images cannot be used, or too many of them are broken.
     """
-    return _digits(config) if config.data is None else _tree(config, config.data.expanduser(), progress)
+    if config.data is None:
+        return _load_digits(config)
+    folder = scan_folder(config.data.expanduser())
+    for what in folder.ignored:
+        warnings.warn(f"ignored: {what}", stacklevel=3)
+    splits = _splits(config, folder.splits)
+    # In the order of the folder, not of the splits: with other fractions the cached pixels are still valid.
+    paths = [image.path for images in folder.splits.values() for image in images]
+    if config.cache == "memory":
+        store = decode_to_memory(paths, size=config.size, workers=config.num_workers, progress=progress)
+    else:
+        store = decode_to_disk(
+            paths,
+            root=folder.root,
+            size=config.size,
+            workers=config.num_workers,
+            cache_dir=config.cache_dir.expanduser(),
+            progress=progress,
+        )
+    broken = tuple(BrokenImage(path=paths[row], reason=reason) for row, reason in store.broken.items())
+    _check_broken(broken, len(paths), config.max_broken)
+    labelled = _labelled(splits, paths, store)
+    _check_remaining(labelled, folder.classes)
+    return ImageDataset(
+        store=store, splits=labelled, classes=folder.classes, broken=broken, source=str(config.data.expanduser())
+    )
 
 
-def divide_pictures(config: ImagesConfig, parts: Mapping[Part, tuple[Picture, ...]]) -> PictureParts:
-    """The three parts of a run. A share that holds out nothing, because the data is divided, warns."""
-    for part, share, default in (
-        ("valid", config.valid_share, ImagesConfig.valid_share),
-        ("test", config.test_share, ImagesConfig.test_share),
-    ):
-        if part in parts and share != default:
-            warnings.warn(f"{part}_share={share:g} has no effect: the pictures have a {part} part", stacklevel=3)
-    return divide(parts, valid_share=config.valid_share, test_share=config.test_share)
-
-
-def _digits(config: ImagesConfig) -> PictureSource:
+def _load_digits(config: ImagesConfig) -> ImageDataset:
     digits = read_digits()
-    pixels = [prepare(image, config.size) for image in digits.images.values()]
+    pixels = [to_square(image, config.size) for image in digits.images.values()]
     store = PixelStore(pixels=require("numpy", "images").stack(pixels), broken={})
-    parts = divide_pictures(config, digits.parts)
-    return PictureSource(
+    return ImageDataset(
         store=store,
-        parts=_labelled(parts, list(digits.images), store),
+        splits=_labelled(_splits(config, digits.splits), list(digits.images), store),
         classes=DIGIT_CLASSES,
         broken=(),
         source="scikit-learn's digits",
     )
 
 
-def _tree(config: ImagesConfig, folder: Path, progress: Progress | None) -> PictureSource:
-    tree = scan_tree(folder)
-    for what in tree.left_out:
-        warnings.warn(f"left out: {what}", stacklevel=4)
-    parts = divide_pictures(config, tree.parts)
-    # In the tree's order, not in that of the parts: other shares then find the same pixels on disk.
-    paths = [picture.path for pictures in tree.parts.values() for picture in pictures]
-    store = _store(config, tree, paths, progress)
-    broken = tuple(BrokenPicture(path=paths[place], reason=reason) for place, reason in store.broken.items())
-    _check_broken(broken, len(paths), config.max_broken)
-    labelled = _labelled(parts, paths, store)
-    _check_whole(labelled, tree.classes)
-    return PictureSource(store=store, parts=labelled, classes=tree.classes, broken=broken, source=str(folder))
+def _splits(config: ImagesConfig, splits: Splits) -> Splits:
+    """All three splits; warns of a fraction that has no effect because the data has the split."""
+    for split, fraction, default in (
+        ("valid", config.valid_fraction, ImagesConfig.valid_fraction),
+        ("test", config.test_fraction, ImagesConfig.test_fraction),
+    ):
+        if split in splits and fraction != default:
+            warnings.warn(f"{split}_fraction={fraction:g} has no effect: the images have a {split} split", stacklevel=4)
+    return complete_splits(splits, valid_fraction=config.valid_fraction, test_fraction=config.test_fraction)
 
 
-def _store(config: ImagesConfig, tree: PictureTree, paths: Sequence[Path], progress: Progress | None) -> PixelStore:
-    if config.cache == "memory":
-        return memory_store(paths, size=config.size, workers=config.decoders, progress=progress)
-    return disk_store(
-        paths,
-        root=tree.root,
-        size=config.size,
-        workers=config.decoders,
-        folder=config.cache_dir.expanduser(),
-        progress=progress,
-    )
-
-
-def _labelled(parts: PictureParts, paths: Sequence[Path], store: PixelStore) -> dict[Part, LabelledPictures]:
-    places = {path: place for place, path in enumerate(paths) if place not in store.broken}
-    whole = {part: [one for one in pictures if one.path in places] for part, pictures in parts.named().items()}
+def _labelled(splits: Splits, paths: Sequence[Path], store: PixelStore) -> dict[Split, LabelledRows]:
+    rows = {path: row for row, path in enumerate(paths) if row not in store.broken}
+    readable = {split: [image for image in images if image.path in rows] for split, images in splits.items()}
     return {
-        part: LabelledPictures(
-            rows=tuple(places[picture.path] for picture in pictures),
-            labels=tuple(picture.label for picture in pictures),
+        split: LabelledRows(
+            rows=tuple(rows[image.path] for image in images), labels=tuple(image.label for image in images)
         )
-        for part, pictures in whole.items()
+        for split, images in readable.items()
     }
 
 
-def _check_broken(broken: Sequence[BrokenPicture], pictures: int, most: float) -> None:
+def _check_broken(broken: Sequence[BrokenImage], images: int, max_broken: float) -> None:
     if not broken:
         return
-    named = ", ".join(f"{str(one.path)!r} ({one.reason})" for one in broken[:_NAMED])
-    more = f" and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
-    said = f"{len(broken):,} of {pictures:,} pictures cannot be read: {named}{more}"
-    if len(broken) > most * pictures:
+    named = ", ".join(f"{str(image.path)!r} ({image.reason})" for image in broken[:_MAX_NAMED])
+    more = f" and {len(broken) - _MAX_NAMED:,} more" if len(broken) > _MAX_NAMED else ""
+    message = f"{len(broken):,} of {images:,} images cannot be read: {named}{more}"
+    if len(broken) > max_broken * images:
         raise DataError(
-            f"{said}; expected at most {most:.3g} of them (max_broken); mend or remove them, or raise max_broken"
+            f"{message}; expected at most {max_broken:.3g} of them (max_broken); repair or remove them, or raise"
+            " max_broken"
         )
-    warnings.warn(f"{said}; they are skipped", stacklevel=5)
+    warnings.warn(f"{message}; they are skipped", stacklevel=4)
 
 
-def _check_whole(parts: Mapping[Part, LabelledPictures], classes: Sequence[str]) -> None:
-    """Refuses what only shows when the broken pictures are gone: a class, or a part, of nothing but broken ones."""
-    gone = sorted(set(range(len(classes))) - set(parts["train"].labels))
+def _check_remaining(splits: Mapping[Split, LabelledRows], classes: Sequence[str]) -> None:
+    """Checks that a class or the test split does not consist of broken images only."""
+    gone = sorted(set(range(len(classes))) - set(splits["train"].labels))
     if gone:
         names = ", ".join(repr(classes[label]) for label in gone)
-        raise DataError(f"no picture to train on is left of the class {names}; expected at least one; mend some")
-    if not parts["test"].rows:
+        raise DataError(f"no readable training image is left of the class {names}, expected at least one; repair some")
+    if not splits["test"].rows:
         raise DataError(
-            "no picture is left for the test, expected at least one; add pictures: a class of two or more gives one"
+            "no image is left for the test, expected at least one; add images: a class needs two to hold out one"
         )
 
 
@@ -177,17 +171,17 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureSummary:
-    """What the pictures are.
+class ImageSummary:
+    """What ``lockstep data images`` shows.
 
     Args:
-        source: where they are, in words for a person.
-        classes: names, sorted.
-        counts: part -> the pictures of each class, broken ones included.
-        rule: how they came into the parts, in words for a person.
-        sizes: (width, height) in pixels as stored -> how many pictures have it.
-        broken: pictures that cannot be decoded.
-        left_out: what lies in the folder and is not taken, in words for a person.
+        source: where the images are, for a person to read.
+        classes: names of the classes, sorted.
+        counts: split -> number of images of each class, broken ones included.
+        rule: how the images were split, for a person to read.
+        sizes: (width, height) in pixels as stored -> number of images of that size.
+        broken: images that cannot be decoded.
+        ignored: what was found and is not used, for a person to read.
     """
 
     source: str
@@ -195,79 +189,59 @@ class PictureSummary:
     counts: Mapping[str, tuple[int, ...]]
     rule: str
     sizes: Mapping[Size, int]
-    broken: tuple[BrokenPicture, ...]
-    left_out: tuple[str, ...]
+    broken: tuple[BrokenImage, ...]
+    ignored: tuple[str, ...]
 
     @property
-    def pictures(self) -> int:
-        """All of them."""
+    def num_images(self) -> int:
+        """The number of images in all splits."""
         return sum(map(sum, self.counts.values()))
 
 
-def summarize_pictures(config: ImagesConfig, *, progress: Progress | None = None) -> PictureSummary:
-    """Finds the pictures that the config names, or the embedded ones, and decodes each once.
+def summarize_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImageSummary:
+    """Finds the images of the config, or the embedded digits, and decodes each once.
 
     Args:
-        config: names the folder and the shares held out.
-        progress: told how many files are read, of how many.
+        config: names the folder and the fractions to hold out.
+        progress: called with the number of read files and of all files.
 
     Raises:
-        DataError: no pictures that a run could use.
+        DataError: a run could not use the images.
     """
-    return (
-        _digits_of_describe(config)
-        if config.data is None
-        else _tree_of_describe(config, config.data.expanduser(), progress)
-    )
-
-
-def _digits_of_describe(config: ImagesConfig) -> PictureSummary:
-    digits = read_digits()
-    parts = divide_pictures(config, digits.parts)
-    return PictureSummary(
-        source="scikit-learn's digits",
-        classes=DIGIT_CLASSES,
-        counts=_counts(parts, len(DIGIT_CLASSES)),
-        rule=_rule(config, frozenset(digits.parts)),
-        sizes=Counter(image.size for image in digits.images.values()),
-        broken=(),
-        left_out=(),
-    )
-
-
-def _tree_of_describe(config: ImagesConfig, folder: Path, progress: Progress | None) -> PictureSummary:
-    tree = scan_tree(folder)
-    parts = divide_pictures(config, tree.parts)
-    paths = [picture.path for pictures in tree.parts.values() for picture in pictures]
     sizes: Counter[Size] = Counter()
-    broken = []
-    with closing(in_workers(inspect_file, paths, workers=config.decoders)) as results:
-        for number, (path, result) in enumerate(zip(paths, results, strict=True), start=1):
-            if isinstance(result, str):
-                broken.append(BrokenPicture(path=path, reason=result))
-            else:
-                sizes[result] += 1
-            if progress is not None:
-                progress(number, len(paths))
-    return PictureSummary(
-        source=str(tree.root),
-        classes=tree.classes,
-        counts=_counts(parts, len(tree.classes)),
-        rule=_rule(config, frozenset(tree.parts)),
+    broken: list[BrokenImage] = []
+    ignored: tuple[str, ...] = ()
+    if config.data is None:
+        digits = read_digits()
+        source, classes, given = "scikit-learn's digits", DIGIT_CLASSES, digits.splits
+        sizes.update(image.size for image in digits.images.values())
+    else:
+        folder = scan_folder(config.data.expanduser())
+        source, classes, given, ignored = str(folder.root), folder.classes, folder.splits, folder.ignored
+        paths = [image.path for images in given.values() for image in images]
+        with closing(map_in_workers(inspect_file, paths, workers=config.num_workers)) as results:
+            for number, (path, result) in enumerate(zip(paths, results, strict=True), start=1):
+                if isinstance(result, str):
+                    broken.append(BrokenImage(path=path, reason=result))
+                else:
+                    sizes[result] += 1
+                if progress is not None:
+                    progress(number, len(paths))
+    labels = {split: Counter(image.label for image in images) for split, images in _splits(config, given).items()}
+    return ImageSummary(
+        source=source,
+        classes=classes,
+        counts={split: tuple(count[label] for label in range(len(classes))) for split, count in labels.items()},
+        rule=_rule(config, frozenset(given)),
         sizes=sizes,
         broken=tuple(broken),
-        left_out=tree.left_out,
+        ignored=ignored,
     )
-
-
-def _counts(parts: PictureParts, classes: int) -> dict[str, tuple[int, ...]]:
-    labels = {part: Counter(picture.label for picture in pictures) for part, pictures in parts.named().items()}
-    return {part: tuple(of_part[label] for label in range(classes)) for part, of_part in labels.items()}
 
 
 def _rule(config: ImagesConfig, given: frozenset[str]) -> str:
-    held = [(part, share) for part, share in (("test", config.test_share), ("valid", config.valid_share)) if share]
-    taken = [f"{part} ({share:.3g})" for part, share in held if part not in given]
-    if not taken:
-        return "the parts are as the data has them"
-    return f"held out of the training part, by the hash of a picture's name within each class: {', '.join(taken)}"
+    fractions = {"test": config.test_fraction, "valid": config.valid_fraction}
+    held_out = [f"{split} ({value:.3g})" for split, value in fractions.items() if value and split not in given]
+    if not held_out:
+        return "the splits are those of the data"
+    return f"held out of the training split, by the hash of an image's name within each class: {', '.join(held_out)}"

@@ -1,4 +1,10 @@
-"""The digits as a tree of PNG files: train/0 ... train/9 and test/0 ... test/9, whole or not at all."""
+"""Finding labelled images, without decoding any: in a tree of class folders, or scikit-learn's handwritten digits.
+
+    DIR/CLASS/*.jpg                                 one tree, from which validation and test images are held out
+    DIR/train/CLASS/*.jpg, DIR/test/CLASS/*.jpg     split already; DIR/valid may be there too
+
+DIR may also hold the tree one level deeper. Other files (LICENSE.txt, Thumbs.db) and hidden files are ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +22,9 @@ from lockstep.errors import DataError
 from lockstep.extras import require
 from lockstep.recipes.images.pixels import FORMATS
 
-Part = Literal["train", "valid", "test"]
+Split = Literal["train", "valid", "test"]
 
-_PART_NAMES: Mapping[str, Part] = {
+_SPLIT_NAMES: Mapping[str, Split] = {
     "train": "train",
     "training": "train",
     "valid": "valid",
@@ -27,18 +33,17 @@ _PART_NAMES: Mapping[str, Part] = {
     "test": "test",
     "testing": "test",
 }
-_NOT_DATA = "__MACOSX"
-_LEVELS = 4
+_MAX_DEPTH = 4  # levels of folders with one folder each that are skipped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A picture and its class.
+class ImageFile:
+    """An image and its class.
 
     Args:
-        name: class and place below the class folder, such as "Cat/12.jpg": the same wherever the tree lies.
-        label: position of its class among the sorted classes.
-        path: the file; a picture that is in memory has none.
+        name: path below the split's folder, such as "Cat/12.jpg": the same wherever the tree is.
+        label: index of its class among the sorted classes.
+        path: the file.
     """
 
     name: str
@@ -46,170 +51,149 @@ class Picture:
     path: Path = Path()
 
 
+Splits = Mapping[Split, tuple[ImageFile, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
-class PictureTree:
-    """What a tree of class folders holds.
+class ImageFolder:
+    """The content of a tree of class folders.
 
     Args:
-        root: the folder that holds the classes, or the parts.
-        classes: names of the classes of the training part, sorted.
-        parts: the pictures of each part there is, by class and name; a tree that is not divided has "train" alone.
-        left_out: what was found and not taken, in words for a person.
+        root: the folder that holds the classes, or the splits.
+        classes: names of the classes of the training split, sorted.
+        splits: the images of each split, by class and name; only "train" if the tree is not split.
+        ignored: what was found and is not used, for a person to read.
     """
 
     root: Path
     classes: tuple[str, ...]
-    parts: Mapping[Part, tuple[Picture, ...]]
-    left_out: tuple[str, ...]
+    splits: Splits
+    ignored: tuple[str, ...]
 
 
-def scan_tree(folder: Path) -> PictureTree:
-    """Finds classes, parts and pictures.
+def scan_folder(folder: Path) -> ImageFolder:
+    """Finds classes, splits and images.
 
     Raises:
-        DataError: no folder, nothing to read, no class folders, one class alone, an empty class folder, a class that
-            the training part does not have.
+        DataError: the folder is missing or cannot be read, has fewer than two class folders or an empty one, or a
+            split has a class that the training split does not have.
     """
-    root = _root(folder)
-    folders, beside = _parts(root)
-    found = {part: _class_folders(path) for part, path in folders.items()}
+    root = _find_root(folder)
+    folders, ignored = _find_splits(root)
+    found = {split: _images_by_class(path) for split, path in folders.items()}
     classes = tuple(sorted(found["train"]))
     if len(classes) == 1:
         raise DataError(
-            f"{_named(folders['train'])} holds one class folder, {classes[0]!r}, expected at least two;"
-            " put the pictures of every class into a folder of their own"
+            f"the image folder {str(folders['train'])!r} has one class folder, {classes[0]!r}, expected at least two;"
+            " put the images of each class into a folder of their own"
         )
-    _check_classes(found, folders, classes)
-    parts = {part: _labelled(folders[part], by_class, classes) for part, by_class in found.items()}
-    return PictureTree(root=root, classes=classes, parts=parts, left_out=(*beside, *_loose(folders)))
+    for split, by_class in found.items():
+        unknown = sorted(set(by_class) - set(classes))
+        if unknown:
+            raise DataError(
+                f"the image folder {str(folders[split])!r} has {_count(len(unknown), 'class', 'classes')} that the"
+                f" training split {str(folders['train'])!r} does not have: {_shortened(unknown)}; expected some of"
+                f" {_shortened(list(classes))}; rename or remove the folder"
+            )
+    splits = {
+        split: tuple(
+            ImageFile(name=path.relative_to(folders[split]).as_posix(), label=label, path=path)
+            for label, name in enumerate(classes)
+            for path in by_class.get(name, ())
+        )
+        for split, by_class in found.items()
+    }
+    outside = {path: len(_images_in(path)) for path in folders.values()}
+    ignored += tuple(
+        f"{_count(n, 'image')} in {str(path)!r} outside of the class folders" for path, n in outside.items() if n
+    )
+    return ImageFolder(root=root, classes=classes, splits=splits, ignored=ignored)
 
 
-def _root(folder: Path) -> Path:
-    """The folder of the classes or parts: ``folder``, or below it where there is nothing but one folder of folders."""
+def _find_root(folder: Path) -> Path:
+    """The folder of the classes or splits: ``folder``, or below it, past folders that hold only one folder."""
     if not folder.is_dir():
-        what = "is no folder" if os.path.lexists(folder) else "does not exist"
+        what = "is not a folder" if os.path.lexists(folder) else "does not exist"
         raise DataError(
-            f"the picture folder {str(folder)!r} {what}; expected one with a folder of pictures for each class;"
+            f"the image folder {str(folder)!r} {what}; expected a folder with one folder of images for each class;"
             " correct --data, or leave it out for the embedded digits"
         )
     root = folder
-    for _ in range(_LEVELS):
-        inside = _folders(root)
-        if len(inside) != 1 or _pictures_in(root) or not _folders(inside[0]):
+    for _ in range(_MAX_DEPTH):
+        inside = _folders_in(root)
+        if len(inside) != 1 or _images_in(root) or not _folders_in(inside[0]):
             break
         root = inside[0]
     return root
 
 
-def _parts(root: Path) -> tuple[dict[Part, Path], tuple[str, ...]]:
-    """Part -> its folder, and what lies beside them: a folder "train" of folders is a part, one of pictures a class."""
-    inside = _folders(root)
-    named = [path for path in inside if path.name.lower() in _PART_NAMES]
-    if not any(_PART_NAMES[path.name.lower()] == "train" and _folders(path) for path in named):
+def _find_splits(root: Path) -> tuple[dict[Split, Path], tuple[str, ...]]:
+    """Split -> its folder, and what is ignored. A folder "train" of folders is a split, one of images is a class."""
+    inside = _folders_in(root)
+    named = [path for path in inside if path.name.lower() in _SPLIT_NAMES]
+    if not any(_SPLIT_NAMES[path.name.lower()] == "train" and _folders_in(path) for path in named):
         return {"train": root}, ()
-    parts: dict[Part, Path] = {}
+    splits: dict[Split, Path] = {}
     for path in named:
-        part = _PART_NAMES[path.name.lower()]
-        if part in parts:
+        split = _SPLIT_NAMES[path.name.lower()]
+        if split in splits:
             raise DataError(
-                f"{_named(root)} holds {parts[part].name!r} and {path.name!r}, which both mean the part {part!r},"
-                " expected one of them; rename or remove the other"
+                f"the image folder {str(root)!r} holds {splits[split].name!r} and {path.name!r}, which both mean the"
+                f" split {split!r}; rename or remove one of them"
             )
-        parts[part] = path
-    return parts, tuple(f"the folder {str(path)!r} beside the parts" for path in inside if path not in named)
+        splits[split] = path
+    return splits, tuple(f"the folder {str(path)!r}, which is not a split" for path in inside if path not in named)
 
 
-def _class_folders(part: Path) -> dict[str, tuple[Path, ...]]:
-    """Class name -> its pictures, sorted.
-
-    Raises:
-        DataError: there is none, or one of them is empty.
-    """
-    found = {path.name: _pictures_below(path) for path in _folders(part)}
+def _images_by_class(split: Path) -> dict[str, tuple[Path, ...]]:
+    found = {path.name: _images_below(path) for path in _folders_in(split)}
     if not any(found.values()):
-        loose = len(_pictures_in(part))
-        what = f"{loose} pictures in no class folder" if loose else "no picture"
+        outside = len(_images_in(split))
+        what = f"{outside} images outside of class folders" if outside else "no images"
         formats = ", ".join(sorted(suffix[1:] for suffix in FORMATS))
-        raise DataError(f"{_named(part)} holds {what}, expected a folder of pictures ({formats}) for each class")
-    empty = [str(part / name) for name, pictures in found.items() if not pictures]
+        raise DataError(
+            f"the image folder {str(split)!r} holds {what}, expected a folder of images ({formats}) for each class"
+        )
+    empty = [str(split / name) for name, images in found.items() if not images]
     if empty:
         raise DataError(
-            f"{_count(len(empty), 'class folder')} without a picture: {_first(empty)}; expected at least one in each;"
-            " put pictures there or remove the folder"
+            f"{_count(len(empty), 'class folder')} without an image: {_shortened(empty)}; expected at least one image"
+            " in each; add images or remove the folder"
         )
     return found
 
 
-def _check_classes(
-    found: Mapping[Part, Mapping[str, object]], folders: Mapping[Part, Path], classes: tuple[str, ...]
-) -> None:
-    for part, by_class in found.items():
-        unknown = sorted(set(by_class) - set(classes))
-        if unknown:
-            raise DataError(
-                f"{_named(folders[part])} holds {_count(len(unknown), 'class', 'classes')} that the training part"
-                f" {str(folders['train'])!r} lacks: {_first(unknown)}; expected some of {_first(list(classes))};"
-                " rename or remove the folder"
-            )
+def _folders_in(folder: Path) -> list[Path]:
+    return [path for path in _entries(folder) if path.is_dir()]
 
 
-def _labelled(folder: Path, by_class: Mapping[str, tuple[Path, ...]], classes: tuple[str, ...]) -> tuple[Picture, ...]:
-    return tuple(
-        Picture(name=path.relative_to(folder).as_posix(), label=label, path=path)
-        for label, of_class in enumerate(classes)
-        for path in by_class.get(of_class, ())
-    )
+def _images_in(folder: Path) -> list[Path]:
+    return [path for path in _entries(folder) if path.suffix.lower() in FORMATS and path.is_file()]
 
 
-def _loose(folders: Mapping[Part, Path]) -> tuple[str, ...]:
-    counts = {str(path): len(_pictures_in(path)) for path in folders.values()}
-    return tuple(
-        f"{_count(number, 'picture')} in {path!r} beside the class folders" for path, number in counts.items() if number
-    )
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in _inside(folder) if path.is_dir()]
-
-
-def _pictures_in(folder: Path) -> list[Path]:
-    return [path for path in _inside(folder) if _is_picture(path) and path.is_file()]
-
-
-def _inside(folder: Path) -> list[Path]:
-    """What can be seen in a folder, sorted."""
-    try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != _NOT_DATA)
-    except OSError as error:
-        raise _unreadable(folder, error) from error
-
-
-def _pictures_below(folder: Path) -> tuple[Path, ...]:
+def _images_below(folder: Path) -> tuple[Path, ...]:
     found: list[Path] = []
-    for path in _inside(folder):
+    for path in _entries(folder):
         if path.is_dir():
-            found.extend(_pictures_below(path))
-        elif _is_picture(path) and not path.is_fifo():  # a pipe would keep its reader waiting for ever
+            found.extend(_images_below(path))
+        elif path.suffix.lower() in FORMATS and not path.is_fifo():  # reading a pipe would wait for ever
             found.append(path)
     return tuple(found)
 
 
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in FORMATS
+def _entries(folder: Path) -> list[Path]:
+    """The entries of a folder that are not hidden, sorted."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != "__MACOSX")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(
+            f"the image folder {str(folder)!r} cannot be read ({reason}), expected a folder of images; check its"
+            " permissions"
+        ) from error
 
 
-def _unreadable(folder: Path, error: OSError) -> DataError:
-    reason = (error.strerror or str(error)).lower()
-    return DataError(
-        f"{_named(folder)} cannot be read ({reason}), expected a folder of pictures; check its permissions"
-    )
-
-
-def _named(folder: Path) -> str:
-    return f"the picture folder {str(folder)!r}"
-
-
-def _first(names: list[str], most: int = 3) -> str:
+def _shortened(names: list[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
 
@@ -218,80 +202,71 @@ def _count(number: int, noun: str, nouns: str = "") -> str:
     return f"1 {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PictureParts:
-    """Pictures to train on, to validate with after every epoch, and to test with once."""
+def complete_splits(splits: Splits, *, valid_fraction: float, test_fraction: float) -> Splits:
+    """Returns all three splits: those that exist as they are, the missing ones held out of the training split.
 
-    train: tuple[Picture, ...]
-    valid: tuple[Picture, ...]
-    test: tuple[Picture, ...]
-
-    def named(self) -> Mapping[Part, tuple[Picture, ...]]:
-        """The parts by name."""
-        return {"train": self.train, "valid": self.valid, "test": self.test}
-
-
-def divide(parts: Mapping[Part, tuple[Picture, ...]], *, valid_share: float, test_share: float) -> PictureParts:
-    """The three parts: those that are there as they are, those that are missing held out of the training part.
+    Within each class the images whose names have the lowest SHA-256 are held out. Nothing is drawn at random: the same
+    names give the same splits everywhere and with every seed, and a new image hardly changes the others' splits.
 
     Args:
-        parts: the pictures of each part there is; "train" always is.
-        valid_share: part of each class's training pictures for a missing "valid"; 0 leaves it empty.
-        test_share: part of each class's pictures for a missing "test".
+        splits: the images of each existing split; "train" always exists.
+        valid_fraction: fraction of each class's training images for a missing "valid"; 0 leaves it empty.
+        test_fraction: fraction of each class's images for a missing "test".
     """
-    train, test, valid = parts["train"], parts.get("test"), parts.get("valid")
+    train, test, valid = splits["train"], splits.get("test"), splits.get("valid")
     if test is None:
-        train, test = hold_out(train, test_share)
+        train, test = hold_out(train, test_fraction)
     if valid is None:
-        train, valid = hold_out(train, valid_share)
-    return PictureParts(train=train, valid=valid, test=test)
+        train, valid = hold_out(train, valid_fraction)
+    return {"train": train, "valid": valid, "test": test}
 
 
-def hold_out(pictures: Sequence[Picture], share: float) -> tuple[tuple[Picture, ...], tuple[Picture, ...]]:
-    """The pictures kept and the pictures held out, each in the order given.
+def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageFile, ...], tuple[ImageFile, ...]]:
+    """Returns the images that are kept and those that are held out, each in the given order.
 
-    A class keeps at least one picture, and gives at least one where it has two and the share is not 0.
+    Each class keeps at least one image, and holds out at least one if it has two and the fraction is not 0.
 
-    >>> kept, held = hold_out([Picture(name=f"a/{n}.png", label=0) for n in range(10)], 0.2)
-    >>> len(kept), [picture.name for picture in held]
+    >>> kept, held = hold_out([ImageFile(name=f"a/{n}.png", label=0) for n in range(10)], 0.2)
+    >>> len(kept), [image.name for image in held]
     (8, ['a/2.png', 'a/7.png'])
     """
-    by_class: dict[int, list[Picture]] = defaultdict(list)
-    for picture in pictures:
-        by_class[picture.label].append(picture)
-    held = {picture.name for members in by_class.values() for picture in _first_by_hash(members, share)}
+    by_class: dict[int, list[str]] = defaultdict(list)
+    for image in images:
+        by_class[image.label].append(image.name)
+    held: set[str] = set()
+    for names in by_class.values():
+        number = min(len(names) - 1, max(1, round(fraction * len(names)))) if fraction else 0
+        held.update(sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:number])
     return (
-        tuple(picture for picture in pictures if picture.name not in held),
-        tuple(picture for picture in pictures if picture.name in held),
+        tuple(image for image in images if image.name not in held),
+        tuple(image for image in images if image.name in held),
     )
 
 
-def _first_by_hash(members: Sequence[Picture], share: float) -> list[Picture]:
-    number = min(len(members) - 1, max(1, round(share * len(members)))) if share else 0
-    return sorted(members, key=lambda picture: hashlib.sha256(picture.name.encode()).digest())[:number]
-
-
-_WHITE = 16  # the digits' greys go from 0 to 16
-_TEST_SHARE = 0.2
+_WHITE = 16  # grey values of the digits go from 0 to 16
+_DIGITS_TEST_FRACTION = 0.2
 
 DIGIT_CLASSES = tuple("0123456789")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Digits:
-    """The pictures, divided and named as they are as a tree of files.
+    """scikit-learn's handwritten digits, split and named as in a tree of files.
 
     Args:
-        parts: "train" and "test", by class and name; the paths are those in the tree: train/0/0000.png.
-        images: path -> its Pillow image, 8x8 in greys.
+        splits: "train" and "test", by class and name; paths are relative, such as train/0/0000.png.
+        images: path -> Pillow image, 8x8, grey.
     """
 
-    parts: Mapping[Part, tuple[Picture, ...]]
+    splits: Splits
     images: Mapping[Path, Any]
 
 
 def read_digits() -> Digits:
-    """Reads them from the installed scikit-learn.
+    """Reads scikit-learn's digits: 1,797 real ones of 8x8 pixels, part of the package.
+
+    The last fifth of each digit is the test split. The images are in the order of their writers, so most test images
+    are by other writers than the training images, which is harder than a random fifth.
 
     Raises:
         MissingExtraError: scikit-learn or Pillow is not installed.
@@ -299,34 +274,33 @@ def read_digits() -> Digits:
     data = require("sklearn.datasets", "images").load_digits()
     numpy, pillow = require("numpy", "images"), require("PIL.Image", "images")
     greys = (data.images * (255 / _WHITE)).round().astype(numpy.uint8)
-    train: list[Picture] = []
-    test: list[Picture] = []
+    splits: dict[Split, list[ImageFile]] = {"train": [], "test": []}
     images: dict[Path, Any] = {}
-    for digit, of_class in enumerate(DIGIT_CLASSES):
-        places = [int(place) for place in (data.target == digit).nonzero()[0]]
-        first_of_test = len(places) - round(_TEST_SHARE * len(places))
-        for number, place in enumerate(places):
-            part, pictures = ("train", train) if number < first_of_test else ("test", test)
-            name = f"{of_class}/{place:04}.png"
-            pictures.append(Picture(name=name, label=digit, path=Path(part, name)))
-            images[pictures[-1].path] = pillow.fromarray(greys[place])
-    return Digits(parts={"train": tuple(train), "test": tuple(test)}, images=images)
+    for digit, class_name in enumerate(DIGIT_CLASSES):
+        indices = [int(index) for index in (data.target == digit).nonzero()[0]]
+        first_of_test = len(indices) - round(_DIGITS_TEST_FRACTION * len(indices))
+        for number, index in enumerate(indices):
+            split: Split = "train" if number < first_of_test else "test"
+            name = f"{class_name}/{index:04}.png"
+            splits[split].append(ImageFile(name=name, label=digit, path=Path(split, name)))
+            images[Path(split, name)] = pillow.fromarray(greys[index])
+    return Digits(splits={split: tuple(files) for split, files in splits.items()}, images=images)
 
 
 def write_digits(folder: Path) -> dict[str, int]:
-    """Writes the digits, each at its own 8x8; returns how many went into each part.
+    """Writes the digits as a tree of PNG files of 8x8 pixels; returns the number of images in each split.
 
-    They are written beside ``folder`` and renamed, so that it never holds a part of them. A run with ``data=folder``
-    sees the very pixels that a run without data sees.
+    The tree is written beside ``folder`` and then renamed, so the folder is complete or absent. A run with
+    ``data=folder`` gets the same pixels as a run without data.
 
     Args:
-        folder: is made; an empty one is taken.
+        folder: the new folder; an existing one must be empty.
 
     Raises:
-        DataError: there is something there already, or it cannot be written.
+        DataError: the folder is not empty, or cannot be written.
     """
     digits = read_digits()
-    _check_free(folder)
+    _check_empty(folder)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
         for path, image in digits.images.items():
@@ -336,16 +310,16 @@ def write_digits(folder: Path) -> dict[str, int]:
     except OSError as error:
         raise DataError(
             f"the digits cannot be written to {str(folder)!r} ({(error.strerror or str(error)).lower()}), expected a"
-            " place to write to; give another folder"
+            " writable folder; give another one"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {part: len(pictures) for part, pictures in digits.parts.items()}
+    return {split: len(files) for split, files in digits.splits.items()}
 
 
-def _check_free(folder: Path) -> None:
+def _check_empty(folder: Path) -> None:
     try:
-        taken = any(folder.iterdir())
+        empty = not any(folder.iterdir())
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
@@ -354,5 +328,5 @@ def _check_free(folder: Path) -> None:
         raise DataError(
             f"{str(folder)!r} cannot be read ({error.strerror}), expected a new or an empty folder"
         ) from error
-    if taken:
+    if not empty:
         raise DataError(f"the folder {str(folder)!r} is not empty, expected a new or an empty one; give another one")

@@ -1,9 +1,10 @@
-"""transformers' MobileNetV2 (Sandler et al. 2018) as a module from pictures to logits.
+"""MobileNetV2 (Sandler et al. 2018) of transformers, from images to logits.
 
-    pictures [rows, 3, size, size] -> MobileNetV2Model, average pooling -> [rows, features]
-      -> dropout -> (Dense(hidden), ReLU ->) Dense(classes) -> logits [rows, classes]
+    images [rows, 3, size, size] -> MobileNetV2Model, average pooling -> [rows, features]
+      -> dropout -> (Linear(hidden), ReLU ->) Linear(classes) -> logits [rows, classes]
 
-Without a hidden layer the keys of the state_dict are those of MobileNetV2ForImageClassification: weights go both ways.
+Without a hidden layer the keys of the state_dict are those of MobileNetV2ForImageClassification: each loads the other's
+weights.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from lockstep.checkpoint.weights import read_weights
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.from_hub import check_kind, load_named, quiet_transformers
+from lockstep.recipes.from_hub import check_model_type, load_named, quiet_transformers
 from lockstep.recipes.images.batches import PixelRange
 from lockstep.train.model import Model
 
-_STRIDES = (8, 16, 32)
-_LARGEST = 4096
+_MAX_SIZE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class MobileNetShape:
-    """The size of a MobileNetV2; the defaults are the published ones, with 2,223,872 parameters before the classes.
+    """The size of a MobileNetV2. The defaults are the published ones, with 2,223,872 parameters without the head.
 
     Args:
-        size: side of its pictures, in pixels; at least ``output_stride``.
-        hidden: width of a layer with ReLU before the classes; 0 is none.
-        width_multiplier: makes every layer narrower or wider.
-        output_stride: how many times smaller the last feature map is than the picture: 8, 16 or 32.
-        dropout: probability, for the pooled features. transformers' own default reads 0.8, which was TensorFlow's
-            probability to keep; torch drops that much.
+        size: side of the images in pixels; at least ``output_stride``.
+        hidden: width of a hidden layer before the classes; 0 for none.
+        width_multiplier: factor for the width of all layers.
+        output_stride: ratio of image size to the size of the last feature map; 8, 16 or 32.
+        dropout: dropout probability of the pooled features. transformers' own default is 0.8, which was TensorFlow's
+            probability to keep a feature.
         batch_norm_momentum: weight of a new batch in the running statistics. transformers' own value is 0.997, which
-            was TensorFlow's weight of the old ones; in torch the statistics are then those of the last batch alone.
+            was TensorFlow's weight of the old statistics; in torch only the last batch would count.
     """
 
     size: int = 224
@@ -52,12 +52,12 @@ class MobileNetShape:
     batch_norm_momentum: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.output_stride not in _STRIDES:
+        if self.output_stride not in (8, 16, 32):
             raise ConfigError(f"output_stride={self.output_stride} was given; choose one of 8, 16 or 32")
-        if not self.output_stride <= self.size <= _LARGEST:
+        if not self.output_stride <= self.size <= _MAX_SIZE:
             raise ConfigError(
-                f"size={self.size} was given, expected from {self.output_stride} to {_LARGEST} pixels: the last feature"
-                f" map is output_stride={self.output_stride} times smaller than the picture; give a larger one"
+                f"size={self.size} was given, expected {self.output_stride} to {_MAX_SIZE} pixels: the last feature"
+                f" map is output_stride={self.output_stride} times smaller; give a larger size"
             )
         if not 0 <= self.hidden <= 2**16:
             raise ConfigError(f"hidden={self.hidden} was given, expected from 0 (no hidden layer) to {2**16}; try 512")
@@ -73,13 +73,13 @@ class MobileNetShape:
             )
 
 
-class PictureClassifier(nn.Module):
-    """MobileNetV2 without its top, pooling, and a head for the classes.
+class ImageClassifier(nn.Module):
+    """MobileNetV2 with pooling and a classification head.
 
     Args:
         mobilenet: a transformers MobileNetV2Model with its pooling layer.
-        head: from pooled features [rows, features] to logits [rows, classes].
-        dropout: probability, for the pooled features.
+        head: maps pooled features [rows, features] to logits [rows, classes].
+        dropout: dropout probability of the pooled features.
     """
 
     def __init__(self, mobilenet: Any, head: nn.Module, *, dropout: float) -> None:
@@ -90,23 +90,23 @@ class PictureClassifier(nn.Module):
 
     @property
     def architecture(self) -> str:
-        """The class of transformers that loads the weights."""
+        """The class of transformers that can load the weights."""
         plain = isinstance(self.classifier, nn.Linear)
         return "MobileNetV2ForImageClassification" if plain else "MobileNetV2Model"
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Logits [rows, classes] of pictures [rows, 3, size, size] float32."""
-        pooled = self.mobilenet_v2(pixel_values=pictures).pooler_output
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns logits [rows, classes] of images [rows, 3, size, size] float32."""
+        pooled = self.mobilenet_v2(pixel_values=images).pooler_output
         logits: Tensor = self.classifier(self.dropout(pooled))
         return logits
 
 
-def new_mobilenet(shape: MobileNetShape, classes: Sequence[str]) -> PictureClassifier:
-    """A model of random weights, drawn from torch's default generator.
+def new_mobilenet(shape: MobileNetShape, classes: Sequence[str]) -> ImageClassifier:
+    """Returns a model with random weights, drawn from torch's default generator.
 
     Args:
-        shape: its size.
-        classes: their names, in the order of the logits.
+        shape: size of the model.
+        classes: names of the classes, in the order of the logits.
     """
     transformers = require("transformers", "images")
     config = transformers.MobileNetV2Config(
@@ -114,54 +114,49 @@ def new_mobilenet(shape: MobileNetShape, classes: Sequence[str]) -> PictureClass
         depth_multiplier=shape.width_multiplier,
         output_stride=shape.output_stride,
         classifier_dropout_prob=shape.dropout,
-        **class_names(classes),
+        **_label_names(classes),
     )
-    mobilenet = transformers.MobileNetV2Model(config)
-    return with_head(mobilenet, shape, len(classes))
+    return _with_head(transformers.MobileNetV2Model(config), shape, len(classes))
 
 
-def class_names(classes: Sequence[str]) -> dict[str, Any]:
-    """The names of the logits as transformers' configs keep them."""
+def _label_names(classes: Sequence[str]) -> dict[str, Any]:
     return {"id2label": dict(enumerate(classes)), "label2id": {name: n for n, name in enumerate(classes)}}
 
 
-def with_head(mobilenet: Any, shape: MobileNetShape, classes: int) -> PictureClassifier:
-    """``mobilenet`` with a new head, its batch norms set as ``shape`` says."""
-    for part in mobilenet.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            part.momentum = shape.batch_norm_momentum
+def _with_head(mobilenet: Any, shape: MobileNetShape, classes: int) -> ImageClassifier:
+    """Adds a new head to ``mobilenet`` and sets the momentum of its batch norms."""
+    for module in mobilenet.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = shape.batch_norm_momentum
     features: int = mobilenet.conv_1x1.convolution.out_channels
-    return PictureClassifier(mobilenet, _head(features, shape.hidden, classes), dropout=shape.dropout)
-
-
-def _head(features: int, hidden: int, classes: int) -> nn.Module:
-    if not hidden:
-        return nn.Linear(features, classes)
-    return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    if shape.hidden:
+        hidden, last = nn.Linear(features, shape.hidden), nn.Linear(shape.hidden, classes)
+        return ImageClassifier(mobilenet, nn.Sequential(hidden, nn.ReLU(), last), dropout=shape.dropout)
+    return ImageClassifier(mobilenet, nn.Linear(features, classes), dropout=shape.dropout)
 
 
 WEIGHTS_FILE = "model.safetensors"
 _HEAD = "classifier."
 
 
-def load_mobilenet(name: str, shape: MobileNetShape, classes: Sequence[str]) -> PictureClassifier:
-    """The features of a trained MobileNetV2 with a head for ``classes``.
+def load_mobilenet(name: str, shape: MobileNetShape, classes: Sequence[str]) -> ImageClassifier:
+    """Loads a trained MobileNetV2 and adds a head for ``classes``.
 
-    The head is the trained one where ``name`` is a folder whose classes, in this order, and hidden layer are the same;
-    else its weights are random, drawn from torch's default generator.
+    The head is the trained one if ``name`` is a folder with the same classes, in this order, and the same hidden layer;
+    otherwise its weights are random, drawn from torch's default generator.
 
     Args:
         name: folder written by ``save_pretrained`` or by this recipe, or a Hugging Face name.
-        shape: the size; the width comes with the weights.
-        classes: their names, in the order of the logits.
+        shape: size of the model, except for its width, which is that of the weights.
+        classes: names of the classes, in the order of the logits.
 
     Raises:
-        ConfigError: not found, unreadable, or no MobileNetV2.
+        ConfigError: the model was not found, cannot be read, or is not a MobileNetV2.
     """
     transformers = require("transformers", "images")
     config = load_named(name, transformers.AutoConfig, extra="images")
-    check_kind(name, config, kind="mobilenet_v2", example="google/mobilenet_v2_1.0_224")
-    trained_for = [config.id2label[number] for number in sorted(config.id2label)]
+    check_model_type(name, config, expected="mobilenet_v2", example="google/mobilenet_v2_1.0_224")
+    trained_classes = [config.id2label[number] for number in sorted(config.id2label)]
     with quiet_transformers(extra="images"):
         mobilenet = load_named(
             name,
@@ -170,38 +165,16 @@ def load_mobilenet(name: str, shape: MobileNetShape, classes: Sequence[str]) -> 
             output_stride=shape.output_stride,
             image_size=shape.size,
             classifier_dropout_prob=shape.dropout,
-            **class_names(classes),
+            **_label_names(classes),
         )
-    module = with_head(mobilenet, shape, len(classes))
-    if trained_for == list(classes):
+    module = _with_head(mobilenet, shape, len(classes))
+    if trained_classes == list(classes):
         _load_head(module, Path(name) / WEIGHTS_FILE)
     return module
 
 
-def save_mobilenet(model: Model, module: PictureClassifier, folder: Path, *, pixel_range: PixelRange) -> None:
-    """Writes the folder. With several workers every one must call it; the chief writes.
-
-    Args:
-        model: has the weights.
-        module: its module, whose config names the classes.
-        folder: is made.
-        pixel_range: what the model was trained on.
-    """
-    model.save_weights(folder / WEIGHTS_FILE)
-    run_on_chief(model.strategy.workers, "describe the model", lambda: _describe(module, folder, pixel_range))
-
-
-def _describe(module: PictureClassifier, folder: Path, pixel_range: PixelRange) -> None:
-    config = module.mobilenet_v2.config.to_dict()
-    config["architectures"] = [module.architecture]
-    atomic_write(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
-    atomic_write(
-        folder / "preprocessor_config.json", json.dumps(_preprocessor(config["image_size"], pixel_range), indent=2)
-    )
-
-
-def _load_head(module: PictureClassifier, weights: Path) -> None:
-    """Takes the trained head if the file has one that fits."""
+def _load_head(module: ImageClassifier, weights: Path) -> None:
+    """Loads the trained head if the file has one of the same shapes."""
     if not weights.is_file():
         return
     head = {key.removeprefix(_HEAD): value for key, value in read_weights(weights).items() if key.startswith(_HEAD)}
@@ -210,12 +183,25 @@ def _load_head(module: PictureClassifier, weights: Path) -> None:
         module.classifier.load_state_dict(head)
 
 
-def _preprocessor(size: int, pixel_range: PixelRange) -> dict[str, Any]:
-    """What transformers' image processor does to a picture so that the model sees what it was trained on."""
-    return {
+def save_mobilenet(model: Model, module: ImageClassifier, folder: Path, *, pixel_range: PixelRange) -> None:
+    """Writes a folder that ``load_mobilenet`` and transformers can read. The chief writes; every worker must call it.
+
+    Args:
+        model: the trained model.
+        module: its module, whose config has the names of the classes.
+        folder: the folder; it is created if missing.
+        pixel_range: the range of the pixels in training.
+    """
+    model.save_weights(folder / WEIGHTS_FILE)
+    run_on_chief(model.strategy.workers, "write the config", lambda: _save_config(module, folder, pixel_range))
+
+
+def _save_config(module: ImageClassifier, folder: Path, pixel_range: PixelRange) -> None:
+    config = {**module.mobilenet_v2.config.to_dict(), "architectures": [module.architecture]}
+    preprocessor = {
         "image_processor_type": "MobileNetV2ImageProcessor",
         "do_resize": True,
-        "size": {"height": size, "width": size},
+        "size": {"height": config["image_size"], "width": config["image_size"]},
         "resample": 2,  # bilinear
         "do_center_crop": False,
         "do_rescale": True,
@@ -224,3 +210,5 @@ def _preprocessor(size: int, pixel_range: PixelRange) -> dict[str, Any]:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
+    atomic_write(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
+    atomic_write(folder / "preprocessor_config.json", json.dumps(preprocessor, indent=2))

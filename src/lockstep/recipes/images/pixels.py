@@ -1,7 +1,12 @@
-"""All pictures of a run as one array, decoded once: in worker processes, or in this one.
+"""Decoding images, once per run: into an array in memory, or into a file on disk that later runs map into memory.
 
-The workers are those of torch's DataLoader: they end with the iteration, on an error and on Ctrl-C too, and by
-themselves when this process is gone. Epochs read the array: no picture is decoded twice, no process started again.
+Worker processes of torch's DataLoader decode; they end with the iteration, on errors and on Ctrl-C too, and by
+themselves when the main process is gone. Epochs read the array: no image is decoded twice and no process started again.
+
+    file on disk: pixels [images, size, size, 3] uint8 | JSON footer: key, shape, broken images | length of the footer
+
+The key is a hash of everything that decides the pixels: this format, the versions of Pillow and numpy, the size, and
+the name, length and times of change of each image.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import shutil
 import struct
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,56 +32,66 @@ from lockstep.errors import DataError
 from lockstep.extras import require
 
 FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
-"""Suffixes of pictures, in lower case; of an animation the first frame is taken."""
+"""Suffixes of image files, in lower case; of an animation the first frame is used."""
 
 
 def decode_file(path: Path, size: int) -> Any:
-    """The picture in a file, as ``prepare`` gives it, or the reason as a text why it cannot be had.
+    """Returns the image in a file as ``to_square`` does, or the reason (a str) why it cannot be decoded.
 
     Args:
-        path: a file of one of ``FORMATS``; what it holds decides, not its name.
+        path: the file; its content decides the format, not its name.
         size: side of the result, in pixels.
     """
-    return _opened(path, partial(_reduced, size=size))
+    return _with_image(path, partial(_reduced, size=size))
 
 
 def inspect_file(path: Path) -> tuple[int, int] | str:
-    """Width and height of the picture in a file as it is stored, or the reason why it cannot be decoded."""
-    size: tuple[int, int] | str = _opened(path, _checked_size)
+    """Returns width and height of an image as stored, or the reason why it cannot be decoded."""
+    size: tuple[int, int] | str = _with_image(path, _checked_size)
     return size
 
 
-def _opened(path: Path, use: Callable[[Any], Any]) -> Any:
-    """What ``use`` returns for the open picture, or the reason as a text."""
+def _with_image(path: Path, use: Callable[[Any], Any]) -> Any:
+    """Returns what ``use`` returns for the open image, or the reason (a str) why it cannot be decoded."""
     pillow = require("PIL.Image", "images")
-    # What Pillow and its plugins raise for files that are cut short, mislabelled or damaged:
+    # What Pillow and its plugins raise for truncated, mislabelled or damaged files:
     broken = (OSError, SyntaxError, ValueError, EOFError, struct.error, pillow.DecompressionBombError)
     odd = (IndexError, KeyError, TypeError, ZeroDivisionError, OverflowError, MemoryError)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damaged metadata, which does not touch the pixels
+            warnings.simplefilter("ignore")  # of damaged metadata, which does not affect the pixels
             with pillow.open(path) as image:
                 return use(image)
     except (*broken, *odd) as error:
         return _reason(path, error)
 
 
+def _reason(path: Path, error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    if isinstance(error, OSError) and path.stat().st_size == 0:
+        return "empty file"
+    if isinstance(error, require("PIL", "images").UnidentifiedImageError):
+        return "not an image"
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
 def _reduced(image: Any, size: int) -> Any:
-    # A JPEG is then decoded at a half, quarter or eighth, as long as twice the wanted side is left.
+    # A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, as long as that is at least twice the needed size.
     image.draft("RGB", (2 * size, 2 * size))
-    return prepare(image, size)
+    return to_square(image, size)
 
 
 def _checked_size(image: Any) -> tuple[int, int]:
     width, height = image.size
-    _reduced(image, 1)  # cut off and damaged pictures show only when all of them is read
+    _reduced(image, 1)  # truncated and damaged images show only when all of the file is read
     return width, height
 
 
-def prepare(image: Any, size: int) -> Any:
-    """The picture upright, in RGB, resized to a square without keeping its proportions (bilinear, all pixels count).
+def to_square(image: Any, size: int) -> Any:
+    """Returns the image upright, in RGB, resized to a square without keeping its proportions (bilinear, antialiased).
 
-    Transparent pixels become white; pictures of 16 bits a channel are brought to 8.
+    Transparent pixels become white; 16 bits per channel are reduced to 8.
 
     Args:
         image: a Pillow image.
@@ -86,21 +101,15 @@ def prepare(image: Any, size: int) -> Any:
         A numpy array [size, size, 3] uint8.
     """
     numpy, pillow = require("numpy", "images"), require("PIL.Image", "images")
-    upright = _rgb(_upright(image))
-    return numpy.asarray(upright.resize((size, size), pillow.Resampling.BILINEAR), dtype=numpy.uint8)
+    damaged = (OSError, SyntaxError, ValueError, EOFError, struct.error, KeyError, TypeError, ZeroDivisionError)
+    with suppress(*damaged):  # of damaged EXIF data, where the orientation is not known
+        image = require("PIL.ImageOps", "images").exif_transpose(image)
+    return numpy.asarray(_to_rgb(image).resize((size, size), pillow.Resampling.BILINEAR), dtype=numpy.uint8)
 
 
-def _upright(image: Any) -> Any:
-    """Turned as the camera noted in its EXIF data; damaged EXIF data notes nothing."""
-    try:
-        return require("PIL.ImageOps", "images").exif_transpose(image)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, KeyError, TypeError, ZeroDivisionError):
-        return image
-
-
-def _rgb(image: Any) -> Any:
+def _to_rgb(image: Any) -> Any:
     pillow = require("PIL.Image", "images")
-    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would cut off at 255
+    if image.mode.startswith("I"):  # 16-bit grey, which Pillow's own conversion would clip at 255
         numpy = require("numpy", "images")
         grey = numpy.asarray(image).astype(numpy.int64).clip(0, 65535) // 257
         image = pillow.fromarray(grey.astype(numpy.uint8))
@@ -111,33 +120,23 @@ def _rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def _reason(path: Path, error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    if isinstance(error, OSError) and path.stat().st_size == 0:
-        return "empty file"
-    if isinstance(error, require("PIL", "images").UnidentifiedImageError):
-        return "no picture"
-    return " ".join(str(error).split())[:120] or type(error).__name__
-
-
 Result = TypeVar("Result")
 
 Progress = Callable[[int, int], None]
-"""Told how many pictures are decoded, of how many."""
+"""Called with the number of decoded images and of all images."""
 
-_AT_ONCE = 16  # pictures that a worker hands over together
-_MEMORY_SHARE = 0.8  # of the memory that is free; the model and its batches need some too
+_CHUNK = 16  # images that a worker sends together
+_MEMORY_FRACTION = 0.8  # of the free memory; the model and its batches need some too
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelStore:
-    """Pixels of pictures, and those that could not be had.
+    """The pixels of all images, and which images are broken.
 
     Args:
-        pixels: numpy array [pictures, size, size, 3] uint8; the rows of broken pictures are 0.
-        broken: place of a broken picture -> the reason.
-        file: where the pixels lie; None is in memory.
+        pixels: numpy array [images, size, size, 3] uint8; the rows of broken images are 0.
+        broken: row of a broken image -> the reason.
+        file: file of the pixels; None if they are in memory.
     """
 
     pixels: Any
@@ -145,90 +144,92 @@ class PixelStore:
     file: Path | None = None
 
     @property
-    def kept(self) -> str:
-        """Where the pixels are and how much room they take, in words for a person."""
+    def description(self) -> str:
+        """Size and location of the pixels, for a person to read."""
         place = "in memory" if self.file is None else f"in {self.file}"
-        return f"{said_size(self.pixels.nbytes)} decoded {place}"
+        return f"{format_bytes(self.pixels.nbytes)} decoded {place}"
 
 
-def memory_store(paths: Sequence[Path], *, size: int, workers: int, progress: Progress | None = None) -> PixelStore:
-    """The pictures in the memory of this process.
+def decode_to_memory(paths: Sequence[Path], *, size: int, workers: int, progress: Progress | None = None) -> PixelStore:
+    """Decodes the images into the memory of this process.
 
     Raises:
         DataError: they do not fit.
     """
     needed, free = len(paths) * size * size * 3, _free_memory()
-    if free is not None and needed > _MEMORY_SHARE * free:
+    if free is not None and needed > _MEMORY_FRACTION * free:
         raise DataError(
-            f"{len(paths):,} pictures of {size}x{size} take {said_size(needed)} decoded, expected at most"
-            f" {_MEMORY_SHARE:.0%} of the {said_size(free)} of memory that are free;"
-            ' give cache="disk" (--cache disk) or a smaller size'
+            f"{len(paths):,} images of {size}x{size} take {format_bytes(needed)} decoded, expected at most"
+            f" {_MEMORY_FRACTION:.0%} of the {format_bytes(free)} of free memory;"
+            ' set cache="disk" (--cache disk) or a smaller size'
         )
     pixels = require("numpy", "images").zeros((len(paths), size, size, 3), dtype="uint8")
-    return PixelStore(pixels=pixels, broken=decode_into(pixels, paths, workers=workers, progress=progress))
+    return PixelStore(pixels=pixels, broken=_decode_into(pixels, paths, workers=workers, progress=progress))
 
 
-def decode_into(
+def _decode_into(
     pixels: Any, paths: Sequence[Path], *, workers: int, progress: Progress | None = None
 ) -> dict[int, str]:
-    """Decodes the files into ``pixels``, in order; returns place -> reason for those that are broken.
-
-    Args:
-        pixels: numpy array [pictures, size, size, 3] uint8 to fill.
-        paths: as many files.
-        workers: processes that decode; 0 decodes here.
-        progress: told after each picture.
-
-    Raises:
-        DataError: a worker died.
-    """
+    """Decodes the files into the rows of ``pixels``; returns row -> reason of broken images."""
     broken: dict[int, str] = {}
     decode = partial(decode_file, size=pixels.shape[1])
-    with closing(in_workers(decode, paths, workers=workers)) as results:
-        for place, result in enumerate(results):
+    with closing(map_in_workers(decode, paths, workers=workers)) as results:
+        for row, result in enumerate(results):
             if isinstance(result, str):
-                broken[place] = result
+                broken[row] = result
             else:
-                pixels[place] = result
+                pixels[row] = result
             if progress is not None:
-                progress(place + 1, len(paths))
+                progress(row + 1, len(paths))
     return broken
 
 
-def in_workers(
+def map_in_workers(
     function: Callable[[Path], Result], paths: Sequence[Path], *, workers: int
 ) -> Generator[Result, None, None]:
-    """What ``function`` returns for each path, in order. Close the generator, or read it to its end.
+    """Yields ``function(path)`` of each path, in order. Close the generator, or exhaust it.
 
     Args:
-        function: runs in the workers; what it returns is sent here.
+        function: runs in the worker processes.
         paths: the files.
-        workers: processes; 0 runs it here. Few files take fewer.
+        workers: maximum number of processes; 0 runs the function in this process.
 
     Raises:
         DataError: a worker died.
     """
     loader = DataLoader(
-        _Results(function, paths),
-        batch_size=_AT_ONCE,
-        num_workers=min(workers, -(-len(paths) // _AT_ONCE)),
+        _Mapped(function, paths),
+        batch_size=_CHUNK,
+        num_workers=min(workers, -(-len(paths) // _CHUNK)),
         collate_fn=list,
-        generator=torch.Generator(),  # else the loader draws from the caller's random numbers
+        generator=torch.Generator(),  # otherwise the loader draws from the caller's random numbers
     )
     try:
         for results in loader:
             yield from results
     except RuntimeError as error:
-        raise DataError(f"a process that decodes pictures died ({error}); try fewer workers, or --workers 0") from error
+        raise DataError(f"a process that decodes images died ({error}); try fewer workers, or --workers 0") from error
 
 
-def said_size(length: int) -> str:
-    """A number of bytes for a person: ``5.5 MB``, ``3.8 GB``."""
-    return f"{length / 1e9:.1f} GB" if length >= 1e9 else f"{length / 1e6:.1f} MB"
+class _Mapped(Dataset[Result]):
+    def __init__(self, function: Callable[[Path], Result], paths: Sequence[Path]) -> None:
+        self._function = function
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> Result:
+        return self._function(self._paths[index])
+
+
+def format_bytes(number: int) -> str:
+    """Formats a number of bytes: ``5.5 MB``, ``3.8 GB``."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
 def _free_memory() -> int | None:
-    """Bytes that the machine can give without swapping; None where it does not say."""
+    """The bytes that are available without swapping; None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -237,64 +238,52 @@ def _free_memory() -> int | None:
     return int(found[0]) * 1024 if found else None
 
 
-class _Results(Dataset[Result]):
-    def __init__(self, function: Callable[[Path], Result], paths: Sequence[Path]) -> None:
-        self._function = function
-        self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, place: int) -> Result:
-        return self._function(self._paths[place])
-
-
-_FORMAT = 1
+_FILE_FORMAT = 1
 _LENGTH_BYTES = 8
 
 
-def disk_store(
-    paths: Sequence[Path], *, root: Path, size: int, workers: int, folder: Path, progress: Progress | None = None
+def decode_to_disk(
+    paths: Sequence[Path], *, root: Path, size: int, workers: int, cache_dir: Path, progress: Progress | None = None
 ) -> PixelStore:
-    """The pictures in a file of ``folder``: as a run before has left it, or decoded now.
+    """Maps the images from a file of ``cache_dir``; decodes them into it if an earlier run has not done so.
 
     Args:
-        paths: the pictures.
-        root: the tree that they belong to; each tree has one file for each size.
-        size: side of a picture, in pixels.
-        workers: processes that decode.
-        folder: where the file is; it is made.
-        progress: told how many pictures are decoded.
+        paths: the images.
+        root: the folder that holds them; each folder has one file for each size.
+        size: side of an image, in pixels.
+        workers: number of processes that decode.
+        cache_dir: folder of the file; it is created if missing.
+        progress: called with the number of decoded images and of all images.
 
     Raises:
-        DataError: the file cannot be written, or there is no room for it.
+        DataError: the file cannot be written, or the disk is too small.
     """
     shape = (len(paths), size, size, 3)
-    place = hashlib.sha256(f"{root.resolve()}\0{size}".encode()).hexdigest()
-    file, key = folder / f"pictures-{place[:16]}.pixels", cache_key(paths, root=root, size=size)
-    kept = _read(file, key, shape)
-    if kept is not None:
-        return kept
+    name = hashlib.sha256(f"{root.resolve()}\0{size}".encode()).hexdigest()[:16]
+    file, key = cache_dir / f"images-{name}.pixels", cache_key(paths, root=root, size=size)
+    cached = _read(file, key, shape)
+    if cached is not None:
+        return cached
     try:
-        _write(file, key, shape, lambda pixels: decode_into(pixels, paths, workers=workers, progress=progress))
+        _write(file, key, shape, lambda pixels: _decode_into(pixels, paths, workers=workers, progress=progress))
     except OSError as error:
         raise DataError(
-            f"the decoded pictures cannot be kept in {str(folder)!r} ({error.strerror or error}), expected a folder to"
-            ' write to; give another one as cache_dir, or cache="memory"'
+            f"the decoded images cannot be cached in {str(cache_dir)!r} ({error.strerror or error}), expected a"
+            ' writable folder; set cache_dir to another one, or cache="memory"'
         ) from error
-    made = _read(file, key, shape)
-    if made is None:
-        raise DataError(f"{str(file)!r} was replaced by another run while this one made it; run again, one at a time")
-    return made
+    written = _read(file, key, shape)
+    if written is None:
+        raise DataError(f"{str(file)!r} was replaced by another run meanwhile; run again, one at a time")
+    return written
 
 
 def cache_key(paths: Sequence[Path], *, root: Path, size: int) -> str:
-    """A hash of all that decides the pixels, without reading a picture: replaced and edited ones have other times."""
+    """Returns a hash of everything that decides the pixels; a replaced or edited image has other times of change."""
     versions = [require(name, "images").__version__ for name in ("PIL", "numpy")]
-    digest = hashlib.sha256(json.dumps([_FORMAT, versions, size]).encode())
+    digest = hashlib.sha256(json.dumps([_FILE_FORMAT, versions, size]).encode())
     for path in paths:
-        seen = path.stat()
-        digest.update(f"\0{path.relative_to(root)}\0{seen.st_size} {seen.st_mtime_ns} {seen.st_ctime_ns}".encode())
+        stat = path.stat()
+        digest.update(f"\0{path.relative_to(root)}\0{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
     return digest.hexdigest()
 
 
@@ -302,9 +291,14 @@ def _write(file: Path, key: str, shape: tuple[int, ...], fill: Callable[[Any], d
     numpy = require("numpy", "images")
     length = int(numpy.prod(shape, dtype="int64"))
     with atomic_file(file) as partial:
-        _check_room(file.parent, length)
+        free = shutil.disk_usage(file.parent).free
+        if length > free:
+            raise DataError(
+                f"the decoded images take {format_bytes(length)}, and {str(file.parent)!r} has {format_bytes(free)}"
+                " free; set another cache_dir or a smaller size"
+            )
         with partial.open("wb") as opened:
-            os.posix_fallocate(opened.fileno(), 0, length)  # a mapped file that finds no room ends the process
+            os.posix_fallocate(opened.fileno(), 0, length)  # writing to a mapped file on a full disk kills the process
         pixels = numpy.memmap(partial, dtype="uint8", mode="r+", shape=shape)
         broken = fill(pixels)
         pixels.flush()
@@ -314,31 +308,16 @@ def _write(file: Path, key: str, shape: tuple[int, ...], fill: Callable[[Any], d
 
 
 def _read(file: Path, key: str, shape: tuple[int, ...]) -> PixelStore | None:
-    """What the file holds, or None where there is none, or one of other pictures, or a damaged one."""
+    """The content of the file; None if it is missing, damaged, or of other images."""
     try:
-        footer = _footer(file)
+        with file.open("rb") as opened:
+            opened.seek(-_LENGTH_BYTES, os.SEEK_END)
+            length = int.from_bytes(opened.read(), "little")
+            opened.seek(-_LENGTH_BYTES - length, os.SEEK_END)
+            footer = json.loads(opened.read(length))
     except (OSError, ValueError):
         return None
     if not isinstance(footer, dict) or footer.get("key") != key or footer.get("shape") != list(shape):
         return None
     pixels = require("numpy", "images").memmap(file, dtype="uint8", mode="r", shape=shape)
-    return PixelStore(
-        pixels=pixels, broken={int(place): reason for place, reason in footer["broken"].items()}, file=file
-    )
-
-
-def _footer(file: Path) -> Any:
-    with file.open("rb") as opened:
-        opened.seek(-_LENGTH_BYTES, os.SEEK_END)
-        length = int.from_bytes(opened.read(), "little")
-        opened.seek(-_LENGTH_BYTES - length, os.SEEK_END)
-        return json.loads(opened.read(length))
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DataError(
-            f"the decoded pictures take {said_size(needed)}, and {str(folder)!r} has {said_size(free)} free;"
-            " give another cache_dir or a smaller size"
-        )
+    return PixelStore(pixels=pixels, broken={int(row): reason for row, reason in footer["broken"].items()}, file=file)

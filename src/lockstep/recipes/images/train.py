@@ -1,4 +1,10 @@
-"""The largest global batch of the recipe ``images`` that fits a strategy's devices."""
+"""Training of the recipe ``images``: building the parts of a run, training them on a strategy, and checking exactness.
+
+    images -> batches
+           -> model (as many logits as classes)
+
+The parts are plain PyTorch: they do not depend on the number of replicas.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +23,13 @@ from torch import Tensor, nn
 
 from lockstep.extras import require
 from lockstep.recipes.batch_size import LargestBatch, largest_batch
-from lockstep.recipes.config_checks import SameRun, settings_but
-from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps
-from lockstep.recipes.images.batches import BatchSettings, PictureBatches
+from lockstep.recipes.config_checks import ResumeCheck, settings_except
+from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps, train_with_model
+from lockstep.recipes.images.batches import BatchSettings, ImageBatches
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import BrokenPicture, PictureSource, read_pictures
-from lockstep.recipes.images.folder import Part
-from lockstep.recipes.images.model import PictureClassifier, load_mobilenet, new_mobilenet, save_mobilenet
+from lockstep.recipes.images.dataset import BrokenImage, ImageDataset, load_images
+from lockstep.recipes.images.folder import Split
+from lockstep.recipes.images.model import ImageClassifier, load_mobilenet, new_mobilenet, save_mobilenet
 from lockstep.recipes.images.pixels import Progress
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
@@ -32,8 +38,8 @@ from lockstep.train.fit import Verbose
 from lockstep.train.logs import History
 from lockstep.train.model import Model
 
-_NO_MATTER = ("data", "max_broken", "workers", "cache", "cache_dir", "pretrained", "patience")
-"""Settings that may change where a run goes on: places, and how the same numbers are computed."""
+_MAY_CHANGE = ("data", "max_broken", "workers", "cache", "cache_dir", "pretrained", "patience")
+"""Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,82 +48,81 @@ class ImagesTask:
 
     Args:
         module: the model, on the CPU.
-        train: batches in another order and with other augmentation every epoch.
-        valid: batches that stay as they are; an empty tuple where nothing is held out.
-        test: batches that stay as they are.
-        classes: their names, in the order of the labels and of the logits.
-        source: where the pictures came from.
-        pictures: all of them decoded, and those that were skipped.
+        train: training batches, with another order and other augmentation in every epoch.
+        valid: validation batches, the same in every epoch; empty if nothing is held out.
+        test: test batches.
+        dataset: the decoded images.
     """
 
-    module: PictureClassifier
-    train: PictureBatches
-    valid: PictureBatches | tuple[()]
-    test: PictureBatches
-    classes: tuple[str, ...]
-    source: str
-    pictures: PictureSource
+    module: ImageClassifier
+    train: ImageBatches
+    valid: ImageBatches | tuple[()]
+    test: ImageBatches
+    dataset: ImageDataset
 
 
 def build_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImagesTask:
-    """Finds and decodes the pictures, once, and makes or loads the module.
+    """Finds and decodes the images, and makes or loads the model.
 
     Args:
-        config: the run.
-        progress: told how many files are decoded, of how many.
+        config: the configuration of the run.
+        progress: called with the number of decoded files and of all files.
 
     Raises:
-        DataError: the pictures cannot be used.
+        DataError: the images cannot be used.
         ConfigError: the pretrained model cannot be used.
     """
-    pictures = read_pictures(config, progress=progress)
+    dataset = load_images(config, progress=progress)
     return ImagesTask(
-        module=_module(config, pictures.classes),
-        train=_batches(pictures, "train", config),
-        valid=_batches(pictures, "valid", config) if pictures.parts["valid"].rows else (),
-        test=_batches(pictures, "test", config),
-        classes=pictures.classes,
-        source=pictures.source,
-        pictures=pictures,
+        module=_model(config, dataset.classes),
+        train=_batches(dataset, "train", config),
+        valid=_batches(dataset, "valid", config) if dataset.splits["valid"].rows else (),
+        test=_batches(dataset, "test", config),
+        dataset=dataset,
     )
 
 
 def build_optimizer(config: ImagesConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam at a constant rate, fused: one pass over each weight."""
+    """Returns fused Adam with a constant learning rate."""
     return torch.optim.Adam(parameters, lr=config.learning_rate, fused=True)
 
 
 def build_metrics() -> dict[str, Any]:
-    """Name -> torchmetrics Metric: the part of the pictures whose likeliest class is right."""
+    """Returns name -> torchmetrics Metric: the fraction of images whose likeliest class is correct."""
     classification = require("torchmetrics.classification", "images")
     return {"accuracy": classification.MulticlassAccuracy(num_classes=None, average="micro")}
 
 
-def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of each picture, [rows], in float32 or better: logits [rows, classes], labels [rows] int64."""
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return nn.functional.cross_entropy(exact, labels, reduction="none")
+def image_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the cross-entropy of each image, [rows], in float32 or better.
 
-
-def settings_of(config: ImagesConfig, pictures: PictureSource) -> dict[str, Any]:
-    """Name -> value of all that the numbers of a run depend on but its devices; of the pictures a hash.
-
-    It is of the pixels, labels and order of what trains and validates: the same pictures may lie elsewhere, be kept
-    elsewhere, or have other names.
+    Args:
+        logits: [rows, classes] float.
+        labels: [rows] int64.
     """
-    digest = hashlib.sha256("\0".join(pictures.classes).encode())
-    for part in ("train", "valid"):
-        chosen = pictures.parts[part]
-        digest.update(f"\0{part} {chosen.labels}".encode())
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise, labels, reduction="none")
+
+
+def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
+    """Returns name -> value of everything that the results depend on, except the devices.
+
+    The images are hashed by pixels, labels and order: the same images may be elsewhere or have other names.
+    """
+    digest = hashlib.sha256("\0".join(dataset.classes).encode())
+    splits: tuple[Split, ...] = ("train", "valid")
+    for split in splits:
+        chosen = dataset.splits[split]
+        digest.update(f"\0{split} {chosen.labels}".encode())
         for row in chosen.rows:
-            digest.update(pictures.store.pixels[row])
-    return {**settings_but(config, _NO_MATTER), "pictures": digest.hexdigest()[:16]}
+            digest.update(dataset.store.pixels[row])
+    return {**settings_except(config, _MAY_CHANGE), "images": digest.hexdigest()[:16]}
 
 
-def _module(config: ImagesConfig, classes: tuple[str, ...]) -> PictureClassifier:
+def _model(config: ImagesConfig, classes: tuple[str, ...]) -> ImageClassifier:
     if config.pretrained is not None and config.width_multiplier != ImagesConfig.width_multiplier:
         warnings.warn(
-            f"width_multiplier has no effect with pretrained={config.pretrained!r}, which brings its own width",
+            f"width_multiplier has no effect with pretrained={config.pretrained!r}, which has its own width",
             stacklevel=3,
         )
     with torch.random.fork_rng(devices=[]):
@@ -127,8 +132,8 @@ def _module(config: ImagesConfig, classes: tuple[str, ...]) -> PictureClassifier
         return load_mobilenet(config.pretrained, config.shape, classes)
 
 
-def _batches(pictures: PictureSource, part: Part, config: ImagesConfig) -> PictureBatches:
-    training = part == "train"
+def _batches(dataset: ImageDataset, split: Split, config: ImagesConfig) -> ImageBatches:
+    training = split == "train"
     settings = BatchSettings(
         batch_size=config.batch_size,
         pixel_range=config.pixel_range,
@@ -138,33 +143,33 @@ def _batches(pictures: PictureSource, part: Part, config: ImagesConfig) -> Pictu
         shift=config.shift if training else 0.0,
         seed=config.seed,
     )
-    chosen = pictures.parts[part]
-    return PictureBatches(pictures.store.pixels, chosen.rows, chosen.labels, settings=settings)
+    chosen = dataset.splits[split]
+    return ImageBatches(dataset.store.pixels, chosen.rows, chosen.labels, settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesResult:
-    """What a run came to.
+    """The result of a run.
 
     Args:
-        history: the logs and times of the epochs.
-        test_metrics: loss and accuracy over the test part.
-        source: where the pictures came from.
-        pictures: part -> how many it has, without the broken ones.
-        kept: where the decoded pictures were and how much room they took, in words for a person.
-        parameters: of the whole model, head included.
-        classes: their names.
-        broken: pictures that were skipped.
+        history: metrics and times of the epochs.
+        test_metrics: loss and accuracy over the test split.
+        source: where the images come from.
+        num_images: split -> number of images, without the broken ones.
+        decoded: size and location of the decoded images, for a person to read.
+        parameters: number of parameters of the whole model.
+        classes: names of the classes.
+        broken: images that were skipped.
     """
 
     history: History
     test_metrics: dict[str, float]
     source: str
-    pictures: dict[str, int]
-    kept: str
+    num_images: dict[str, int]
+    decoded: str
     parameters: int
     classes: tuple[str, ...]
-    broken: tuple[BrokenPicture, ...]
+    broken: tuple[BrokenImage, ...]
 
 
 def train_images(
@@ -177,50 +182,53 @@ def train_images(
     verbose: Verbose = 1,
     progress: Progress | None = None,
 ) -> ImagesResult:
-    """Trains and validates epoch by epoch, then tests. Every worker must call it.
+    """Trains and validates epoch by epoch, then tests. Every worker must call it. It prints nothing but the progress.
 
-    With a ``BackupAndRestore`` among the callbacks, a run that was interrupted goes on where it stopped.
+    With a ``BackupAndRestore`` among the callbacks, an interrupted run resumes where it stopped.
 
     Args:
-        config: the run.
+        config: the configuration of the run.
         strategy: the devices.
-        callbacks: called before those of the recipe: early stopping and TensorBoard.
-        log_dir: folder of the TensorBoard logs; None writes none.
-        output_dir: folder that gets weights, config and class names at the end, as transformers reads them; None
-            writes none.
+        callbacks: callbacks that run before those of the recipe, early stopping and TensorBoard.
+        log_dir: folder for TensorBoard logs; None writes none.
+        output_dir: folder for weights, config and class names at the end, as transformers reads them; None writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
-        progress: told how many files are decoded, of how many.
+        progress: called with the number of decoded files and of all files.
 
     Raises:
-        CheckpointError: a backup of a run with other settings.
+        CheckpointError: the backup is of a run with other settings.
     """
     task = build_images(config, progress=progress)
+    dataset = task.dataset
     model = compile_images(config, task, strategy)
-    same = SameRun(partial(settings_of, config, task.pictures))
-    hooks = [*callbacks, same, *_own_callbacks(config, task, log_dir)]
-    history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=hooks, verbose=verbose)
+    all_callbacks = [*callbacks, ResumeCheck(partial(run_settings, config, dataset))]
+    if config.patience:
+        all_callbacks.append(EarlyStopping("val_loss" if task.valid else "loss", patience=config.patience))
+    if log_dir is not None:
+        all_callbacks.append(TensorBoard(log_dir))
+    history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose)
     test_metrics = model.evaluate(task.test, verbose=0)
     if output_dir is not None:
         save_mobilenet(model, task.module, output_dir, pixel_range=config.pixel_range)
     return ImagesResult(
         history=history,
         test_metrics=test_metrics,
-        source=task.source,
-        pictures={part: len(chosen.rows) for part, chosen in task.pictures.parts.items()},
-        kept=task.pictures.store.kept,
+        source=dataset.source,
+        num_images={split: len(chosen.rows) for split, chosen in dataset.splits.items()},
+        decoded=dataset.store.description,
         parameters=sum(parameter.numel() for parameter in task.module.parameters()),
-        classes=task.classes,
-        broken=task.pictures.broken,
+        classes=dataset.classes,
+        broken=dataset.broken,
     )
 
 
 def compile_images(config: ImagesConfig, task: ImagesTask, strategy: Strategy) -> Model:
-    """A Model of the task's module on the strategy, ready for fit."""
+    """Returns a compiled ``Model`` of the task's module on the strategy."""
     with strategy.scope():
         model = Model(task.module, sync_batchnorm=config.sync_batchnorm)
         model.compile(
             optimizer=partial(build_optimizer, config),
-            loss=picture_loss,
+            loss=image_loss,
             metrics=build_metrics(),
             precision=config.precision,
             accumulate=config.accumulate,
@@ -229,59 +237,61 @@ def compile_images(config: ImagesConfig, task: ImagesTask, strategy: Strategy) -
     return model
 
 
-def _own_callbacks(config: ImagesConfig, task: ImagesTask, log_dir: Path | None) -> list[Callback]:
-    watched = "val_loss" if task.valid else "loss"
-    stopping = [EarlyStopping(watched, patience=config.patience)] if config.patience else []
-    return [*stopping, *([TensorBoard(log_dir)] if log_dir is not None else [])]
-
-
-_ROWS = 17  # pictures of each batch: convolutions in double take ten times as long; odd, so that shards are uneven
+_EXACT_ROWS = 17  # images per batch: double convolutions take ten times as long; odd, so that shards are uneven
 
 
 def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
     """Trains the first steps with the strategy and again without it, from the same weights on the same batches.
 
+    Batch statistics are synchronised and dropout is off: otherwise N replicas differ from one device by definition. The
+    check computes in double precision: from random weights of this size and 34 batch norms, one step multiplies
+    rounding so much that in float32 the losses of the third step differ by 0.1, in double by 1e-11 (two replicas,
+    digits, SGD with 0.1). Every worker must call it.
+
     Args:
-        config: the run; its dropout is taken as 0, and its batch statistics as those of the global batch.
+        config: the configuration of the run.
         strategy: the replicas to compare with one device.
-        steps: global batches to train, each one update.
+        steps: number of global batches, one update each.
 
     Raises:
         ConfigError: ``steps`` is below 1.
-        DataError: the pictures cannot be used.
+        DataError: the images cannot be used.
     """
     check_steps(steps)
     task = build_images(replace(config, dropout=0.0))
     task.module.double()
-    batches = tuple((pictures[:_ROWS].double(), labels[:_ROWS]) for pictures, labels in islice(task.train, steps))
-    both = Comparison(
-        module=task.module, batches=batches, loss=picture_loss, plain_loss=_plain_loss, sync_batchnorm=True
+    first = islice(task.train, steps)
+    batches = tuple((images[:_EXACT_ROWS].double(), labels[:_EXACT_ROWS]) for images, labels in first)
+    comparison = Comparison(
+        module=task.module,
+        batches=batches,
+        train=partial(train_with_model, batches=batches, loss=image_loss, strategy=strategy, sync_batchnorm=True),
+        plain_loss=_plain_loss,
     )
-    adam = partial(build_optimizer, config)
-    return both.report(strategy, adam, condition="double precision, batch statistics synchronised, no dropout")
+    condition = "double precision, batch statistics synchronised, no dropout"
+    return comparison.report(strategy, partial(build_optimizer, config), condition=condition)
 
 
 def _plain_loss(module: nn.Module, batch: Batch) -> Tensor:
-    pictures, labels = batch
-    return F.cross_entropy(module(pictures), labels)
+    images, labels = batch
+    return F.cross_entropy(module(images), labels)
 
 
 def largest_images_batch(config: ImagesConfig, strategy: Strategy) -> LargestBatch:
-    """Tries batches of pictures of the size of the run.
+    """Finds the largest global batch that fits.
 
     Args:
-        config: the run; its batch size is where the search begins.
+        config: the configuration of the run; the search begins with its batch size.
         strategy: the devices.
 
     Raises:
-        DeviceMemoryError: not even one picture a replica fits.
+        DeviceMemoryError: not even one image per replica fits.
     """
     task = build_images(config)
-    steps = CompileConfig(loss=picture_loss, precision=config.precision, clip_norm=config.clip_norm)
     return largest_batch(
         compile_images(config, task, strategy),
-        steps,
-        task.train.made_up,
+        CompileConfig(loss=image_loss, precision=config.precision, clip_norm=config.clip_norm),
+        task.train.dummy_batch,
         start=config.batch_size,
-        examples=task.train.pictures,
+        examples=task.train.num_images,
     )

@@ -1,6 +1,6 @@
-"""What a trained model would fill in: for words of the test text that it does not see, or of sentences that are given.
+"""Predictions of a trained model for masked words: of given sentences, or of words of the test text.
 
-sentence with [MASK] -> tokens -> a row for each [MASK] -> model.predict -> the likeliest words
+sentence with [MASK] -> tokens -> one row for each [MASK] -> model.predict -> the likeliest words
 """
 
 from __future__ import annotations
@@ -17,151 +17,149 @@ from lockstep.recipes.shuffling import seeded_generator
 from lockstep.recipes.text.tokenizer import Vocabulary
 from lockstep.train.model import Model
 
-_SHORTEST = 3
-"""Letters of a word that is hidden, where a line has such words: shorter ones say little about the line."""
+_MIN_LETTERS = 3  # of a word to mask, if the line has such words: shorter ones depend little on the line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """A sentence of which the model does not see some words.
+class MaskedSentence:
+    """A sentence in which some words are masked.
 
     Args:
-        text: the sentence, with the mask token where they stood.
-        tokens: the ids of its tokens, special ones included.
-        places: of the hidden ones among them, ascending.
-        hidden: the word that stood there; None where nobody knows.
+        text: the sentence, with mask tokens.
+        tokens: its token ids, special tokens included.
+        positions: positions of the masks among the tokens, ascending.
+        answer: the word that was masked; None if it is not known.
     """
 
     text: str
     tokens: tuple[int, ...]
-    places: tuple[int, ...]
-    hidden: str | None = None
+    positions: tuple[int, ...]
+    answer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """A word, and how likely the model takes it to be."""
+    """A word and its probability according to the model."""
 
     word: str
     probability: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filled:
-    """A sentence and what the model would fill in.
+class FilledSentence:
+    """A masked sentence and the model's predictions.
 
     Args:
-        question: the sentence.
-        guesses: for each hidden word the likeliest, the best first.
+        sentence: the masked sentence.
+        guesses: for each mask the likeliest words, the best first.
     """
 
-    question: Question
+    sentence: MaskedSentence
     guesses: tuple[tuple[Guess, ...], ...]
 
 
-def mask_token(vocabulary: Vocabulary) -> str:
-    """What stands for a hidden word in a text: "[MASK]" in every BERT that is known."""
-    return str(vocabulary.tokenizer.id_to_token(vocabulary.mask_id))
-
-
 def check_examples(sentences: Sequence[str], mask: str) -> None:
-    """Refuses sentences in which no word is hidden.
+    """Checks that each sentence has a mask.
 
     Raises:
-        ConfigError: there is one; the message shows how it is done.
+        ConfigError: a sentence has none.
     """
     for sentence in sentences:
         if mask not in sentence:
             raise ConfigError(
-                f"the example {sentence!r} hides no word; write {mask} for each word to fill in, such as"
+                f"the example {sentence!r} has no {mask}; write {mask} for each word to fill in, such as"
                 f" 'the first {mask} of a list'"
             )
 
 
-def questions_of(sentences: Sequence[str], vocabulary: Vocabulary) -> tuple[Question, ...]:
-    """The sentences with their tokens, cut off where the vocabulary's tokenizer cuts lines off.
+def tokenize_examples(sentences: Sequence[str], vocabulary: Vocabulary) -> tuple[MaskedSentence, ...]:
+    """Returns the sentences with their tokens, truncated as the vocabulary's tokenizer truncates lines.
 
     Raises:
-        ConfigError: one without a hidden word, or whose hidden words are all cut off.
+        ConfigError: a sentence has no mask, or all its masks are truncated away.
     """
-    mask = mask_token(vocabulary)
-    check_examples(sentences, mask)
-    return tuple(_question(sentence, vocabulary, mask) for sentence in sentences)
+    check_examples(sentences, vocabulary.mask_token)
+    found = []
+    for sentence in sentences:
+        tokens = tuple(vocabulary.tokenizer.encode(sentence).ids)
+        positions = tuple(position for position, token in enumerate(tokens) if token == vocabulary.mask_id)
+        if not positions:
+            raise ConfigError(
+                f"the example {sentence[:40]!r}... has no {vocabulary.mask_token} among the first {len(tokens)} tokens,"
+                " which is the maximum length of a line; give a shorter sentence"
+            )
+        found.append(MaskedSentence(text=sentence, tokens=tokens, positions=positions))
+    return tuple(found)
 
 
-def hidden_words(lines: Sequence[str], vocabulary: Vocabulary, *, number: int, seed: int) -> tuple[Question, ...]:
-    """A word hidden in each of ``number`` lines, spread evenly over the text; fewer where lines have no whole word.
+def mask_words(lines: Sequence[str], vocabulary: Vocabulary, *, number: int, seed: int) -> tuple[MaskedSentence, ...]:
+    """Masks one word in each of ``number`` lines that are spread evenly over the text.
 
     Args:
-        lines: of the text.
-        vocabulary: whose tokenizer knows them.
-        number: how many lines are wanted.
-        seed: where the choice of the words begins.
+        lines: lines of the text; one in which no word is a single token is left out.
+        vocabulary: the vocabulary of the model.
+        number: number of lines.
+        seed: seed of the choice of words.
     """
-    chosen = [lines[place * len(lines) // number] for place in range(min(number, len(lines)))]
-    asked = (_hide_one(line, vocabulary, seeded_generator(seed, place)) for place, line in enumerate(chosen))
-    return tuple(question for question in asked if question is not None)
+    chosen = [lines[index * len(lines) // number] for index in range(min(number, len(lines)))]
+    masked = (_mask_word(line, vocabulary, seeded_generator(seed, index)) for index, line in enumerate(chosen))
+    return tuple(sentence for sentence in masked if sentence is not None)
 
 
-def fill(model: Model, questions: Sequence[Question], vocabulary: Vocabulary, *, likeliest: int) -> tuple[Filled, ...]:
-    """Asks the model. Every worker must call it; all know the answers.
+def fill_masks(
+    model: Model, sentences: Sequence[MaskedSentence], vocabulary: Vocabulary, *, top_k: int
+) -> tuple[FilledSentence, ...]:
+    """Predicts the masked words. Every worker must call it; all get the same predictions.
 
     Args:
-        model: of a ``MaskedLanguageModel``.
-        questions: what to ask.
-        vocabulary: the model's.
-        likeliest: how many words are wanted for each hidden one; special tokens are none.
+        model: the ``Model`` of a ``MaskedLanguageModel``.
+        sentences: the masked sentences.
+        vocabulary: the vocabulary of the model.
+        top_k: number of words for each mask; special tokens are left out.
     """
-    if not questions:
+    if not sentences:
         return ()
-    asked = [(question, place) for question in questions for place in question.places]
-    logits = model.predict([_rows(asked, vocabulary.pad_id)]).flatten(0, -2)  # [rows, one slot, vocabulary] on GPUs
+    masks = [(sentence, position) for sentence in sentences for position in sentence.positions]
+    logits = model.predict([_inputs(masks, vocabulary.pad_id)]).flatten(0, -2)  # on GPUs [rows, one slot, vocabulary]
     probabilities = logits.float().softmax(dim=1)[:, : vocabulary.size]
-    words = probabilities.masked_fill(vocabulary.special(), -1.0).topk(likeliest, dim=1)
+    best = probabilities.masked_fill(vocabulary.is_special(), -1.0).topk(top_k, dim=1)
     guesses = iter(
         tuple(Guess(word=vocabulary.tokenizer.id_to_token(token), probability=p) for token, p in zip(*row, strict=True))
-        for row in zip(words.indices.tolist(), words.values.tolist(), strict=True)
+        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     )
-    return tuple(Filled(question=each, guesses=tuple(next(guesses) for _ in each.places)) for each in questions)
+    return tuple(
+        FilledSentence(sentence=sentence, guesses=tuple(next(guesses) for _ in sentence.positions))
+        for sentence in sentences
+    )
 
 
-def _question(sentence: str, vocabulary: Vocabulary, mask: str) -> Question:
-    tokens = tuple(vocabulary.tokenizer.encode(sentence).ids)
-    places = tuple(place for place, token in enumerate(tokens) if token == vocabulary.mask_id)
-    if not places:
-        raise ConfigError(
-            f"the example {sentence[:40]!r}... has no {mask} among the first {len(tokens)} tokens, and no line can be"
-            " longer; give a shorter one"
-        )
-    return Question(text=sentence, tokens=tokens, places=places)
-
-
-def _hide_one(line: str, vocabulary: Vocabulary, generator: torch.Generator) -> Question | None:
-    """The line with one of its words hidden, of those that are one token."""
+def _mask_word(line: str, vocabulary: Vocabulary, generator: torch.Generator) -> MaskedSentence | None:
+    """Masks one of the words that are a single token; None if there is none."""
     encoding = vocabulary.tokenizer.encode(line)
     pieces = Counter(encoding.word_ids)
-    whole = [
-        place
-        for place, (word, token) in enumerate(zip(encoding.word_ids, encoding.tokens, strict=True))
+    whole_words = [
+        position
+        for position, (word, token) in enumerate(zip(encoding.word_ids, encoding.tokens, strict=True))
         if word is not None and pieces[word] == 1 and token.isalpha()
     ]
-    telling = [place for place in whole if len(encoding.tokens[place]) >= _SHORTEST] or whole
-    if not telling:
+    candidates = [position for position in whole_words if len(encoding.tokens[position]) >= _MIN_LETTERS] or whole_words
+    if not candidates:
         return None
-    place = telling[int(torch.randint(len(telling), (), generator=generator))]
-    begin, end = encoding.offsets[place]
-    tokens = [*encoding.ids[:place], vocabulary.mask_id, *encoding.ids[place + 1 :]]
-    text = f"{line[:begin]}{mask_token(vocabulary)}{line[end:]}"
-    return Question(text=text, tokens=tuple(tokens), places=(place,), hidden=encoding.tokens[place])
+    position = candidates[int(torch.randint(len(candidates), (), generator=generator))]
+    begin, end = encoding.offsets[position]
+    return MaskedSentence(
+        text=f"{line[:begin]}{vocabulary.mask_token}{line[end:]}",
+        tokens=(*encoding.ids[:position], vocabulary.mask_id, *encoding.ids[position + 1 :]),
+        positions=(position,),
+        answer=encoding.tokens[position],
+    )
 
 
-def _rows(asked: Sequence[tuple[Question, int]], pad_id: int) -> Inputs:
-    """A row for each hidden word, so that the logits have one too."""
-    width = max(len(question.tokens) for question, _ in asked)
-    tokens = torch.full((len(asked), width), pad_id)
-    real = torch.zeros(len(asked), width, dtype=torch.long)
-    for row, (question, _) in enumerate(asked):
-        tokens[row, : len(question.tokens)] = torch.tensor(question.tokens)
-        real[row, : len(question.tokens)] = 1
-    places = torch.tensor([[place] for _, place in asked])
-    return {"input_ids": tokens, "attention_mask": real, "masked_positions": places}
+def _inputs(masks: Sequence[tuple[MaskedSentence, int]], pad_id: int) -> Inputs:
+    """One row for each mask, so that the logits have one row for each too."""
+    tokens = [torch.tensor(sentence.tokens) for sentence, _ in masks]
+    return {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=pad_id),
+        "attention_mask": torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
+        "masked_positions": torch.tensor([[position] for _, position in masks]),
+    }

@@ -1,4 +1,4 @@
-"""Accuracy over masked tokens, as a torchmetrics metric of two summed states."""
+"""The accuracy of the masked tokens, as a torchmetrics metric with two summed states."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lockstep.recipes.mlm.model import masked_labels
 
 
 class MaskedTokenAccuracy(Metric):
-    """The part of the masked tokens whose likeliest prediction is right.
+    """The fraction of masked tokens whose likeliest prediction is correct.
 
-    torchmetrics' MulticlassAccuracy cannot be used as it is: it wants as many labels as rows of logits, and ours are
-    padded row by row. Nor need it be: a right answer is a right answer, whatever its class. At [608, 30522] on one core
-    an update takes 12 ms here, 12 ms in MulticlassAccuracy(average="micro"), and 6,050 ms with its default average.
+    torchmetrics' MulticlassAccuracy expects as many labels as rows of logits, and our labels are padded row by row. At
+    [608, 30522] on one core an update takes 12 ms here, 12 ms in MulticlassAccuracy(average="micro"), and 6,050 ms with
+    its default average.
     """
 
     full_state_update = False
@@ -31,8 +31,8 @@ class MaskedTokenAccuracy(Metric):
         """Adds a batch.
 
         Args:
-            logits: [masked, vocabulary], or of every slot [rows, slots, vocabulary].
-            labels: [rows, slots] with ``IGNORED_LABEL`` in empty slots.
+            logits: [masked, vocabulary], or [rows, slots, vocabulary].
+            labels: [rows, slots] with ``IGNORED_LABEL`` in unused slots.
         """
         if logits.ndim == 3:
             self.correct += (logits.argmax(dim=2) == labels).sum()
@@ -43,5 +43,5 @@ class MaskedTokenAccuracy(Metric):
         self.count += len(targets)
 
     def compute(self) -> Tensor:
-        """Right tokens / masked tokens; NaN before any."""
+        """Returns correct tokens / masked tokens; NaN before the first batch."""
         return self.correct / self.count

@@ -1,9 +1,9 @@
-"""BERT with a masked-token head that is asked about the masked positions only.
+"""BERT with a masked-token head that computes logits at the masked positions only, and its loss.
 
     input_ids [rows, tokens] -> BertModel -> [rows, tokens, hidden] -> the masked positions -> [masked, hidden]
       -> transform -> times the word embeddings -> logits [masked, vocabulary]
 
-The parts and the keys of the state_dict are those of transformers' BertForMaskedLM, so weights go both ways.
+Submodules and state_dict keys are those of transformers' BertForMaskedLM: each loads the other's weights.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.extras import require
-from lockstep.recipes.from_hub import check_kind, load_named
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.from_hub import check_model_type, load_named
 from lockstep.recipes.mlm.batches import IGNORED_LABEL, NO_POSITION
 from lockstep.recipes.text.tokenizer import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertShape:
-    """The size of a BERT; the defaults are bert_tiny's, with 4,385,920 parameters before the head.
+    """The size of a BERT. The defaults are those of bert_tiny, which has 4,385,920 parameters without the head.
 
     Args:
-        layers: encoder layers.
-        hidden: width of a token's vector.
-        heads: attention heads; divides ``hidden``.
-        feed_forward: width inside a layer's feed-forward part.
-        vocabulary: tokens that have an embedding.
-        positions: longest sequence, in tokens.
-        dropout: probability, for activations and attention weights.
+        layers: number of encoder layers.
+        hidden: hidden size.
+        heads: number of attention heads; must divide ``hidden``.
+        feed_forward: inner size of the feed-forward network in each layer.
+        vocabulary: number of token embeddings.
+        positions: maximum sequence length, in tokens.
+        dropout: dropout probability of activations and attention weights.
     """
 
     layers: int = 2
@@ -46,10 +47,8 @@ class BertShape:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        sizes = ("layers", "hidden", "heads", "feed_forward", "vocabulary", "positions")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1")
+        for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "positions"):
+            at_least(name, getattr(self, name), 1)
         if self.hidden % self.heads:
             divisors = ", ".join(str(n) for n in range(1, self.hidden + 1) if self.hidden % n == 0)
             raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose one of {divisors}")
@@ -58,20 +57,21 @@ class BertShape:
 
 
 class MaskedLanguageModel(nn.Module):
-    """BertModel, its pooler frozen because nothing here asks it, and the tied masked-token head.
+    """BertModel and the masked-token head that is tied to its word embeddings. The unused pooler is frozen.
 
     Args:
         bert: a transformers BertModel.
-        predictions: the BertLMPredictionHead that belongs to it; transformers has tied it to the word embeddings.
+        predictions: its BertLMPredictionHead, tied to the word embeddings by transformers.
 
     Attributes:
-        config: transformers' own; with the names of the parts it says how the model may be divided among workers.
-        static: whether no shape and no choice depends on what the rows hold. A GPU then waits for nothing within a
-            step, and can record it; but empty slots have logits too, and rows without padding are masked like others.
+        config: the config of transformers; with the names of the submodules it says how workers may divide the model.
+        static_shapes: whether all shapes are independent of the content of the rows. The step then needs no
+            synchronisation with the GPU and can be captured as a CUDA graph; but unused slots have logits too, and the
+            attention mask is applied to rows without padding as well.
     """
 
     base_model_prefix = "bert"
-    static = False
+    static_shapes = False
 
     def __init__(self, bert: Any, predictions: Any) -> None:
         super().__init__()
@@ -88,57 +88,56 @@ class MaskedLanguageModel(nn.Module):
         masked_positions: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the masked tokens.
+        """Computes the logits of the masked tokens.
 
         Args:
             input_ids: [rows, tokens] int64.
             attention_mask: [rows, tokens] int64: 1 for real tokens, 0 for padding; None where all are real.
-            masked_positions: [rows, slots] int64; ``NO_POSITION`` pads. None asks about every token.
-            inputs_embeds: [rows, tokens, hidden] float, in place of ``input_ids``: what a pipeline's stage is handed.
+            masked_positions: [rows, slots] int64; ``NO_POSITION`` in unused slots. None: every token.
+            inputs_embeds: [rows, tokens, hidden] float, in place of ``input_ids``: the input of a pipeline stage.
 
         Returns:
-            [masked, vocabulary] float, in the order of the rows and of the slots in each, or where ``static`` [rows,
-            slots, vocabulary]; where every token was asked about, [rows, tokens, vocabulary].
+            [masked, vocabulary] float, in the order of rows and slots; with ``static_shapes`` [rows, slots,
+            vocabulary]; without ``masked_positions`` [rows, tokens, vocabulary].
         """
         hidden = self._encode(input_ids, attention_mask, inputs_embeds)
-        if masked_positions is not None and not self.static:
+        if masked_positions is not None and not self.static_shapes:
             rows, slots = (masked_positions != NO_POSITION).nonzero(as_tuple=True)
             hidden = hidden[rows, masked_positions[rows, slots]]
         elif masked_positions is not None:
-            places = masked_positions.clamp(min=0).unsqueeze(-1)
-            hidden = hidden.gather(1, places.expand(-1, -1, hidden.shape[-1]))
+            index = masked_positions.clamp(min=0).unsqueeze(-1)
+            hidden = hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
         logits: Tensor = self.cls["predictions"](hidden)
         return logits
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Writes the first values of a module's own tensors, as transformers' models do: for one on the meta device."""
+        """Initialises a submodule that was on the meta device, as transformers' models do."""
         self.bert._init_weights(module)
 
     def _encode(self, input_ids: Tensor | None, attention_mask: Tensor | None, embedded: Tensor | None) -> Tensor:
         if input_ids is not None and not len(input_ids):  # an empty shard, which transformers cannot reshape
-            nothing: Tensor = self.bert.embeddings.word_embeddings(input_ids)
-            return nothing
-        if self.static and attention_mask is not None:
-            attention_mask = self._whole_mask(attention_mask)
+            empty: Tensor = self.bert.embeddings.word_embeddings(input_ids)
+            return empty
+        if self.static_shapes and attention_mask is not None:
+            attention_mask = self._full_mask(attention_mask)
         encoded = self.bert(input_ids=input_ids, inputs_embeds=embedded, attention_mask=attention_mask)
         hidden: Tensor = encoded.last_hidden_state
         return hidden
 
-    def _whole_mask(self, real: Tensor) -> Tensor:
-        """[rows, 1, tokens, tokens] for [rows, tokens]: one of four dimensions transformers takes without looking."""
+    def _full_mask(self, real: Tensor) -> Tensor:
+        """[rows, 1, tokens, tokens] from [rows, tokens]: transformers takes a 4-dimensional mask as it is."""
         keys = real.bool()[:, None, None, :].expand(-1, 1, real.shape[1], -1)
         if self.config._attn_implementation == "sdpa":
             return keys
-        unseen = torch.finfo(self.bert.dtype).min
-        return torch.zeros_like(keys, dtype=self.bert.dtype).masked_fill(~keys, unseen)
+        return torch.zeros_like(keys, dtype=self.bert.dtype).masked_fill(~keys, torch.finfo(self.bert.dtype).min)
 
 
 def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageModel:
-    """A model of random weights, drawn from torch's default generator.
+    """Returns a model with random weights, drawn from torch's default generator.
 
     Args:
-        shape: its size.
-        attention: transformers' name of an attention implementation.
+        shape: size of the model.
+        attention: attention implementation, as transformers calls it.
     """
     bert = require("transformers.models.bert.modeling_bert", "text")
     config = bert.BertConfig(
@@ -156,30 +155,21 @@ def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageMode
     return MaskedLanguageModel(whole.bert, whole.cls.predictions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pretrained:
-    """What was loaded: the module and the vocabulary that belongs to it."""
-
-    module: MaskedLanguageModel
-    vocabulary: Vocabulary
-
-
-def load_pretrained(name: str, *, attention: str, dropout: float) -> Pretrained:
+def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[MaskedLanguageModel, Vocabulary]:
     """Loads a BERT and its tokenizer.
 
     Args:
         name: folder written by ``save_pretrained`` or by this recipe, or a Hugging Face name.
-        attention: transformers' name of an attention implementation.
-        dropout: probability, for activations and attention weights.
+        attention: attention implementation, as transformers calls it.
+        dropout: dropout probability of activations and attention weights.
 
     Raises:
-        ConfigError: not found, unreadable, or no BERT with a tokenizer that can mask.
+        ConfigError: the model was not found, cannot be read, or is not a BERT with a mask token.
     """
     transformers = require("transformers", "text")
-    check_kind(
-        name, load_named(name, transformers.AutoConfig, extra="text"), kind="bert", example="prajjwal1/bert-tiny"
-    )
-    whole = load_named(
+    config = load_named(name, transformers.AutoConfig, extra="text")
+    check_model_type(name, config, expected="bert", example="prajjwal1/bert-tiny")
+    bert = load_named(
         name,
         transformers.BertForPreTraining,
         extra="text",
@@ -187,39 +177,36 @@ def load_pretrained(name: str, *, attention: str, dropout: float) -> Pretrained:
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    vocabulary = _vocabulary(name, load_named(name, transformers.AutoTokenizer, extra="text"))
-    if vocabulary.size > whole.config.vocab_size:
-        raise ConfigError(
-            f"pretrained={name!r} has {whole.config.vocab_size} embeddings for a tokenizer of {vocabulary.size} tokens;"
-            " expected one for each; give weights and tokenizer that belong together"
-        )
-    return Pretrained(module=MaskedLanguageModel(whole.bert, whole.cls.predictions), vocabulary=vocabulary)
-
-
-def _vocabulary(name: str, tokenizer: Any) -> Vocabulary:
-    if tokenizer.mask_token_id is None or tokenizer.pad_token_id is None:
+    tokenizer = load_named(name, transformers.AutoTokenizer, extra="text")
+    ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "unk", "cls", "sep", "mask")}
+    if ids["mask"] is None or ids["pad"] is None:
         raise ConfigError(
             f"pretrained={name!r} has a tokenizer without a mask or padding token; expected BERT's [MASK] and [PAD];"
             " give a folder whose tokenizer was saved with its special tokens"
         )
-    ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "unk", "cls", "sep", "mask")}
-    known = {kind: number for kind, number in ids.items() if number is not None}
-    return Vocabulary(tokenizer=tokenizer.backend_tokenizer, named_ids=known)
+    named_ids = {kind: token_id for kind, token_id in ids.items() if token_id is not None}
+    vocabulary = Vocabulary(tokenizer=tokenizer.backend_tokenizer, named_ids=named_ids)
+    if vocabulary.size > bert.config.vocab_size:
+        raise ConfigError(
+            f"pretrained={name!r} has {bert.config.vocab_size} embeddings for a tokenizer of {vocabulary.size} tokens;"
+            " expected an embedding for each; give weights and a tokenizer that belong together"
+        )
+    return MaskedLanguageModel(bert.bert, bert.cls.predictions), vocabulary
 
 
 _ROWS_AT_ONCE = 16  # 16 rows of 30,522 float32 are 2 MB: they stay in a core's cache between the passes below
 
 
 def masked_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The pair (total, count): the summed cross-entropy of this shard's masked tokens, and how many there are.
+    """Returns (total, count): the summed cross-entropy of this shard's masked tokens, and their number.
 
     Args:
-        logits: [masked, vocabulary], the masked tokens in the order of their rows and positions; or [rows, slots,
-            vocabulary], of every slot, where nothing then depends on how many are empty.
-        labels: [rows, slots] int64; ``IGNORED_LABEL`` pads.
+        logits: [masked, vocabulary], in the order of rows and positions; or [rows, slots, vocabulary], which keeps all
+            shapes independent of the number of unused slots.
+        labels: [rows, slots] int64; ``IGNORED_LABEL`` in unused slots.
 
     Returns:
-        Total, [] float32 on the device of the logits, and count, [] int64.
+        The total, [] float32 on the device of the logits, and the count, [] int64.
 
     Example:
         >>> total, count = masked_token_loss(torch.zeros(2, 4), torch.tensor([[3, -100], [0, -100]]))
@@ -227,33 +214,34 @@ def masked_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         (1.3863, 2)
     """
     if logits.ndim == 3:
-        whole = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")  # skips IGNORED_LABEL
-        return whole, (labels != IGNORED_LABEL).sum()
+        summed = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")  # skips IGNORED_LABEL
+        return summed, (labels != IGNORED_LABEL).sum()
     targets = masked_labels(labels)
     count = torch.tensor(len(targets), device=labels.device)
-    if logits.is_cuda or type(logits) is not Tensor:  # which scores that are divided among workers are not
+    if logits.is_cuda or type(logits) is not Tensor:  # vocabulary-parallel logits are of a subclass
         return F.cross_entropy(logits.float(), targets, reduction="sum"), count
     total: Tensor = _SummedCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
     return total, count
 
 
 def masked_labels(labels: Tensor) -> Tensor:
-    """The labels of the masked tokens, [masked], in the order of the logits."""
+    """Returns the labels of the masked tokens, [masked], in the order of the logits."""
     return labels[labels != IGNORED_LABEL]
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """``F.cross_entropy(logits.float(), targets, reduction="sum")`` in fewer passes.
+    """``F.cross_entropy(logits.float(), targets, reduction="sum")`` in fewer passes over memory.
 
-    At [608, 30522] float32 on one core, forward and backward: 50 ms, against 124 ms of F.cross_entropy (log-softmax,
-    then a gradient of zeros for the picked entries, then its product with the softmax, each a new 74 MB).
-    The softmax becomes the gradient in place, so a second backward through the same loss is refused.
+    Forward and backward at [608, 30522] float32 on one core take 50 ms, and 124 ms with F.cross_entropy (log-softmax,
+    then a gradient of zeros but for the targets, then its product with the softmax, each a new tensor of 74 MB).
+    The softmax becomes the gradient in place, so a second backward through the same loss is an error.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         softmax = logits.new_empty(logits.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        losses = [_losses(logits, targets, rows, softmax) for rows in _groups(len(logits))]
+        starts = range(0, max(1, len(logits)), _ROWS_AT_ONCE)
+        losses = [_losses(logits, targets, slice(start, start + _ROWS_AT_ONCE), softmax) for start in starts]
         ctx.softmax, ctx.targets, ctx.dtype = softmax, targets, logits.dtype
         return torch.cat(losses).sum()
 
@@ -261,22 +249,20 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if ctx.softmax is None:
-            raise UsageError("backward was called twice through one masked loss; compute the loss again before it")
+            raise UsageError(
+                "backward was called twice through one masked-token loss; compute the loss again before the second call"
+            )
         gradient, ctx.softmax = ctx.softmax, None
         gradient[torch.arange(len(gradient)), ctx.targets] -= 1
         return gradient.mul_(grad).to(ctx.dtype), None
 
 
-def _groups(rows: int) -> list[slice]:
-    return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, max(1, rows), _ROWS_AT_ONCE)]
-
-
 def _losses(logits: Tensor, targets: Tensor, rows: slice, softmax: Tensor | None) -> Tensor:
-    """-log p(target) of some rows; their probabilities are left in ``softmax`` where the gradient will want them.
+    """Returns -log p(target) of some rows; writes their probabilities to ``softmax`` for the backward pass.
 
-    The likeliest token's log p loses nothing in float32, and the target's is that less the distance of their logits.
+    The log p of the likeliest token is exact in float32; that of the target is this less the difference of the logits.
     """
-    scores = logits[rows].float()
-    probabilities = torch.softmax(scores, dim=1, out=None if softmax is None else softmax[rows])
-    distance = scores.amax(dim=1) - scores.gather(1, targets[rows, None])[:, 0]
-    return distance - probabilities.amax(dim=1).log()
+    chosen = logits[rows].float()
+    probabilities = torch.softmax(chosen, dim=1, out=None if softmax is None else softmax[rows])
+    difference = chosen.amax(dim=1) - chosen.gather(1, targets[rows, None])[:, 0]
+    return difference - probabilities.amax(dim=1).log()

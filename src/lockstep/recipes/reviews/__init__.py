@@ -1,1 +1,7 @@
-"""The recipe ``reviews``: a BERT learns whether a review is good or bad, with the Transformers Trainer."""
+"""The recipe ``reviews``: a BERT learns to tell bad reviews from good ones, with the Transformers Trainer.
+
+    config -> train -> trainer -> task -> dataset, batches
+
+``config.reviews()`` returns the configuration and ``train.train_reviews()`` runs it; begin reading in ``train``.
+``trainer`` subclasses transformers and is imported only when a run begins.
+"""

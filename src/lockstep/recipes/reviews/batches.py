@@ -1,7 +1,8 @@
-"""In which order the Trainer's sampler gives the rows of an epoch: batches of like length, in random order.
+"""The tokenizer, reviews as token rows, and the order in which the Trainer gets them.
 
-transformers' own ``group_by_length`` goes through an epoch from long to short a few times, which is another order than
-a random one where long reviews are better than short ones, and it leaves the order of ``predict`` permuted.
+By default a WordPiece tokenizer that knows Chinese words is trained. The same model of one layer had a test F1 of 0.82
+with it, and 0.80 with single characters as in Google's Chinese BERT, and needed two thirds of the time: a review has 44
+tokens on average instead of 60.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from lockstep.recipes.text.tokenizer import END, MASK, PAD, START, UNKNOWN, Word
 
 
 def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_tokens: int, cache_dir: Path) -> Any:
-    """A tokenizer for these texts, as a transformers tokenizer.
+    """Trains a tokenizer; returns it as a transformers tokenizer.
 
     Args:
-        texts: the training part.
-        settings: what to train with.
-        max_tokens: longest row.
+        texts: the training split.
+        settings: settings of the training.
+        max_tokens: maximum length of a row.
         cache_dir: folder of trained tokenizers.
     """
     transformers = require("transformers", "text")
@@ -44,10 +45,10 @@ def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_toke
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a pretrained model.
+    """Loads the tokenizer of a pretrained model.
 
     Raises:
-        ConfigError: not found, or it cannot pad.
+        ConfigError: it was not found, or has no padding token.
     """
     transformers = require("transformers", "text")
     tokenizer = load_named(name, transformers.AutoTokenizer, extra="text")
@@ -60,14 +61,14 @@ def load_tokenizer(name: str) -> Any:
 
 
 class ReviewRows(Dataset[dict[str, Any]]):
-    """Reviews as the Trainer takes them: dicts of ``input_ids``, ``attention_mask`` (lists) and ``labels`` (int).
+    """Token rows for the Trainer: dicts of ``input_ids``, ``attention_mask`` (lists) and ``labels`` (int).
 
     Args:
-        encoded: the tokens of each review, special ones at its ends.
-        classes: the class of each.
-        hide: part of the tokens, but for the ends, that stand as ``mask_id``; which ones depends on seed and epoch.
-        mask_id: the token that stands for a hidden one.
-        seed: where the drawing begins.
+        encoded: the token ids of each review, with special tokens at both ends.
+        classes: the class of each review.
+        hide: fraction of the other tokens that are replaced by ``mask_id``; which ones depends on seed and epoch.
+        mask_id: id of the mask token.
+        seed: seed of the masks.
     """
 
     def __init__(
@@ -79,75 +80,68 @@ class ReviewRows(Dataset[dict[str, Any]]):
         mask_id: int = 0,
         seed: int = 0,
     ) -> None:
-        self._lengths = torch.tensor([len(row) for row in encoded], dtype=torch.int64)
-        self._ends: list[int] = self._lengths.cumsum(0).tolist()
+        self.lengths = torch.tensor([len(row) for row in encoded], dtype=torch.int64)
+        self._ends = self.lengths.cumsum(0)
         self._tokens = torch.tensor([token for row in encoded for token in row], dtype=torch.int64)
         self._classes = list(classes)
         self._hide, self._mask_id, self._seed = hide, mask_id, seed
         self.set_epoch(0)
 
-    @property
-    def lengths(self) -> Tensor:
-        """[rows] int64: tokens of each."""
-        return self._lengths
-
     def set_epoch(self, epoch: int) -> None:
-        """Has the tokens of that epoch hidden, counted from 0."""
-        self._shown = self._tokens
+        """Masks the tokens of that epoch, counted from 0."""
+        self._masked = self._tokens
         if self._hide:
-            self._shown = self._tokens.masked_fill(self._hidden(seeded_generator(self._seed, epoch)), self._mask_id)
+            # All rows at once: a generator for each row took 2 ms of a step.
+            hidden = torch.rand(len(self._tokens), generator=seeded_generator(self._seed, epoch)) < self._hide
+            hidden[self._ends - 1] = False
+            hidden[self._ends - self.lengths] = False
+            self._masked = self._tokens.masked_fill(hidden, self._mask_id)
 
     def sorted_by_length(self) -> tuple[ReviewRows, list[int]]:
-        """The same rows from the shortest to the longest, which pads least, and where each of them stood."""
-        order: list[int] = self._lengths.argsort(stable=True).tolist()
-        return ReviewRows([self._row(self._tokens, n) for n in order], [self._classes[n] for n in order]), order
+        """Returns the unmasked rows from the shortest to the longest, which pads least, and their original indices."""
+        order: list[int] = self.lengths.argsort(stable=True).tolist()
+        rows = [self._row(self._tokens, index) for index in order]
+        return ReviewRows(rows, [self._classes[index] for index in order]), order
 
     def __len__(self) -> int:
         return len(self._classes)
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        tokens = self._row(self._shown, row)
-        return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": self._classes[row]}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self._row(self._masked, index)
+        return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": self._classes[index]}
 
-    def _row(self, tokens: Tensor, row: int) -> list[int]:
-        end = self._ends[row]
-        found: list[int] = tokens[end - int(self._lengths[row]) : end].tolist()
-        return found
-
-    def _hidden(self, generator: torch.Generator) -> Tensor:
-        """[tokens of all rows] bool. Drawn at once: a generator for each row took 2 ms of a step."""
-        hidden = torch.rand(len(self._tokens), generator=generator) < self._hide
-        ends = self._lengths.cumsum(0)
-        hidden[ends - 1] = False
-        hidden[ends - self._lengths] = False
-        return hidden
+    def _row(self, tokens: Tensor, index: int) -> list[int]:
+        end = int(self._ends[index])
+        row: list[int] = tokens[end - int(self.lengths[index]) : end].tolist()
+        return row
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[list[int]]:
-    """The tokens of each text, special ones included, cut off at ``max_tokens``."""
+    """Returns the token ids of each text, special tokens included, truncated to ``max_tokens``."""
     rows: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"]
     return rows
 
 
-class GroupedOrder(Sampler[int]):
-    """Row numbers whose every ``batch_size`` make a global batch; what is left over comes last.
+class LengthGroupedSampler(Sampler[int]):
+    """Yields row numbers in global batches of rows of similar length, in random order; an incomplete batch comes last.
 
-    Depends on seed and epoch alone: not on the number of replicas, and an epoch that is begun again is the same.
+    The order depends only on seed and epoch, not on the number of replicas. ``group_by_length`` of transformers goes
+    from long to short a few times per epoch, which is not random where long reviews are better than short ones, and it
+    permutes what ``predict`` returns.
 
     Args:
-        rows: told the epoch too.
+        rows: the rows; they are masked anew in every epoch.
         batch_size: rows of a global batch.
-        window: global batches that are sorted together.
-        seed: where the drawing begins.
+        window: global batches whose rows are sorted by length together.
+        seed: seed of the order.
     """
 
     def __init__(self, rows: ReviewRows, *, batch_size: int, window: int, seed: int) -> None:
         self._rows, self._batch_size, self._window, self._seed = rows, batch_size, window, seed
-        self._lengths = rows.lengths
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that of the epoch, counted from 0."""
+        """Sets the epoch, counted from 0, of the next iteration."""
         self._epoch = epoch
         self._rows.set_epoch(epoch)
 
@@ -156,7 +150,7 @@ class GroupedOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         plan = plan_batches(
-            self._lengths,
+            self._rows.lengths,
             batch_size=self._batch_size,
             window=self._window,
             generator=seeded_generator(self._seed, self._epoch),

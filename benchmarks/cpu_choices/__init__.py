@@ -1,1 +1,0 @@
-"""What replicas of a CPU gain or lose by choices that the engine makes otherwise."""

@@ -1,0 +1,377 @@
+"""Ours through ``Model.fit``, on the undivided GPU or on its logical devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import lockstep as ls
+from benchmarks.gpu.workloads import GpuPrecision
+from benchmarks.loops import NO_BROADCAST, laid_out, memory_format, split_cpu, trained_parameters
+from benchmarks.processes import Seat
+from benchmarks.step_timer import Laps
+from benchmarks.trial import Batch, Layout, Trial
+from lockstep.data.sharding import split_batch
+from lockstep.errors import ConfigError
+from lockstep.train.callbacks.base import Callback
+from lockstep.train.model import Model
+
+DeviceType = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How many steps a trial has.
+
+        warm_up steps | lap_steps | lap_steps | ...     the stopwatch stops, and the device is waited for, at each |
+
+    Args:
+        warm_up: not timed: compilation, graph capture, the choice of kernels.
+        lap_steps: of a timed lap.
+        laps: timed.
+    """
+
+    warm_up: int
+    lap_steps: int
+    laps: int
+
+    def __post_init__(self) -> None:
+        for name in ("warm_up", "lap_steps", "laps"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}={value} was given, expected at least 1; raise it")
+
+    @property
+    def steps(self) -> int:
+        """All of them."""
+        return self.warm_up + self.laps * self.lap_steps
+
+    def ends_lap(self, step: int) -> bool:
+        """Whether the stopwatch stops after so many steps."""
+        return step >= self.warm_up and (step - self.warm_up) % self.lap_steps == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a contender's process is told beside its trial.
+
+    Args:
+        device: "cuda" is GPU 0; "cpu" tries the programs where there is none.
+        precision: of forward pass and loss; weights and optimizer are float32 in both.
+        pace: how many steps.
+    """
+
+    device: DeviceType
+    precision: GpuPrecision
+    pace: Pace
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors live."""
+        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of forward pass and loss."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device, dtype=torch.bfloat16)
+
+
+def begin_process(setting: Setting) -> torch.device:
+    """Seeds torch, allows TF32 and lets cuDNN look for its fastest algorithms: for every contender alike."""
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    return setting.torch_device
+
+
+def pinned(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
+    """The batches in memory that a GPU reads by itself; a batch that comes again stays one. As they are for a CPU."""
+    if device.type != "cuda":
+        return list(batches)
+    different = {id(batch): tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), batch) for batch in batches}
+    return [different[id(batch)] for batch in batches]
+
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on the device, each issued while the step before runs.
+
+    Args:
+        batches: ``pinned`` ones, where the device is a GPU.
+        device: where to.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    coming = _copied(batches[0], device, side)
+    for following in (*batches[1:], None):
+        using = torch.cuda.current_stream(device)
+        using.wait_stream(side)
+        batch = coming
+        for tensor in tree_leaves(batch):
+            tensor.record_stream(using)
+        if following is not None:
+            coming = _copied(following, device, side)
+        yield batch
+
+
+def _copied(batch: Batch, device: torch.device, side: torch.cuda.Stream) -> Batch:
+    with torch.cuda.stream(side):
+        moved: Batch = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return moved
+
+
+_MB = 2**20
+
+
+class DeviceLaps:
+    """Counts steps, and stops a lap of the trial's stopwatch when enough have been issued and done.
+
+    Args:
+        laps: the trial's; its laps are those of ``pace``, the first one being the warm-up.
+        pace: how many steps a lap has.
+        device: that is waited for, with all its streams.
+    """
+
+    def __init__(self, laps: Laps, pace: Pace, device: torch.device) -> None:
+        self._laps = laps
+        self._pace = pace
+        self._device = device
+        self._steps = 0
+
+    def step(self, loss: Callable[[], float]) -> None:
+        """A step has been issued.
+
+        Args:
+            loss: reads the mean loss of all steps so far; called once, when the last one is done.
+        """
+        self._steps += 1
+        if not self._pace.ends_lap(self._steps):
+            return
+        wait_for(self._device)
+        last = self._steps == self._pace.steps
+        if last:
+            self._laps.device_reserved_mb, self._laps.device_used_mb = device_memory(self._device)
+        self._laps.lap(loss() if last else float("nan"))
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when everything issued to the device, on any stream, is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_memory(device: torch.device) -> tuple[float, float]:
+    """MB: what this process's allocator has taken of the device, and what all processes have of it now.
+
+    The allocator keeps what it has once taken, and so the first is a peak; torch's own peak will not do, since replicas
+    on shares of a GPU reset it at every turn. The second is the driver's number: contexts and libraries are part of it.
+    Zeros for a CPU.
+    """
+    if device.type != "cuda":
+        return 0.0, 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.memory_reserved(device) / _MB, (total - free) / _MB
+
+
+COMPILE_MODE = "reduce-overhead"
+
+LossOf = Callable[[Any, Tensor], Tensor]
+
+
+def train_plain(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting, compiled: bool) -> None:
+    """One process, the whole batch.
+
+    Args:
+        trial: the work.
+        seat: of the only process.
+        laps: the stopwatch.
+        setting: device, precision and pace.
+        compiled: whether forward pass and loss go through torch.compile, whose mode captures CUDA graphs.
+    """
+    device = begin_process(setting)
+    module = made(trial, device)
+    loss_of = loss_function(trial, setting, module, divisor=trial.workload.count)
+    if compiled:
+        loss_of = _compiled(loss_of)
+    train(trial, laps, setting, loss_of, trial.workload.make_batches(setting.pace.steps), module)
+
+
+def train_ddp(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
+    """One of ``trial.contender.processes`` processes on one device. All of them must call it; gloo, by a file.
+
+    DDP averages the processes' gradients, so each divides its sum by its part of the count.
+    """
+    device = begin_process(setting)
+    torch.set_num_threads(trial.threads_per_process)
+    world = trial.contender.processes
+    dist.init_process_group("gloo", init_method=f"file://{seat.store}", rank=seat.rank, world_size=world)
+    module = made(trial, device)
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True, **NO_BROADCAST)
+    loss_of = loss_function(trial, setting, wrapped, divisor=trial.workload.count / world)
+    shards = _own_shards(trial.workload.make_batches(setting.pace.steps), seat.rank, world)
+    train(trial, laps, setting, loss_of, shards, wrapped)
+    dist.destroy_process_group()
+
+
+def made(trial: Trial, device: torch.device) -> nn.Module:
+    """The model in training mode on the device, in the contender's memory format."""
+    module: nn.Module = trial.workload.make_module().train()
+    return module.to(device=device, memory_format=memory_format(trial.contender.layout))  # type: ignore[call-overload,no-any-return]
+
+
+def loss_function(trial: Trial, setting: Setting, module: nn.Module, *, divisor: float) -> LossOf:
+    """``loss_of(x, y)``: forward pass and loss, the sum over what is counted divided by ``divisor``."""
+
+    def loss_of(x: Any, y: Tensor) -> Tensor:
+        with setting.autocast():
+            total, _ = trial.workload.loss(module(**x) if isinstance(x, dict) else module(x), y)
+            return total / divisor
+
+    return loss_of
+
+
+def train(
+    trial: Trial, laps: Laps, setting: Setting, loss_of: LossOf, batches: Sequence[Batch], module: nn.Module
+) -> None:
+    """The usual loop: clear, forward, backward, update; the losses are added up where they are.
+
+    Args:
+        trial: the work.
+        laps: the stopwatch.
+        setting: device and pace.
+        loss_of: forward pass and loss.
+        batches: this process's part of each global batch.
+        module: whose parameters are trained.
+    """
+    device = setting.torch_device
+    optimizer = torch.optim.Adam(module.parameters(), lr=trial.workload.learning_rate, fused=True)
+    laps.trained = trained_parameters(module)
+    clock = DeviceLaps(laps, setting.pace, device)
+    losses = torch.zeros((), device=device)
+    for x, y in on_device(_ready(batches, trial.contender.layout, device), device):
+        optimizer.zero_grad()
+        loss = loss_of(x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.add_(loss.detach())
+        clock.step(lambda: losses.item() / setting.pace.steps)
+
+
+def _ready(batches: Sequence[Batch], layout: Layout, device: torch.device) -> list[Batch]:
+    """Pictures in the memory format, in pinned memory; each different batch once."""
+    different = {id(batch): laid_out([batch], layout)[0] for batch in batches}
+    return pinned([different[id(batch)] for batch in batches], device)
+
+
+def _compiled(loss_of: LossOf) -> LossOf:
+    inner: LossOf = torch.compile(loss_of, mode=COMPILE_MODE)
+
+    def begin_and_call(x: Any, y: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return inner(x, y)
+
+    return begin_and_call
+
+
+def _own_shards(batches: Sequence[Batch], rank: int, world: int) -> list[Batch]:
+    """A process's part of each batch; of a batch that comes again it is one."""
+    different = {id(batch): split_batch(batch, world)[rank] for batch in batches}
+    return [different[id(batch)] for batch in batches]
+
+
+MEMORY_SHARE = 0.8
+"""The part of the GPU's memory that is divided among the logical devices."""
+
+
+class LapEveryBatch(Callback):
+    """Tells the stopwatch that a batch has been issued; the logs, for which the loop would wait, it leaves unread.
+
+    Args:
+        clock: the stopwatch.
+    """
+
+    def __init__(self, clock: DeviceLaps) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def wants_batch_logs(self) -> bool:
+        """No metrics."""
+        return False
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float]) -> None:
+        """Counts a step; the loss of the epoch so far is read after the last one."""
+        self._clock.step(lambda: float(logs["loss"]))
+
+
+class _Notes(logging.Handler):
+    """What the package logs: where it chose a CUDA graph, or why it did not."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines[" ".join(record.getMessage().split())] = None
+
+
+def train_ours(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting, compiled: bool = False) -> None:
+    """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas.
+
+    Args:
+        trial: the work.
+        seat: of the only process.
+        laps: the stopwatch.
+        setting: device, precision and pace.
+        compiled: whether the module goes through torch.compile.
+    """
+    device = begin_process(setting)
+    notes = _Notes()
+    log = logging.getLogger("lockstep")
+    log.addHandler(notes)
+    log.setLevel(logging.INFO)
+    workload = trial.workload
+    strategy = ls.MirroredStrategy(logical_devices(device, trial.contender.shares))
+    with strategy.scope():
+        module = workload.make_module()
+        model = Model(module)
+        model.compile(
+            optimizer=torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True),
+            loss=workload.loss,
+            precision=setting.precision,
+            compile_module=compiled,
+        )
+    laps.trained = trained_parameters(module)
+    laps.notes = notes.lines.keys()
+    batches = pinned(workload.make_batches(setting.pace.steps), device)
+    clock = LapEveryBatch(DeviceLaps(laps, setting.pace, device))
+    model.fit(batches, callbacks=[clock], verbose=0)
+    strategy.close()
+
+
+def logical_devices(device: torch.device, shares: int) -> list[str]:
+    """The names of the device, or of so many logical devices that it is divided into."""
+    if device.type == "cpu":
+        return split_cpu(shares)
+    if shares == 1:
+        return ["gpu:0"]
+    gpu = ls.config.list_physical_devices("GPU")[0]
+    share = ls.config.LogicalDeviceConfiguration(memory_limit=share_mb(gpu.memory or 0, shares))
+    ls.config.set_logical_device_configuration(gpu, [share] * shares)
+    return [f"gpu:{number}" for number in range(shares)]
+
+
+def share_mb(memory_mb: int, shares: int) -> int:
+    """The memory limit of each of so many logical devices."""
+    return int(memory_mb * MEMORY_SHARE) // shares

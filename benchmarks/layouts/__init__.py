@@ -1,1 +1,0 @@
-"""Measures the peak memory of each worker on several layouts of one model, beside what ``lockstep plan`` expects."""

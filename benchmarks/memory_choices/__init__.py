@@ -1,1 +1,0 @@
-"""Measures what each choice saves when memory is short, and what it costs in time."""

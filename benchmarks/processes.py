@@ -1,0 +1,175 @@
+"""Trials in fresh processes of this Python: each imports the package and runs the contender's function.
+
+Where a contender asks for a link, its processes run on two hosts that it joins, the first half of them on the first.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hosts import Host, Link, two_hosts
+from benchmarks.step_timer import LapRecord, Laps
+from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, Trial, limit_of, too_slow
+from lockstep.errors import ReplicaError
+from lockstep.parent_death import ParentDeathGuard, die_with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A process's place in its trial.
+
+    Args:
+        rank: 0 to processes - 1.
+        started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
+        store: path of a file, not there yet, at which the processes of the trial meet.
+        guard: the path of the guard that ends the process with this one.
+        host: on which host the process runs; None is this machine as it is.
+    """
+
+    rank: int
+    started_s: float
+    store: str
+    guard: str
+    host: Host | None = None
+
+
+Body = Callable[[Trial, Seat, Laps], None]
+"""Trains in one process of a trial, calling ``laps.lap`` after every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnedBody(Launcher):
+    """Runs a function in each of the trial's processes.
+
+    Args:
+        body: the function; it travels by its name.
+        link: what joins the two hosts that the processes run on; None is one host, this machine.
+        preloaded: a module that is imported once, in a process from which all trials' are forked, so that they begin
+            sooner; what it imports must not touch a GPU. Empty: each process is a new interpreter.
+    """
+
+    body: Body
+    link: Link | None = None
+    preloaded: str = ""
+
+    def launch(self, trial: Trial, folder: Path) -> Team:
+        """Starts ``trial.contender.processes`` processes."""
+        return _SpawnedTeam(self, trial, folder)
+
+
+class _SpawnedTeam(Team):
+    def __init__(self, launcher: SpawnedBody, trial: Trial, folder: Path) -> None:
+        self._launcher = launcher
+        self._trial = trial
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._guard = ParentDeathGuard()
+        self._done = False
+        with ExitStack() as stack:
+            hosts = None if launcher.link is None else stack.enter_context(two_hosts(launcher.link))
+            stack.callback(self._end_processes)
+            started_s = time.monotonic()
+            for rank in range(trial.contender.processes):
+                host = None if hosts is None else hosts[rank * len(hosts) // trial.contender.processes]
+                seat = Seat(
+                    rank=rank,
+                    started_s=started_s,
+                    store=str(folder / "store"),
+                    guard=self._guard.path,
+                    host=host,
+                )
+                self._start(seat)
+            self._resources = stack.pop_all()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def records(self) -> list[LapRecord]:
+        waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
+        records: dict[int, LapRecord] = {}
+        limit = time.monotonic() + limit_of(self._trial)
+        while waiting:
+            ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
+            if not ready:
+                raise ReplicaError(too_slow(self._trial))
+            for connection in self._connections:
+                if connection in ready:
+                    records[waiting.pop(connection)] = self._receive(connection)
+        self._done = True
+        return [records[rank] for rank in sorted(records)]
+
+    def end(self) -> None:
+        self._resources.close()
+
+    def _start(self, seat: Seat) -> None:
+        near, far = multiprocessing.Pipe()
+        process = _process(self._launcher.preloaded, (self._launcher.body, self._trial, seat, far))
+        process.start()
+        far.close()
+        self._processes.append(process)
+        self._connections.append(near)
+
+    def _end_processes(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        limit = time.monotonic() + (END_LIMIT_S if self._done else 0.0)
+        for process in self._processes:
+            process.join(max(0.0, limit - time.monotonic()))
+        self._guard.kill()  # also those that were asked to end and have not, and whatever they had started
+        for process in self._processes:
+            process.join()
+            process.close()
+
+    def _receive(self, connection: Connection) -> LapRecord:
+        try:
+            said: LapRecord | str = connection.recv()
+        except EOFError:
+            said = "it said nothing; run it alone with --only"
+        if isinstance(said, str):
+            wait([connection], END_LIMIT_S)  # until it ends, and has told stderr the whole story
+            raise ReplicaError(f"{self._trial.name} ended before its last step: {said}")
+        return said
+
+
+def _process(preloaded: str, args: tuple[Any, ...]) -> BaseProcess:
+    if not preloaded:
+        return multiprocessing.get_context("spawn").Process(target=occupy, args=args, daemon=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preloaded])  # heeded by the first process only: the server lives on with this one
+    return context.Process(target=occupy, args=args, daemon=True)
+
+
+def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None:
+    """The life of one process of a trial: train, report inside the last step, wait there until all were measured."""
+
+    os.setsid()
+    die_with(seat.guard)
+
+    def report(record: LapRecord) -> None:
+        connection.send(record)
+        connection.poll(TRIAL_LIMIT_S)  # the other end says nothing; it closes when the memory has been read
+
+    if seat.host is not None:
+        seat.host.enter()
+    laps = Laps(
+        warm_up=trial.warm_up,
+        steps=trial.steps,
+        started_s=seat.started_s,
+        report=report,
+        interface="" if seat.host is None else seat.host.interface,
+    )
+    try:
+        body(trial, seat, laps)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}".split("\n")[0])  # its whole story goes to stderr
+        raise

@@ -1,0 +1,1 @@
+"""The suites: each measures one thing and returns one report."""

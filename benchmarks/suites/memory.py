@@ -1,0 +1,366 @@
+"""Suite ``memory``: the peak memory that LoRA, bf16 and gradient checkpointing save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.fresh_process import in_fresh_process
+from benchmarks.report import Report, head
+from benchmarks.trial import Conditions, Pace, select
+from lockstep import config
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.memory import Lora, MemoryChoices, loading, trained_parameters, with_choices
+from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
+from lockstep.report import markdown_table
+from lockstep.strategies.losses import compute_average_loss
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.train.compile import Precision, PrecisionName
+
+PACE = Pace(warm_up=1, steps=2, rounds=1)
+_log = logging.getLogger("benchmarks")
+
+FULL = "full, fp32"
+"""What the others are compared with: nothing is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One row of the table.
+
+    Args:
+        name: what it is called.
+        choices: what is done.
+        precision: of the forward pass.
+    """
+
+    name: str
+    choices: MemoryChoices
+    precision: PrecisionName = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReviewsWork:
+    """The step that is measured: the reviews' classifier in the size of BERT-base, on Chinese BERT's vocabulary.
+
+    Args:
+        layers: encoder layers.
+        hidden: width of a token's vector.
+        heads: attention heads.
+        feed_forward: width inside a layer's feed-forward part.
+        vocabulary: tokens that have an embedding.
+        rows: reviews in a global batch.
+        tokens: in each of them.
+        replicas: shares of the CPU.
+    """
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    feed_forward: int = 3072
+    vocabulary: int = 21128
+    rows: int = 16
+    tokens: int = 128
+    replicas: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "tokens", "replicas"):
+            at_least(name, getattr(self, name), 1)
+        at_least("rows", self.rows, self.replicas)
+
+
+_LORA = Lora(r=8)
+_CHOICES = (
+    Choice(name=FULL, choices=MemoryChoices()),
+    Choice(name="bf16", choices=MemoryChoices(), precision="bf16"),
+    Choice(name="checkpointing", choices=MemoryChoices(gradient_checkpointing=True)),
+    Choice(name="bf16 + checkpointing", choices=MemoryChoices(gradient_checkpointing=True), precision="bf16"),
+    Choice(name="LoRA", choices=MemoryChoices(lora=_LORA)),
+    Choice(name="LoRA + checkpointing", choices=MemoryChoices(lora=_LORA, gradient_checkpointing=True)),
+    Choice(name="LoRA + bf16", choices=MemoryChoices(lora=_LORA, load_in="bf16"), precision="bf16"),
+    Choice(
+        name="LoRA + bf16 + checkpointing",
+        choices=MemoryChoices(lora=_LORA, load_in="bf16", gradient_checkpointing=True),
+        precision="bf16",
+    ),
+    Choice(name="LoRA + 8-bit", choices=MemoryChoices(lora=_LORA, load_in="8bit"), precision="bf16"),
+    Choice(name="LoRA + 4-bit", choices=MemoryChoices(lora=_LORA, load_in="4bit"), precision="bf16"),
+)
+
+
+def chosen(only: Sequence[str] | None) -> list[Choice]:
+    """The choices that ``--only`` names, and always what they are compared with; all of them for None."""
+    return select(_CHOICES, None if only is None else (FULL, *only), name=lambda choice: choice.name)
+
+
+def why_not(choice: Choice, device: torch.device) -> str:
+    """Why a choice cannot be measured on ``device``; empty if it can."""
+    try:
+        loading(choice.choices, device)
+    except (ConfigError, ImportError) as error:
+        return str(error)
+    return ""
+
+
+TRIAL_LIMIT_S = 1200.0
+_END_LIMIT_S = 30.0
+_RATE = 2e-5
+_BYTES_PER_MB = 2**20
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTrial:
+    """What a fresh process is asked to measure.
+
+    Args:
+        choice: what is done.
+        work: the step.
+        warm_up: steps before the timed ones.
+        steps: timed steps.
+    """
+
+    choice: Choice
+    work: ReviewsWork
+    warm_up: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        at_least("warm_up", self.warm_up, 0)
+        at_least("steps", self.steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a choice takes. MB are 2**20 bytes.
+
+    Args:
+        peak_mb: the most that was resident during the steps, above what was before the model was made.
+        weights_mb: of all parameters.
+        optimizer_mb: of the optimizer's state.
+        trained: numbers that are trained.
+        step_ms: one a timed step.
+    """
+
+    peak_mb: float
+    weights_mb: float
+    optimizer_mb: float
+    trained: int
+    step_ms: tuple[float, ...]
+
+
+def measured(trial: MemoryTrial) -> Measured:
+    """Measures in a fresh process.
+
+    Raises:
+        ReplicaError: it failed, or took longer than ``TRIAL_LIMIT_S``.
+    """
+    return in_fresh_process(partial(_measure_on_cpu, trial), limit_s=TRIAL_LIMIT_S, name=trial.choice.name)
+
+
+def _measure_on_cpu(trial: MemoryTrial) -> Measured:
+    (cpu,) = config.list_physical_devices("CPU")
+    shares = [config.LogicalDeviceConfiguration() for _ in range(trial.work.replicas)]
+    config.set_logical_device_configuration(cpu, shares)
+    with closing(MirroredStrategy(seed=0)) as strategy:
+        return measure_choice(trial, strategy)
+
+
+def measure_choice(trial: MemoryTrial, strategy: MirroredStrategy) -> Measured:
+    """Measures in this process."""
+    bert = require("transformers.models.bert.modeling_bert", "transformers")
+    require("peft", "text")  # so that it is not among what the choice takes
+    before_mb = resident_mb()
+    module = with_choices(_model(bert, trial.work), trial.choice.choices, task="SEQ_CLS").train()
+    # Of what is trained alone, as the Trainer does; fused, and so without temporaries the size of the weights.
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], _RATE, fused=True)
+    step = _step(module, optimizer, strategy, trial)
+    give_back_freed_memory()
+    with ResidentPeak() as peak:
+        seconds = tuple(_timed(step) for _ in range(trial.warm_up + trial.steps))
+    return Measured(
+        peak_mb=peak.peak_mb - before_mb,
+        weights_mb=_mb(module.parameters()),
+        optimizer_mb=_mb(each for state in optimizer.state.values() for each in state.values()),
+        trained=trained_parameters(module),
+        step_ms=tuple(1000 * each for each in seconds[trial.warm_up :]),
+    )
+
+
+def _model(bert: Any, work: ReviewsWork) -> Any:
+    torch.manual_seed(0)
+    return bert.BertForSequenceClassification(
+        bert.BertConfig(
+            vocab_size=work.vocabulary,
+            hidden_size=work.hidden,
+            num_hidden_layers=work.layers,
+            num_attention_heads=work.heads,
+            intermediate_size=work.feed_forward,
+            max_position_embeddings=max(512, work.tokens),
+        )
+    )
+
+
+def _step(module: Any, optimizer: torch.optim.Optimizer, strategy: MirroredStrategy, trial: MemoryTrial) -> Step:
+    work, precision = trial.work, Precision(trial.choice.precision, "cpu")
+    mirrored, updating = strategy.mirror(module), strategy.mirror(optimizer)
+    ids = torch.randint(0, work.vocabulary, (work.rows, work.tokens))
+    (batch,) = strategy.distribute_dataset([(ids, torch.arange(work.rows) % 2)])
+
+    def in_replica(shard: tuple[Tensor, Tensor]) -> None:
+        tokens, labels = shard
+        with precision.autocast():
+            logits = mirrored(input_ids=tokens).logits
+        torch.autograd.backward(compute_average_loss(F.cross_entropy(logits.float(), labels, reduction="none")))
+        updating.step()
+        updating.zero_grad()
+
+    return lambda: strategy.run(in_replica, (batch,))
+
+
+def _timed(step: Step) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def _mb(tensors: Iterator[Any]) -> float:
+    """Of those that are tensors, each storage once."""
+    sizes = {each.data_ptr(): each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor)}
+    return sum(sizes.values()) / _BYTES_PER_MB
+
+
+_HEADINGS = ("choice", "trained", "weights MB", "optimizer MB", "peak MB", "of full", "step ms", "step of full")
+
+_LEGEND = """\
+## What the columns mean
+
+- bf16 without LoRA: the forward and backward pass in bfloat16 (`precision="bf16"`), the weights in float32. With LoRA
+  the frozen weights are kept in bfloat16 too (`load_in="bf16"`).
+- LoRA: r=8 beside query and value, and the head in full. checkpointing: gradient checkpointing of every layer.
+- trained: numbers that the optimizer changes. weights: of all parameters, one copy for all replicas of the CPU.
+  optimizer: its state, two numbers for each trained one with AdamW.
+- peak: the most that was resident during the steps, above what the process had before the model was made: weights,
+  gradients, optimizer state, activations and what the operations need in between. of full: in parts of the first row.
+- step: the median; in parts of the first row's of the same round, and of these the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One choice over all rounds.
+
+    Args:
+        name: what it is called.
+        reason: why it was not measured; empty if it was.
+        samples: one a round.
+        peak_ratio: to the full training's.
+        step_ratio: to the full training's.
+    """
+
+    name: str
+    reason: str = ""
+    samples: tuple[Measured, ...] = ()
+    peak_ratio: float = 0.0
+    step_ratio: float = 0.0
+
+
+def rows_of(
+    choices: Sequence[Choice], rounds: Sequence[Mapping[str, Measured]], reasons: Mapping[str, str]
+) -> Iterator[Row]:
+    """A row for every choice.
+
+    Args:
+        choices: in the order of the table.
+        rounds: what each choice took, by name.
+        reasons: why a choice was not measured; empty if it was.
+    """
+    for choice in choices:
+        if reasons[choice.name]:
+            yield Row(name=choice.name, reason=reasons[choice.name])
+            continue
+        pairs = [(each[choice.name], each[FULL]) for each in rounds]
+        yield Row(
+            name=choice.name,
+            samples=tuple(own for own, _ in pairs),
+            peak_ratio=median(own.peak_mb / full.peak_mb for own, full in pairs),
+            step_ratio=median(median(own.step_ms) / median(full.step_ms) for own, full in pairs),
+        )
+
+
+def render_choices(conditions: Conditions, work: ReviewsWork, rows: Sequence[Row]) -> str:
+    """The whole report."""
+    absences = [f"- {row.name}: not run: {row.reason}" for row in rows if row.reason]
+    parts = [
+        head(conditions, "Memory against each choice"),
+        _described(work),
+        markdown_table(_HEADINGS, [_cells(row) for row in rows]),
+        "\n".join(absences),
+        _LEGEND,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _described(work: ReviewsWork) -> str:
+    return (
+        f"A training step of the reviews' classifier: {work.layers} layers of width {work.hidden}, {work.vocabulary:,} "
+        f"tokens in its vocabulary, {work.rows} reviews of {work.tokens} tokens on {work.replicas} replicas, AdamW."
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    if not row.samples:
+        return [row.name, "not run", *[""] * (len(_HEADINGS) - 2)]
+    first = row.samples[0]
+    return [
+        row.name,
+        f"{first.trained:,}",
+        *(f"{value:,.0f}" for value in (first.weights_mb, first.optimizer_mb)),
+        f"{median(sample.peak_mb for sample in row.samples):,.0f}",
+        f"{row.peak_ratio:.2f}",
+        f"{median(median(sample.step_ms) for sample in row.samples):,.0f}",
+        f"{row.step_ratio:.2f}",
+    ]
+
+
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures every choice once a round, each time in a fresh process."""
+    return measure_choices(conditions, ReviewsWork(), asked.only)
+
+
+def measure_choices(conditions: Conditions, work: ReviewsWork, only: Sequence[str] | None) -> Report:
+    """Measures the choices that ``only`` names."""
+    at_least("rounds", conditions.rounds, 1)
+    wanted = chosen(only)
+    reasons = {choice.name: why_not(choice, torch.device("cpu")) for choice in wanted}
+    for name, reason in reasons.items():
+        if reason:
+            _log.warning("%-28s not run: %s", name, reason)
+    present = [choice for choice in wanted if not reasons[choice.name]]
+    rounds = [_round(present, work, conditions) for _ in range(conditions.rounds)]
+    rows = list(rows_of(wanted, rounds, reasons))
+    record = {"conditions": asdict(conditions), "work": asdict(work), "rows": [asdict(row) for row in rows]}
+    text = render_choices(conditions, work, rows)
+    return Report(name=f"memory-cpu-{conditions.machine.cores}", date=conditions.date, text=text, record=record)
+
+
+def _round(present: Sequence[Choice], work: ReviewsWork, conditions: Conditions) -> dict[str, Measured]:
+    found = {}
+    for choice in present:
+        trial = MemoryTrial(choice=choice, work=work, warm_up=conditions.warm_up, steps=conditions.steps)
+        own = found[choice.name] = measured(trial)
+        _log.info("%-28s peak %6.0f MB, %8.0f ms a step", choice.name, own.peak_mb, median(own.step_ms))
+    return found
