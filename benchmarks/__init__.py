@@ -1,4 +1,8 @@
-"""Measured comparisons: the same training step by us and by the peers, in turn on one machine, and the table of it.
+"""Benchmarks of this repository, on one harness. They are not part of the package.
 
-``python -m benchmarks`` runs it. A peer's numbers are never quoted from elsewhere: every ratio comes from one run.
+    trial (workload, contender, trial; ``select`` is ``--only``) -> processes, programs (start a trial's processes)
+    -> harness (rounds, samples) -> results (figures, ratios, targets) -> report (Markdown and JSON)
+
+``suites`` has a module a suite, ``gpu`` the suite for a GPU, ``peers`` the programs of other frameworks, which run in
+environments of their own. Begin with ``__main__``, then ``suites/cpu``.
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from statistics import fmean, median
 
-from benchmarks.step_timer import LapRecord
+from benchmarks.step_timer import StepRecord
 from benchmarks.trial import Conditions, Contender, Trial, Workload
 from lockstep.errors import ConfigError, ReplicaError
 
@@ -211,7 +211,7 @@ def run_trial(trial: Trial, index: int = 0) -> Sample:
         return _sample(trial, index, records, memory_of(team.pids))
 
 
-def _sample(trial: Trial, index: int, records: Sequence[LapRecord], memory: Memory) -> Sample:
+def _sample(trial: Trial, index: int, records: Sequence[StepRecord], memory: Memory) -> Sample:
     """One sample of a trial; a step of several processes, in unison but for yardsticks, is the mean of theirs."""
     return Sample(
         workload=trial.workload.name,

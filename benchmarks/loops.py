@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import lockstep as ls
-from benchmarks.processes import Seat
-from benchmarks.step_timer import Laps
+from benchmarks.processes import ProcessInfo
+from benchmarks.step_timer import StepTimer
 from benchmarks.trial import TRIAL_LIMIT_S, Batch, Layout, Trial, Workload
 from lockstep.collectives.options import Compression
 from lockstep.data.sharding import split_batch
@@ -57,7 +57,7 @@ def trained_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def train(trial: Trial, module: nn.Module, batches: Sequence[Batch], laps: Laps, *, divisor: float) -> None:
+def train(trial: Trial, module: nn.Module, batches: Sequence[Batch], laps: StepTimer, *, divisor: float) -> None:
     """The usual loop: clear, forward, backward, update.
 
     Args:
@@ -79,7 +79,7 @@ def train(trial: Trial, module: nn.Module, batches: Sequence[Batch], laps: Laps,
         laps.lap(loss.item())
 
 
-def train_alone(trial: Trial, seat: Seat, laps: Laps) -> None:
+def train_alone(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """One process, the whole batch, all cores as intra-op threads."""
     torch.set_num_threads(trial.cores)
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ NO_BROADCAST: dict[str, Any] = {_SWITCH: False}
 SETTINGS = "gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
 
 
-def train_ddp(trial: Trial, seat: Seat, laps: Laps, *, halved: bool = False) -> None:
+def train_ddp(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, halved: bool = False) -> None:
     """One of ``trial.contender.processes`` processes. All of them must call it: they meet at ``seat.store``.
 
     DDP averages the processes' gradients, so each divides its sum by its part of the count.
@@ -120,13 +120,13 @@ def train_ddp(trial: Trial, seat: Seat, laps: Laps, *, halved: bool = False) -> 
     dist.destroy_process_group()
 
 
-def train_alone_keeping(trial: Trial, seat: Seat, laps: Laps) -> None:
+def train_alone_keeping(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """The single process, keeping freed memory."""
     keep_freed_memory()
     train_alone(trial, seat, laps)
 
 
-def train_ddp_keeping(trial: Trial, seat: Seat, laps: Laps, *, halved: bool = False) -> None:
+def train_ddp_keeping(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, halved: bool = False) -> None:
     """One of the DDP processes, keeping freed memory; see ``train_ddp``. All of them must call it."""
     keep_freed_memory()
     train_ddp(trial, seat, laps, halved=halved)
@@ -139,13 +139,13 @@ def split_cpu(shares: int) -> list[str]:
     return [device.name for device in ls.config.list_logical_devices("CPU")]
 
 
-def run_replicas(trial: Trial, seat: Seat, laps: Laps) -> None:
+def run_replicas(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """Trains with a MirroredStrategy of ``trial.contender.shares`` replicas on all cores."""
     torch.set_num_threads(trial.cores)
     train_replicas(trial.workload, trial.workload.make_batches(laps.total), laps, replicas=trial.contender.shares)
 
 
-def train_replicas(workload: Workload, batches: Iterable[Batch], laps: Laps, *, replicas: int) -> None:
+def train_replicas(workload: Workload, batches: Iterable[Batch], laps: StepTimer, *, replicas: int) -> None:
     """The hand-written loop with a MirroredStrategy.
 
     Args:
@@ -158,7 +158,7 @@ def train_replicas(workload: Workload, batches: Iterable[Batch], laps: Laps, *, 
     train_with(ls.MirroredStrategy(split_cpu(replicas)), workload, batches, laps)
 
 
-def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batch], laps: Laps) -> None:
+def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batch], laps: StepTimer) -> None:
     """The hand-written loop; the strategy is closed at its end.
 
     Exchange and update are told apart by the replicas' clocks: from the arrival of the last replica at
@@ -195,7 +195,7 @@ def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batc
 class _LapEveryBatch(Callback):
     """Tells the stopwatch that a batch is done."""
 
-    def __init__(self, laps: Laps) -> None:
+    def __init__(self, laps: StepTimer) -> None:
         super().__init__()
         self._laps = laps
 
@@ -204,7 +204,7 @@ class _LapEveryBatch(Callback):
         self._laps.lap(logs["loss"])
 
 
-def fit_model(trial: Trial, seat: Seat, laps: Laps) -> None:
+def fit_model(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas."""
     torch.set_num_threads(trial.cores)
     torch.manual_seed(0)
@@ -221,7 +221,7 @@ def fit_model(trial: Trial, seat: Seat, laps: Laps) -> None:
     strategy.close()
 
 
-def train_one_share(trial: Trial, seat: Seat, laps: Laps) -> None:
+def train_one_share(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """One replica in this process, on its own share of each global batch; several processes are timed side by side."""
     shares = trial.contender.shares
     torch.set_num_threads(max(1, trial.cores // shares))
@@ -230,7 +230,7 @@ def train_one_share(trial: Trial, seat: Seat, laps: Laps) -> None:
     train_replicas(workload, _meeting(batches, trial, seat), laps, replicas=1)
 
 
-def _meeting(batches: Sequence[Batch], trial: Trial, seat: Seat) -> Iterator[Batch]:
+def _meeting(batches: Sequence[Batch], trial: Trial, seat: ProcessInfo) -> Iterator[Batch]:
     """The batches; before the last step of the warm-up the processes wait for each other."""
     for index, batch in enumerate(batches):
         if index == trial.warm_up - 1:
@@ -238,7 +238,7 @@ def _meeting(batches: Sequence[Batch], trial: Trial, seat: Seat) -> Iterator[Bat
         yield batch
 
 
-def _meet(processes: int, seat: Seat) -> None:
+def _meet(processes: int, seat: ProcessInfo) -> None:
     store = FileStore(seat.store, processes)
     if store.add("arrived", 1) == processes:
         store.set("all", "1")
@@ -248,7 +248,7 @@ def _meet(processes: int, seat: Seat) -> None:
 _LOOPBACK = "127.0.0.1"
 
 
-def run_worker(trial: Trial, seat: Seat, laps: Laps, *, compression: Compression | None = None) -> None:
+def run_worker(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, compression: Compression | None = None) -> None:
     """One of ``trial.contender.processes`` workers, each with an equal part of the replicas. All must call it.
 
     Args:
@@ -266,7 +266,7 @@ def run_worker(trial: Trial, seat: Seat, laps: Laps, *, compression: Compression
     train_with(strategy, trial.workload, trial.workload.make_batches(laps.total), laps)
 
 
-def _cluster(workers: int, seat: Seat) -> ls.ClusterSpec:
+def _cluster(workers: int, seat: ProcessInfo) -> ls.ClusterSpec:
     """The chief tells the others, through the file at which they meet, where its store will listen."""
     store = FileStore(seat.store, workers)
     if seat.rank == 0:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import Host, Link, two_hosts
-from benchmarks.step_timer import LapRecord, Laps
-from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, Team, Trial, limit_of, too_slow
+from benchmarks.step_timer import StepRecord, StepTimer
+from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Launcher, RunningTrial, Trial, limit_of, too_slow
 from lockstep.errors import ReplicaError
 from lockstep.parent_death import ParentDeathGuard, die_with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class ProcessInfo:
     """A process's place in its trial.
 
     Args:
@@ -42,7 +42,7 @@ class Seat:
     host: Host | None = None
 
 
-Body = Callable[[Trial, Seat, Laps], None]
+Body = Callable[[Trial, ProcessInfo, StepTimer], None]
 """Trains in one process of a trial, calling ``laps.lap`` after every step."""
 
 
@@ -61,12 +61,12 @@ class SpawnedBody(Launcher):
     link: Link | None = None
     preloaded: str = ""
 
-    def launch(self, trial: Trial, folder: Path) -> Team:
+    def launch(self, trial: Trial, folder: Path) -> RunningTrial:
         """Starts ``trial.contender.processes`` processes."""
-        return _SpawnedTeam(self, trial, folder)
+        return _SpawnedTrial(self, trial, folder)
 
 
-class _SpawnedTeam(Team):
+class _SpawnedTrial(RunningTrial):
     def __init__(self, launcher: SpawnedBody, trial: Trial, folder: Path) -> None:
         self._launcher = launcher
         self._trial = trial
@@ -80,7 +80,7 @@ class _SpawnedTeam(Team):
             started_s = time.monotonic()
             for rank in range(trial.contender.processes):
                 host = None if hosts is None else hosts[rank * len(hosts) // trial.contender.processes]
-                seat = Seat(
+                seat = ProcessInfo(
                     rank=rank,
                     started_s=started_s,
                     store=str(folder / "store"),
@@ -94,9 +94,9 @@ class _SpawnedTeam(Team):
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def records(self) -> list[LapRecord]:
+    def records(self) -> list[StepRecord]:
         waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
-        records: dict[int, LapRecord] = {}
+        records: dict[int, StepRecord] = {}
         limit = time.monotonic() + limit_of(self._trial)
         while waiting:
             ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
@@ -111,7 +111,7 @@ class _SpawnedTeam(Team):
     def end(self) -> None:
         self._resources.close()
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, seat: ProcessInfo) -> None:
         near, far = multiprocessing.Pipe()
         process = _process(self._launcher.preloaded, (self._launcher.body, self._trial, seat, far))
         process.start()
@@ -130,9 +130,9 @@ class _SpawnedTeam(Team):
             process.join()
             process.close()
 
-    def _receive(self, connection: Connection) -> LapRecord:
+    def _receive(self, connection: Connection) -> StepRecord:
         try:
-            said: LapRecord | str = connection.recv()
+            said: StepRecord | str = connection.recv()
         except EOFError:
             said = "it said nothing; run it alone with --only"
         if isinstance(said, str):
@@ -149,19 +149,19 @@ def _process(preloaded: str, args: tuple[Any, ...]) -> BaseProcess:
     return context.Process(target=occupy, args=args, daemon=True)
 
 
-def occupy(body: Body, trial: Trial, seat: Seat, connection: Connection) -> None:
+def occupy(body: Body, trial: Trial, seat: ProcessInfo, connection: Connection) -> None:
     """The life of one process of a trial: train, report inside the last step, wait there until all were measured."""
 
     os.setsid()
     die_with(seat.guard)
 
-    def report(record: LapRecord) -> None:
+    def report(record: StepRecord) -> None:
         connection.send(record)
         connection.poll(TRIAL_LIMIT_S)  # the other end says nothing; it closes when the memory has been read
 
     if seat.host is not None:
         seat.host.enter()
-    laps = Laps(
+    laps = StepTimer(
         warm_up=trial.warm_up,
         steps=trial.steps,
         started_s=seat.started_s,

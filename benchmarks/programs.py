@@ -27,8 +27,8 @@ from typing import Any
 from torch import Tensor
 
 import lockstep
-from benchmarks.step_timer import LapRecord
-from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Batch, Launcher, Team, Trial, Workload, too_slow
+from benchmarks.step_timer import StepRecord
+from benchmarks.trial import END_LIMIT_S, TRIAL_LIMIT_S, Batch, Launcher, RunningTrial, Trial, Workload, too_slow
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
 from lockstep.parent_death import ParentDeathGuard
@@ -82,7 +82,7 @@ class Program(Launcher):
     variables: Mapping[str, str] = field(default_factory=dict)
     takes_batches: bool = True
 
-    def launch(self, trial: Trial, folder: Path) -> Team:
+    def launch(self, trial: Trial, folder: Path) -> RunningTrial:
         """Writes the batches and starts the program, which imports both packages from the folder."""
         inputs = folder / "inputs.npz"
         for package in _PACKAGES:
@@ -93,7 +93,11 @@ class Program(Launcher):
         job = {**self._job(trial, folder, inputs), "guard": guard.path}
         variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
+<<<<<<< HEAD
         return _ProgramTeam(["env", *variables, *command], trial, folder, guard)
+=======
+        return _ProgramTrial(["env", *variables, *command], trial, folder, lifeline)
+>>>>>>> main
 
     def _job(self, trial: Trial, folder: Path, inputs: Path) -> dict[str, Any]:
         return {
@@ -130,8 +134,13 @@ class _Member:
         os.close(self.handle)
 
 
+<<<<<<< HEAD
 class _ProgramTeam(Team):
     def __init__(self, command: list[str], trial: Trial, folder: Path, guard: ParentDeathGuard) -> None:
+=======
+class _ProgramTrial(RunningTrial):
+    def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: ParentDeathGuard) -> None:
+>>>>>>> main
         self._trial = trial
         self._members: list[_Member] = []
         self._done = False
@@ -148,9 +157,9 @@ class _ProgramTeam(Team):
     def pids(self) -> list[int]:
         return [member.pid for member in self._members]
 
-    def records(self) -> list[LapRecord]:
+    def records(self) -> list[StepRecord]:
         limit = time.monotonic() + TRIAL_LIMIT_S
-        records: list[LapRecord] = []
+        records: list[StepRecord] = []
         waiting: dict[socket.socket, _Member] = {}
         with ExitStack() as stack:
             ended = os.pidfd_open(self._process.pid)
@@ -184,7 +193,7 @@ class _ProgramTeam(Team):
         self._members.append(_Member(connection))
         return self._members[-1]
 
-    def _receive(self, connection: socket.socket) -> LapRecord:
+    def _receive(self, connection: socket.socket) -> StepRecord:
         with connection.makefile("rb") as lines:
             line = lines.readline()
         if not line:
@@ -206,7 +215,7 @@ class _ProgramTeam(Team):
         self._process.wait()
 
 
-def record_of(line: bytes) -> LapRecord:
+def record_of(line: bytes) -> StepRecord:
     """The record that a process sent.
 
     Raises:
@@ -215,7 +224,7 @@ def record_of(line: bytes) -> LapRecord:
     try:
         values = json.loads(line)
         lists = {name: tuple(values[name]) for name in ("step_s", "exchange_s", "notes") if name in values}
-        return LapRecord(**{**values, **lists})
+        return StepRecord(**{**values, **lists})
     except (ValueError, TypeError, KeyError) as error:
         raise ReplicaError(f"a program sent {line[:60]!r}, expected JSON as benchmarks/step_timer.py has it") from error
 

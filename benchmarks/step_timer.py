@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class LapRecord:
+class StepRecord:
     """What one process saw.
 
     Args:
@@ -43,7 +43,7 @@ class LapRecord:
     notes: tuple[str, ...] = ()
 
 
-class Laps:
+class StepTimer:
     """Times steps, and reports when the last is done.
 
     Args:
@@ -67,7 +67,7 @@ class Laps:
         warm_up: int,
         steps: int,
         started_s: float,
-        report: Callable[[LapRecord], None],
+        report: Callable[[StepRecord], None],
         interface: str = "",
     ) -> None:
         self._warm_up = warm_up
@@ -102,9 +102,9 @@ class Laps:
         if len(self._ends) == self.total:
             self._report(self._record(loss))
 
-    def _record(self, loss: float) -> LapRecord:
+    def _record(self, loss: float) -> StepRecord:
         timed = self._ends[self._warm_up - 1 :]
-        return LapRecord(
+        return StepRecord(
             first_step_s=self._first_step_s,
             step_s=tuple(after - before for before, after in pairwise(timed)),
             cpu_s=_cpu_s() - self._cpu_before_s,

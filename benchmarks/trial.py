@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from benchmarks.step_timer import LapRecord
+from benchmarks.step_timer import StepRecord
 from lockstep.errors import ConfigError
 from lockstep.scaling.machine import Machine
 
@@ -186,7 +186,7 @@ def select_contenders(contenders: Sequence[Contender], only: Sequence[str] | Non
     return select(contenders, only, name=lambda contender: contender.name)
 
 
-class Team(ABC):
+class RunningTrial(ABC):
     """The running processes of one trial. Whoever launched it calls ``end``, on errors too."""
 
     @property
@@ -195,7 +195,7 @@ class Team(ABC):
         """The processes that train."""
 
     @abstractmethod
-    def records(self) -> list[LapRecord]:
+    def records(self) -> list[StepRecord]:
         """One record of each process that trains; they stay in their last step until ``end``.
 
         Raises:
@@ -211,7 +211,7 @@ class Launcher(ABC):
     """A way to start the processes of a trial."""
 
     @abstractmethod
-    def launch(self, trial: Trial, folder: Path) -> Team:
+    def launch(self, trial: Trial, folder: Path) -> RunningTrial:
         """Starts them.
 
         Args:

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import lockstep as ls
 from benchmarks.gpu.workloads import GpuPrecision
 from benchmarks.loops import NO_BROADCAST, laid_out, memory_format, split_cpu, trained_parameters
-from benchmarks.processes import Seat
-from benchmarks.step_timer import Laps
+from benchmarks.processes import ProcessInfo
+from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Batch, Layout, Trial
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError
@@ -135,7 +135,7 @@ def _copied(batch: Batch, device: torch.device, side: torch.cuda.Stream) -> Batc
 _MB = 2**20
 
 
-class DeviceLaps:
+class DeviceStepTimer:
     """Counts steps, and stops a lap of the trial's stopwatch when enough have been issued and done.
 
     Args:
@@ -144,7 +144,7 @@ class DeviceLaps:
         device: that is waited for, with all its streams.
     """
 
-    def __init__(self, laps: Laps, pace: Pace, device: torch.device) -> None:
+    def __init__(self, laps: StepTimer, pace: Pace, device: torch.device) -> None:
         self._laps = laps
         self._pace = pace
         self._device = device
@@ -190,7 +190,7 @@ COMPILE_MODE = "reduce-overhead"
 LossOf = Callable[[Any, Tensor], Tensor]
 
 
-def train_plain(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting, compiled: bool) -> None:
+def train_plain(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting, compiled: bool) -> None:
     """One process, the whole batch.
 
     Args:
@@ -208,7 +208,7 @@ def train_plain(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting, compi
     train(trial, laps, setting, loss_of, trial.workload.make_batches(setting.pace.steps), module)
 
 
-def train_ddp(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
+def train_ddp(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
     """One of ``trial.contender.processes`` processes on one device. All of them must call it; gloo, by a file.
 
     DDP averages the processes' gradients, so each divides its sum by its part of the count.
@@ -243,7 +243,7 @@ def loss_function(trial: Trial, setting: Setting, module: nn.Module, *, divisor:
 
 
 def train(
-    trial: Trial, laps: Laps, setting: Setting, loss_of: LossOf, batches: Sequence[Batch], module: nn.Module
+    trial: Trial, laps: StepTimer, setting: Setting, loss_of: LossOf, batches: Sequence[Batch], module: nn.Module
 ) -> None:
     """The usual loop: clear, forward, backward, update; the losses are added up where they are.
 
@@ -258,7 +258,7 @@ def train(
     device = setting.torch_device
     optimizer = torch.optim.Adam(module.parameters(), lr=trial.workload.learning_rate, fused=True)
     laps.trained = trained_parameters(module)
-    clock = DeviceLaps(laps, setting.pace, device)
+    clock = DeviceStepTimer(laps, setting.pace, device)
     losses = torch.zeros((), device=device)
     for x, y in on_device(_ready(batches, trial.contender.layout, device), device):
         optimizer.zero_grad()
@@ -302,7 +302,7 @@ class LapEveryBatch(Callback):
         clock: the stopwatch.
     """
 
-    def __init__(self, clock: DeviceLaps) -> None:
+    def __init__(self, clock: DeviceStepTimer) -> None:
         super().__init__()
         self._clock = clock
 
@@ -326,7 +326,7 @@ class _Notes(logging.Handler):
         self.lines[" ".join(record.getMessage().split())] = None
 
 
-def train_ours(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting, compiled: bool = False) -> None:
+def train_ours(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting, compiled: bool = False) -> None:
     """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas.
 
     Args:
@@ -355,7 +355,7 @@ def train_ours(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting, compil
     laps.trained = trained_parameters(module)
     laps.notes = notes.lines.keys()
     batches = pinned(workload.make_batches(setting.pace.steps), device)
-    clock = LapEveryBatch(DeviceLaps(laps, setting.pace, device))
+    clock = LapEveryBatch(DeviceStepTimer(laps, setting.pace, device))
     model.fit(batches, callbacks=[clock], verbose=0)
     strategy.close()
 

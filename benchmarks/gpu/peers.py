@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu.loops import DeviceLaps, Setting, begin_process, made, pinned
+from benchmarks.gpu.loops import DeviceStepTimer, Setting, begin_process, made, pinned
 from benchmarks.loops import laid_out, trained_parameters
-from benchmarks.processes import Seat
-from benchmarks.step_timer import Laps
+from benchmarks.processes import ProcessInfo
+from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Batch, Layout, Trial
 from lockstep.errors import ConfigError
 from lockstep.extras import require
@@ -47,7 +47,7 @@ def _is_there(name: str) -> bool:
     return find_spec(parent) is not None and (parent == name or find_spec(name) is not None)
 
 
-def train_accelerate(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
+def train_accelerate(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
     """Hugging Face Accelerate: model, optimizer and loader are prepared by it."""
     accelerate = require("accelerate", "transformers")
     device = begin_process(setting)
@@ -61,7 +61,7 @@ def train_accelerate(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) 
     _loop(trial, laps, setting, module, (model, optimizer, loader), accelerator.backward)
 
 
-def train_fabric(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
+def train_fabric(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
     """Lightning Fabric: model, optimizer and loader are set up by it."""
     name = next(name for name in PACKAGES["fabric"] if _is_there(name))
     device = begin_process(setting)
@@ -75,12 +75,12 @@ def train_fabric(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> N
 
 
 def _loop(
-    trial: Trial, laps: Laps, setting: Setting, module: nn.Module, prepared: tuple[Any, Any, Any], backward: Any
+    trial: Trial, laps: StepTimer, setting: Setting, module: nn.Module, prepared: tuple[Any, Any, Any], backward: Any
 ) -> None:
     """The loop that both document: clear, forward, backward by the framework, update."""
     model, optimizer, loader = prepared
     laps.trained = trained_parameters(module)
-    clock = DeviceLaps(laps, setting.pace, setting.torch_device)
+    clock = DeviceStepTimer(laps, setting.pace, setting.torch_device)
     losses = torch.zeros((), device=setting.torch_device)
     for x, y in loader:
         optimizer.zero_grad()
@@ -92,14 +92,14 @@ def _loop(
         clock.step(lambda: losses.item() / setting.pace.steps)
 
 
-def train_trainer(trial: Trial, seat: Seat, laps: Laps, *, setting: Setting) -> None:
+def train_trainer(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
     """The Trainer of transformers: its own loop, told of the loss by the module."""
     transformers = require("transformers", "transformers")
     device = begin_process(setting)
     module = made(trial, device)
     laps.trained = trained_parameters(module)
     told = _TellsItsLoss(trial, module)
-    clock = DeviceLaps(laps, setting.pace, device)
+    clock = DeviceStepTimer(laps, setting.pace, device)
 
     class LapEveryStep(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -75,7 +75,7 @@ def load_batches(job: Job) -> list[dict[str, np.ndarray]]:
     return [{name: array[index] for name, array in arrays.items()} for index in range(len(arrays["y"]))]
 
 
-def start_laps(job: Job, *, trained: int) -> Any:
+def start_timer(job: Job, *, trained: int) -> Any:
     """The stopwatch of this process: call ``lap(loss)`` after every step, ``total`` times.
 
     Args:
@@ -83,7 +83,7 @@ def start_laps(job: Job, *, trained: int) -> Any:
         trained: parameters that the optimizer changes.
     """
     laps = _load(Path(job.source) / "benchmarks" / "step_timer.py")
-    stopwatch = laps.Laps(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
+    stopwatch = laps.StepTimer(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
     stopwatch.trained = trained
     return stopwatch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from program import start_laps, take_job
+from program import start_timer, take_job
 from torch_work import make_work
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     work = make_work(job, accelerator.process_index)
     optimizer = torch.optim.Adam(work.module.parameters(), lr=job.learning_rate, fused=True)
     model, optimizer = accelerator.prepare(work.module, optimizer)
-    laps = start_laps(job, trained=work.trained)
+    laps = start_timer(job, trained=work.trained)
     for x, y in work.shards:
         optimizer.zero_grad()
         loss = work.loss_of(model, x, y)

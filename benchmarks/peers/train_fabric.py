@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
-from program import start_laps, take_job
+from program import start_timer, take_job
 from torch_work import make_work
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     work = make_work(job, fabric.global_rank)
     optimizer = torch.optim.Adam(work.module.parameters(), lr=job.learning_rate, fused=True)
     model, optimizer = fabric.setup(work.module, optimizer)
-    laps = start_laps(job, trained=work.trained)
+    laps = start_timer(job, trained=work.trained)
     for x, y in work.shards:
         optimizer.zero_grad()
         loss = work.loss_of(model, x, y)

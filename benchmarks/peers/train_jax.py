@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import keras
 from keras_models import Work, make_work
-from program import Job, load_batches, start_laps, take_job
+from program import Job, load_batches, start_timer, take_job
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def _train_on_batch(job: Job, work: Work, distribution: keras.distribution.DataP
     """Keras's own step."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     work.model.compile(optimizer=keras.optimizers.Adam(job.learning_rate), loss=loss)
-    laps = start_laps(job, trained=work.trained)
+    laps = start_timer(job, trained=work.trained)
     for index in range(laps.total):
         x, y = work.batches[index % len(work.batches)]
         laps.lap(float(work.model.train_on_batch(x, y)))
@@ -50,7 +50,7 @@ def _train_stateless(job: Job, work: Work, distribution: keras.distribution.Data
         for variables in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
     ]
     batches = [jax.tree.map(lambda array: _sharded(array, distribution), batch) for batch in work.batches]
-    laps = start_laps(job, trained=work.trained)
+    laps = start_timer(job, trained=work.trained)
     for index in range(laps.total):
         loss, *states = jitted(*states, *batches[index % len(batches)])
         laps.lap(float(loss))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 from keras_models import Work, make_work
-from program import Job, load_batches, start_laps, take_job
+from program import Job, load_batches, start_timer, take_job
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
         work = make_work(job.workload, load_batches(job))
         optimizer = keras.optimizers.Adam(job.learning_rate)
         optimizer.build(work.model.trainable_variables)
-    laps = start_laps(job, trained=work.trained)
+    laps = start_timer(job, trained=work.trained)
     step = _make_step(job, strategy, work.model, optimizer)
     batches = _distributed(strategy, work, job.replicas)
     for index in range(laps.total):

@@ -13,10 +13,10 @@ from torch import Tensor
 import lockstep as ls
 from benchmarks.harness import log_progress, run_rounds, trials_of
 from benchmarks.loops import run_replicas, train_replicas
-from benchmarks.processes import Body, Seat, SpawnedBody
+from benchmarks.processes import Body, ProcessInfo, SpawnedBody
 from benchmarks.report import Report, head
 from benchmarks.results import Figures, figures_of
-from benchmarks.step_timer import Laps
+from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Conditions, Contender, Pace, Trial, select_contenders
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS, find_workload
 from lockstep.report import markdown_table
@@ -24,7 +24,7 @@ from lockstep.report import markdown_table
 PACE = Pace(warm_up=3, steps=10, rounds=3)
 
 
-def run_pinned(trial: Trial, seat: Seat, laps: Laps) -> None:
+def run_pinned(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """Every replica's thread stays on cores of its own, where the system moves it as it likes otherwise."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // trial.contender.shares)
@@ -47,13 +47,13 @@ def run_pinned(trial: Trial, seat: Seat, laps: Laps) -> None:
     train_replicas(workload, workload.make_batches(laps.total), laps, replicas=trial.contender.shares)
 
 
-def run_with_all_cores(trial: Trial, seat: Seat, laps: Laps) -> None:
+def run_with_all_cores(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """Every replica has as many intra-op threads as there are cores, in place of its share of them."""
     torch.set_num_threads(trial.cores * trial.contender.shares)
     train_replicas(trial.workload, trial.workload.make_batches(laps.total), laps, replicas=trial.contender.shares)
 
 
-def run_in_bf16(trial: Trial, seat: Seat, laps: Laps) -> None:
+def run_in_bf16(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """The forward pass computes in bfloat16 where autocast says so; the loss in float32."""
     module_of = trial.workload.make_module
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Sampler
 
 import lockstep as ls
 from benchmarks.loops import split_cpu, trained_parameters
-from benchmarks.processes import Seat
-from benchmarks.step_timer import Laps
+from benchmarks.processes import ProcessInfo
+from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Batch, Trial, Workload
 from lockstep.recipes.reviews.batches import LengthGroupedSampler
 from lockstep.recipes.reviews.config import ReviewsConfig, reviews
@@ -118,7 +118,7 @@ class LapEveryStep(transformers.TrainerCallback):
         laps: the stopwatch.
     """
 
-    def __init__(self, laps: Laps) -> None:
+    def __init__(self, laps: StepTimer) -> None:
         self._laps = laps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -135,7 +135,7 @@ class OriginalTrainer(transformers.Trainer):
         laps: the stopwatch.
     """
 
-    def __init__(self, work: ReviewsWork, laps: Laps) -> None:
+    def __init__(self, work: ReviewsWork, laps: StepTimer) -> None:
         self._work = work
         super().__init__(
             work.task.model,
@@ -151,7 +151,7 @@ class OriginalTrainer(transformers.Trainer):
         return self._work.order
 
 
-def train_original(laps: Laps, *, processes: int) -> None:
+def train_original(laps: StepTimer, *, processes: int) -> None:
     """The original in this process. With several, every one of them must call it.
 
     Args:
@@ -163,13 +163,13 @@ def train_original(laps: Laps, *, processes: int) -> None:
         OriginalTrainer(work, laps).train()
 
 
-def train_alone(trial: Trial, seat: Seat, laps: Laps) -> None:
+def train_alone(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """The original, in one process, with all cores."""
     torch.set_num_threads(trial.cores)
     train_original(laps, processes=1)
 
 
-def train_ours(trial: Trial, seat: Seat, laps: Laps) -> None:
+def train_ours(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
     """Ours, on replicas that share the cores."""
     torch.set_num_threads(trial.cores)
     replicas = trial.contender.shares

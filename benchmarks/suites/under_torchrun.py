@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.step_timer import LapRecord, Laps
+from benchmarks.step_timer import StepRecord, StepTimer
 from benchmarks.suites.trainer_loop import train_original
 from lockstep.parent_death import die_with
 
@@ -23,11 +23,11 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as harness:
         harness.connect(job["socket"])
 
-        def report(record: LapRecord) -> None:
+        def report(record: StepRecord) -> None:
             harness.sendall(json.dumps(asdict(record)).encode() + b"\n")
             harness.recv(1)  # says nothing; ends when the other end closes
 
-        laps = Laps(warm_up=job["warm_up"], steps=job["steps"], started_s=job["started_s"], report=report)
+        laps = StepTimer(warm_up=job["warm_up"], steps=job["steps"], started_s=job["started_s"], report=report)
         train_original(laps, processes=job["replicas"])
 
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.processes import Body
-from benchmarks.step_timer import LapRecord, Laps
+from benchmarks.step_timer import StepRecord, StepTimer
 from benchmarks.suites.choices import choices, run_in_bf16, run_pinned, run_with_all_cores
 from benchmarks.trial import Trial
 from benchmarks.workloads import find_workload
@@ -30,10 +30,10 @@ def seen_in_steps(name: str, body: Body, look: Any) -> tuple[set[Any], float]:
         return linear.loss(outputs, y)
 
     trial = Trial(workload=replace(linear, loss=loss), contender=contender, warm_up=1, steps=1, cores=2)
-    records: list[LapRecord] = []
+    records: list[StepRecord] = []
     threads = torch.get_num_threads()
     try:
-        body(trial, None, Laps(warm_up=1, steps=1, started_s=0.0, report=records.append))
+        body(trial, None, StepTimer(warm_up=1, steps=1, started_s=0.0, report=records.append))
     finally:
         torch.set_num_threads(threads)
     return found, records[0].loss

@@ -20,13 +20,13 @@ PEERS = Path(__file__).parents[1] / "peers"
 WHOLE = """
 import os, subprocess, sys
 sys.path.insert(0, {peers!r})
-from program import load_batches, start_laps, take_job
+from program import load_batches, start_timer, take_job
 
 job = take_job()
 if job.options.get("processes") and "RANK" not in os.environ:
     subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {{"RANK": "1"}})
 batches = load_batches(job)
-laps = start_laps(job, trained=11)
+laps = start_timer(job, trained=11)
 for index in range(laps.total):
     laps.lap(float(batches[index % len(batches)]["y"].mean()))
 """
@@ -86,7 +86,7 @@ def test_a_program_is_given_its_words_and_variables_and_the_package(make_trial):
         ("", "it said nothing"),
         (
             WHOLE.replace("for index", "laps.__dict__.clear()\nfor index"),
-            "AttributeError: 'Laps' object has no attribute 'total'",
+            "AttributeError: 'StepTimer' object has no attribute 'total'",
         ),
     ],
 )

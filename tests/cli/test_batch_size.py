@@ -48,7 +48,7 @@ def test_mlm_trains_with_the_batch_that_was_found_as_if_it_had_been_given(run_lo
     assert (auto.returncode, auto.stderr, given.returncode) == (0, "", 0)
     first, second = auto.stdout.splitlines()[:2]
     assert first.startswith("batch size auto: 48 lines fit; the limits are ")
-    assert first.endswith(" MB for this process and the 50 lines of the training part")
+    assert first.endswith(" MB for this process and the 50 lines of the training split")
     assert "global batches of 48 lines" in second
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("auto", "given")]
     for name, ours in weights[0].items():
@@ -60,16 +60,16 @@ def test_images_finds_a_batch_of_its_pictures(run_lockstep):
 
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()[:2]
-    found, pictures = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) pictures", first))
+    found, pictures = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) images", first))
     assert 0 <= pictures - found < 2  # all of them, in equal shards
-    assert f"global batches of {found:,} pictures" in second
+    assert f"global batches of {found:,} images" in second
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--batch-size", "big"], "batch_size='big' was given, expected a whole number or auto"),
-        (["--batch-size", "1.5"], "batch_size='1.5' was given, expected a whole number or auto"),
+        (["--batch-size", "big"], "batch_size='big' was given, expected an integer or auto"),
+        (["--batch-size", "1.5"], "batch_size='1.5' was given, expected an integer or auto"),
         (["--batch-size", "0"], "batch_size=0 was given, expected at least 1"),
         (["--batch-size", "auto", "--heads", "3"], "heads=3 does not divide hidden=16"),
     ],

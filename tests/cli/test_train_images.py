@@ -83,7 +83,7 @@ def test_the_published_head_the_disk_and_a_model_to_begin_with(run_lockstep, tmp
     [
         (["--epochs", "0"], "epochs=0 was given"),
         (["--size", "many"], "Invalid value for '--size'"),
-        (["--size", "7"], "size=7 was given, expected from 8 to 4096 pixels"),
+        (["--size", "7"], "size=7 was given, expected 8 to 4096 pixels"),
         (["--devices", "cpu:0,cpu:9"], "cpu:9"),
         (["--data", "nowhere"], "the image folder 'nowhere' does not exist"),
         (["--data", "pictures/test/cat/0.png"], "the image folder 'pictures/test/cat/0.png' is not a folder"),
@@ -133,8 +133,8 @@ def add_a_class_to_the_test(pictures: Path) -> None:
         (empty_a_class, "1 class folder without an image: 'pictures/train/dog'"),
         (leave_one_class, "has one class folder, 'cat', expected at least two"),
         (leave_nothing, "holds no images, expected a folder of images"),
-        (break_all, "44 of 44 images cannot be read: 'pictures/test/cat/0.png' (no picture)"),
-        (add_a_class_to_the_test, "lacks: 'cow'; expected some of 'cat', 'dog'"),
+        (break_all, "44 of 44 images cannot be read: 'pictures/test/cat/0.png' (not an image)"),
+        (add_a_class_to_the_test, "does not have: 'cow'; expected some of 'cat', 'dog'"),
     ],
 )
 def test_pictures_that_cannot_be_used_are_one_line(damage, said, pictures: Path, run_lockstep, tmp_path: Path):

@@ -101,7 +101,7 @@ def test_the_numbers_are_those_of_an_update_that_is_read_and_nothing_is(name: st
             trainer.step(clip_norm=clip_norm)
             with HostSyncs() as reads:
                 result = trainer.step(ROWS * 2, clip_norm=clip_norm)
-            assert bool(reads.places) is (make_optimizer is with_hook)
+            assert bool(reads.syncs) is (make_optimizer is with_hook)
             assert trainer.driver.waits == 0
             assert trainer.plain.param_groups[0]["fused"] is (True if make_optimizer is with_hook else None)
             results.append([None if each is None else float(each) for each in (result.total, result.grad_norm)])
@@ -163,7 +163,7 @@ def test_an_fp16_overflow_skips_and_lowers_the_scale_without_a_read(name: str):
         before = trainer.weights()
         with HostSyncs() as reads:
             overflowed = trainer.step(times=1e6, scaler=scaler)
-        assert reads.places == []
+        assert reads.syncs == []
         assert float(overflowed.skipped) == 1.0
         assert scaler.get_scale() == 2.0**126
 

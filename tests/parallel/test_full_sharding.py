@@ -41,5 +41,5 @@ def test_a_single_number_cannot_be_shared():
     net = nn.Linear(2, 2)
     net.scale = nn.Parameter(torch.ones(()))
 
-    with pytest.raises(ConfigError, match=r"scale is a single number, which cannot be shared; choose shard_optimizer"):
+    with pytest.raises(ConfigError, match=r"scale is a single number, which cannot be sharded; choose shard_optimizer"):
         shard_fully(net, None)  # type: ignore[arg-type]

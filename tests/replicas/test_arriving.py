@@ -34,7 +34,7 @@ def test_a_gpus_numbers_come_in_one_copy_and_are_waited_for_when_read():
 
         assert driver.waits == 1
         assert len(driver.calls("to_host")) == 1
-        assert reads.places == []
+        assert reads.syncs == []
 
         early = AsyncScalars(VALUES, devices[0])
         driver.catch_up()

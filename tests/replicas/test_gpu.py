@@ -115,7 +115,7 @@ def test_the_limit_holds_for_what_tensors_took_and_not_for_room_that_is_kept():
         torch.empty(50 * MB, dtype=torch.uint8)
         driver.memory.keep("gpu:0", 30 * MB)
         turn.check()
-        assert driver.calls("give_back") != []
+        assert driver.calls("release_cached") != []
 
         torch.empty(80 * MB, dtype=torch.uint8)
         with pytest.raises(DeviceMemoryError, match=r"gpu:0 has a memory_limit of 64 MB, but the step took 80 MB"):

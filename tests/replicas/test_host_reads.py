@@ -40,7 +40,7 @@ def test_what_waits_is_told_with_operator_and_line(operator: str, act: Callable[
         except NotImplementedError:  # a copy from "meta" has nothing to copy
             assert operator == "aten._to_copy"
 
-    ((told, line),) = reads.places[:1]
+    ((told, line),) = reads.syncs[:1]
     assert told == operator
     assert line == f"test_host_reads.py:{act.__code__.co_firstlineno}"
 
@@ -60,7 +60,7 @@ def test_what_does_not_wait_is_not_told(act: Callable[[Tensor], Any]):
     with HostSyncs() as reads:
         act(ROWS)
 
-    assert reads.places == []
+    assert reads.syncs == []
 
 
 def test_replicas_are_watched_and_only_in_the_block(make_strategy: Callable[..., MirroredStrategy]):
@@ -78,4 +78,4 @@ def test_replicas_are_watched_and_only_in_the_block(make_strategy: Callable[...,
     strategy.run(step)
 
     line = step.__code__.co_firstlineno
-    assert sorted(where for _, where in reads.places) == [f"test_host_reads.py:{line + each}" for each in (2, 2, 4, 4)]
+    assert sorted(where for _, where in reads.syncs) == [f"test_host_reads.py:{line + each}" for each in (2, 2, 4, 4)]

@@ -165,8 +165,8 @@ class StandInDriver:
     def free_and_total(self, device: torch.device) -> tuple[int, int]:
         return self.memory.capacity - self.memory.reserved.total(), self.memory.capacity
 
-    def give_back(self, device: torch.device) -> None:
-        self._note("give_back")
+    def release_cached(self, device: torch.device) -> None:
+        self._note("release_cached")
         self.memory.give_back()
 
     def limits_pools(self) -> bool:
@@ -175,15 +175,15 @@ class StandInDriver:
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed)
 
-    def lend(self, device: torch.device, own: torch.Generator) -> torch.Tensor:
-        self._note("lend")
+    def swap_generator(self, device: torch.device, own: torch.Generator) -> torch.Tensor:
+        self._note("swap_generator")
         self._lent = own
         others = torch.default_generator.get_state()
         torch.default_generator.set_state(own.get_state())
         return others
 
-    def take_back(self, device: torch.device, own: torch.Generator, others: torch.Tensor) -> None:
-        self._note("take_back")
+    def restore_generator(self, device: torch.device, own: torch.Generator, others: torch.Tensor) -> None:
+        self._note("restore_generator")
         self._lent = None
         own.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(others)

@@ -55,7 +55,7 @@ def test_by_itself_it_takes_the_gpu_and_another_device_by_name(named: str | None
         on_gpu = named != "cpu:0"
 
         assert strategy.devices == (devices if on_gpu else tuple(config.list_logical_devices("CPU")))
-        assert bool(driver.calls("lend")) is on_gpu
+        assert bool(driver.calls("swap_generator")) is on_gpu
 
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12)

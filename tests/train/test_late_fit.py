@@ -84,7 +84,7 @@ def test_between_steps_nothing_is_waited_for_or_read(graphs: bool):
         on_gpus(metrics=accuracy(), clip_norm=1.0, accumulate=2, graphs=graphs) as (model, driver),
         HostSyncs() as reads,
     ):
-        between = Between(lambda: driver.waits + len(reads.places))
+        between = Between(lambda: driver.waits + len(reads.syncs))
         model.fit(batches(8), epochs=2, verbose=0, callbacks=[between])
 
     first = between.counts[2]  # the metric has looked at its first batch, and been asked no more to
@@ -101,7 +101,7 @@ def mixed(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(torch.ones(3)), mixed])
 def test_a_loss_is_compared_with_its_parts_in_the_first_step_only(loss: Any):
     with on_gpus(loss=loss) as (model, driver), HostSyncs() as reads:
-        between = Between(lambda: driver.waits + len(reads.places))
+        between = Between(lambda: driver.waits + len(reads.syncs))
         model.fit(batches(4), verbose=0, callbacks=[between])
 
     assert between.counts[1] > between.counts[0]
@@ -134,7 +134,7 @@ def test_a_loss_that_reads_is_named_by_operator_and_line():
         model.fit(batches(2), verbose=0)
 
     line = f"test_late_fit.py:{reading.__code__.co_firstlineno + 2}"
-    assert ("aten._local_scalar_dense", line) in reads.places
+    assert ("aten._local_scalar_dense", line) in reads.syncs
 
 
 @pytest.mark.parametrize("lags", [False, True])
@@ -248,7 +248,7 @@ def test_fp16_overflows_lower_the_scale_without_a_read_and_the_schedule_goes_on(
     ) as (model, driver):
         before = next(iter(model.module.parameters())).detach().clone()
         with HostSyncs() as reads:
-            between = Between(lambda: driver.waits + len(reads.places))
+            between = Between(lambda: driver.waits + len(reads.syncs))
             model.fit(batches(6), verbose=0, callbacks=[between])
         assert between.counts[1:] == [between.counts[1]] * 5
         assert torch.equal(next(iter(model.module.parameters())), before)

@@ -17,7 +17,7 @@ from tests.stand_in import stand_in_gpus
 import lockstep as ls
 from benchmarks.gpu.contenders import entrants
 from benchmarks.gpu.loops import (
-    DeviceLaps,
+    DeviceStepTimer,
     Pace,
     Setting,
     begin_process,
@@ -32,8 +32,8 @@ from benchmarks.gpu.peers import PACKAGES, missing
 from benchmarks.gpu.roofline import look_at_device
 from benchmarks.gpu.workloads import TINY, gpu_workloads, precision_of
 from benchmarks.harness import run_trial
-from benchmarks.processes import Seat, SpawnedBody
-from benchmarks.step_timer import LapRecord, Laps
+from benchmarks.processes import ProcessInfo, SpawnedBody
+from benchmarks.step_timer import StepRecord, StepTimer
 from benchmarks.trial import Trial
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.recipes.mlm.model import BertShape
@@ -71,10 +71,17 @@ def trial(name: str, workload: str = "mlm-fp32") -> Trial:
 
 def trained(
     trial: Trial, body: Callable[..., None], precision: str = "fp32", device: str = "cpu", **how: Any
+<<<<<<< HEAD
 ) -> LapRecord:
     records: list[LapRecord] = []
     laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
     seat = Seat(rank=0, started_s=0.0, store="", guard="")
+=======
+) -> StepRecord:
+    records: list[StepRecord] = []
+    laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
+    seat = ProcessInfo(rank=0, started_s=0.0, store="", lifeline="")
+>>>>>>> main
     body(trial, seat, laps, setting=Setting(device=device, precision=precision, pace=PACE), **how)
     (record,) = records
     assert len(record.step_s) == PACE.laps
@@ -192,18 +199,22 @@ def test_four_processes_do_the_same_work_within_the_trial_s_own_limit():
 PEERS = """
 import json, sys, time
 from benchmarks.gpu import peers
-from benchmarks.step_timer import Laps
-from benchmarks.processes import Seat
+from benchmarks.step_timer import StepTimer
+from benchmarks.processes import ProcessInfo
 from tests_of_the_gpu_benchmark import PACE, trial
 from benchmarks.gpu.loops import Setting
 
 said = {}
 for name in sys.argv[1:]:
     records = []
-    laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
+    laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
     body = getattr(peers, f"train_{name}")
     setting = Setting(device="cpu", precision="fp32", pace=PACE)
+<<<<<<< HEAD
     body(trial(name), Seat(rank=0, started_s=0.0, store="", guard=""), laps, setting=setting)
+=======
+    body(trial(name), ProcessInfo(rank=0, started_s=0.0, store="", lifeline=""), laps, setting=setting)
+>>>>>>> main
     said[name] = records[0].loss, records[0].trained, len(records[0].step_s)
 print("SAID", json.dumps(said))
 """
@@ -285,8 +296,8 @@ def test_the_device_is_waited_for_between_laps_only(monkeypatch: pytest.MonkeyPa
     read: list[int] = []
     begun: list[int] = []
     monkeypatch.setattr("benchmarks.gpu.loops.wait_for", lambda device: waits.append(begun[-1]))
-    laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=lambda record: None)
-    clock = DeviceLaps(laps, PACE, torch.device("cpu"))
+    laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=lambda record: None)
+    clock = DeviceStepTimer(laps, PACE, torch.device("cpu"))
     for step in range(1, PACE.steps + 1):
         begun.append(step)
         clock.step(lambda: read.append(begun[-1]) or 0.0)

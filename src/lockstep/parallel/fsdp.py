@@ -31,12 +31,12 @@ from lockstep.parallel.pipeline_stage import Stage
 
 
 def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves each worker of ``mesh`` its share of every parameter, in place. All must call it; nothing is sent.
+    """Shards every parameter over the workers of ``mesh``, in place. All must call it; nothing is sent.
 
     Afterwards all of them must take part in each forward and backward pass, whether or not they have rows.
 
     Raises:
-        ConfigError: a parameter that is a single number.
+        ConfigError: a parameter is a single number.
     """
     check_shardable(module)
     for unit in [*units_of(module), module]:
@@ -45,7 +45,7 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_fsdp(unit: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:
-    """One ``fully_shard``, whose gradients are summed over ``mesh`` and not averaged."""
+    """Torch's ``fully_shard``, with gradients summed over ``mesh`` instead of averaged."""
     made = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     made.set_gradient_divide_factor(1.0)
     made.set_force_sum_reduction_for_comms(True)
@@ -53,26 +53,26 @@ def apply_fsdp(unit: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool
 
 
 def check_shardable(module: nn.Module) -> None:
-    """Refuses a module that cannot be shared.
+    """Checks that a module can be sharded.
 
     Raises:
         ConfigError: a parameter is a single number.
     """
     for name, parameter in module.named_parameters():
         if not parameter.ndim:
-            raise ConfigError(f"{name} is a single number, which cannot be shared; choose shard_optimizer=True alone")
+            raise ConfigError(f"{name} is a single number, which cannot be sharded; choose shard_optimizer=True alone")
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
-    """What is gathered and freed at a time: the members of the outermost lists of modules, usually the layers.
+    """The modules that are gathered and freed at a time: the members of the outermost module lists, usually the layers.
 
-    One that shares a parameter with another part is left out, and gathered with the rest.
+    One that has a parameter in common with another module is left out, and gathered with the rest.
     """
     return apart(_members(module), module)
 
 
 def apart(parts: Iterable[nn.Module], module: nn.Module) -> list[nn.Module]:
-    """Those parts of a module that have parameters, and share none with another part."""
+    """The parts of a module that have parameters, none of them in common with another part."""
     names = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
     return [part for part in parts if _is_apart(part, names)]
 

@@ -1,10 +1,10 @@
-"""Which worker holds which part of a model, and which data it sees: pure, on ints.
+"""Which worker holds which part of a model, and which data it sees. Pure, on ints.
 
     data=2, pipeline=2, tensor=2          stage 0                 stage 1
                               replica 0   worker 0, worker 1      worker 4, worker 5
                               replica 1   worker 2, worker 3      worker 6, worker 7
 
-Workers are numbered through tensor ranks first, then data, then stages, so that those who exchange most share a host
+Numbers go through tensor ranks first, then data, then stages, so that workers that communicate most share a host
 (Narayanan et al. 2021, arXiv 2104.04473, section 5.2).
 """
 
@@ -17,19 +17,19 @@ from math import prod
 from lockstep.errors import ConfigError
 
 AXES = ("pipeline", "data", "tensor")
-"""The axes of the mesh, in the order in which workers are numbered: the last one fastest."""
+"""The axes of the mesh; worker numbers change fastest along the last one."""
 REST = -1
-"""As a degree: what the others leave."""
+"""As a degree: all workers that the other degrees leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """The workers of a job as a grid.
+    """The workers of a job as a device mesh.
 
     Args:
-        data: copies of the model; each sees its own shard of a global batch.
-        pipeline: stages that the layers of a copy are divided into.
-        tensor: workers that share each layer.
+        data: the number of copies of the model; each sees its own shard of a global batch.
+        pipeline: the number of workers among which the layers of a copy are divided.
+        tensor: the number of workers among which each layer is divided.
     """
 
     data: int = 1
@@ -38,7 +38,7 @@ class MeshLayout:
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self.data * self.pipeline * self.tensor
 
     @property
@@ -47,17 +47,17 @@ class MeshLayout:
         return self.pipeline, self.data, self.tensor
 
     def place(self, worker: int) -> MeshCoordinate:
-        """Where a worker is."""
+        """The coordinate of a worker."""
         rest, tensor = divmod(worker, self.tensor)
         stage, replica = divmod(rest, self.data)
         return MeshCoordinate(stage=stage, replica=replica, tensor=tensor)
 
     def worker(self, place: MeshCoordinate) -> int:
-        """The number of the worker at a place."""
+        """The number of the worker at a coordinate."""
         return (place.stage * self.data + place.replica) * self.tensor + place.tensor
 
     def peers(self, worker: int) -> tuple[int, ...]:
-        """The workers that hold the same part of the model, one per replica, in replica order."""
+        """The data group of a worker: those that hold the same part of the model, in replica order."""
         here = self.place(worker)
         return tuple(
             self.worker(MeshCoordinate(stage=here.stage, replica=replica, tensor=here.tensor))
@@ -65,7 +65,7 @@ class MeshLayout:
         )
 
     def line(self, worker: int) -> tuple[int, ...]:
-        """The workers of all stages of the same replica and tensor rank, in the order of the stages."""
+        """The pipeline group of a worker: those of the same replica and tensor rank, in stage order."""
         here = self.place(worker)
         return tuple(
             self.worker(MeshCoordinate(stage=stage, replica=here.replica, tensor=here.tensor))
@@ -73,14 +73,14 @@ class MeshLayout:
         )
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """The workers that hold a copy of the model together, in ascending order."""
+        """The workers that hold one copy of the model together, in ascending order."""
         return tuple(worker for worker in range(self.workers) if self.place(worker).replica == replica)
 
     def leaders(self, stage: int) -> tuple[int, ...]:
-        """One worker per replica, in replica order: the first tensor rank at a place of the pipeline.
+        """One worker per replica, in replica order: the first tensor rank of a pipeline worker.
 
         Args:
-            stage: the place that has the outputs, as a rule the last.
+            stage: the pipeline worker that has the outputs, usually the last.
         """
         return tuple(
             self.worker(MeshCoordinate(stage=stage, replica=replica, tensor=0)) for replica in range(self.data)
@@ -92,7 +92,7 @@ class MeshLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCoordinate:
-    """A worker's coordinates: its stage of the pipeline, its replica of the model, its rank among those of a layer."""
+    """A worker's coordinate: its pipeline stage, its replica of the model, its tensor rank."""
 
     stage: int
     replica: int
@@ -100,10 +100,10 @@ class MeshCoordinate:
 
 
 def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, tensor: int = 1) -> MeshLayout:
-    """The grid of ``workers`` workers; one degree may be -1 and takes what the others leave.
+    """The layout of ``workers`` workers; one degree may be -1 and takes what the others leave.
 
     Raises:
-        ConfigError: degrees that do not fit; it says which would.
+        ConfigError: the degrees do not fit; the message names some that would.
 
     Example:
         >>> choose_grid(8, pipeline=2, tensor=2)
@@ -124,12 +124,12 @@ def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, ten
 
 
 def check_divides(name: str, degree: int, sizes: Sequence[tuple[str, int]]) -> None:
-    """Refuses a degree that does not divide all of a model's sizes.
+    """Checks that a degree divides all of a model's sizes.
 
     Args:
-        name: of the degree, such as "tensor".
+        name: the name of the degree, such as "tensor".
         degree: the degree.
-        sizes: what it is to divide, by the names that the model's configuration has for them.
+        sizes: the names and sizes, as the model's configuration has them.
 
     Raises:
         ConfigError: it does not; the message has the degrees that would.

@@ -34,13 +34,13 @@ _USUAL = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """The settings of all pipelines of a strategy.
+    """The settings of a strategy's pipelines.
 
     Args:
         schedule: one of ``SCHEDULES``.
-        microbatches: parts of a shard.
-        workers: of a pipeline; 1 is none.
-        stages_per_worker: stages that each of them holds.
+        microbatches: the number of parts of a shard.
+        workers: the number of workers of a pipeline; 1 for no pipeline.
+        stages_per_worker: the number of stages that each worker holds.
 
     Raises:
         ConfigError: an unknown schedule, or numbers that it cannot take.
@@ -60,7 +60,7 @@ class PipelineConfig:
 
     @property
     def stages(self) -> int:
-        """How many there are in all."""
+        """The number of stages of all workers."""
         return self.workers * self.stages_per_worker
 
     def stages_of(self, worker: int) -> tuple[int, ...]:

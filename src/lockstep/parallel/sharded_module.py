@@ -1,11 +1,11 @@
-"""The part of a model that one worker holds, seen as a module whose parameters are plain tensors.
+"""One worker's part of a sharded model, as a module whose parameters are plain tensors.
 
     inside    the user's model, some of whose parameters are DTensors: what torch divides and computes with
     outside   one plain parameter for each, over the same memory: what an optimizer steps, what travels between replicas
 
-A backward pass leaves the gradients with the plain parameters. ``state_dict`` is the whole model's: plain tensors under
-the plain names, gathered from all workers that hold a copy together. ``regions`` tells, for checkpoints, where in the
-whole tensors this worker's stand.
+A backward pass leaves the gradients in the plain parameters. ``state_dict`` is that of the whole model: plain tensors
+under plain names, gathered from all workers that hold a copy together. For checkpoints, ``regions`` tells where this
+worker's tensors lie in the whole ones.
 """
 
 from __future__ import annotations
@@ -69,30 +69,30 @@ class ShardedModule(nn.Module):
 
     @property
     def inside(self) -> nn.Module:
-        """The model as torch divided it."""
+        """The model as torch sharded it."""
         return self._inside[0]
 
     @property
     def divided(self) -> frozenset[int]:
-        """The ids of the plain parameters that are this tensor rank's; the others are whole, and alike on all ranks."""
+        """The ids of the plain parameters that tensor ranks divide; the others are whole and equal on all ranks."""
         named = self.inside.parameters()
         return frozenset(id(self._plain[id(each)]) for each in named if _is_divided(each, "tensor"))
 
     @property
     def tied(self) -> list[nn.Parameter]:
-        """The plain parameters that another stage holds too, in an order that is the same there."""
+        """The plain parameters that another stage holds too, in the same order there."""
         return [self._plain[id(self.inside.get_parameter(name))] for name in self._tied]
 
     def first_name(self, name: str) -> str:
-        """What the whole model calls a parameter first, where it has several names."""
+        """The first of a parameter's names in the whole model."""
         return self._firsts.get(name, name)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What this worker holds of the model's state, by the names in its ``state_dict``."""
+        """The tensors of the model's state that this worker holds, by name."""
         return {name: _local(value.detach()) for name, value in self.inside.state_dict().items()}
 
     def regions(self) -> dict[str, Region]:
-        """Where in the whole tensors, in the plain order of their columns, those of ``own_tensors`` stand."""
+        """Where the tensors of ``own_tensors`` lie in the whole ones, whose columns are in the model's own order."""
         return {name: self._region(name, value) for name, value in self.inside.state_dict().items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class ShardedModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The model's modules by name; this one stands for the model itself."""
+        """The model's modules by name, with this module in place of the model itself."""
         yield prefix, self
         for name, part in self.inside.named_modules(memo, prefix, remove_duplicate):
             if part is not self.inside:
@@ -143,7 +143,7 @@ class ShardedModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The whole model's, same keys, plain tensors. All workers that hold a copy together must call it."""
+        """The state of the whole model, as plain tensors. All workers that hold a copy together must call it."""
         return dict(self.stream())
 
     def described(self) -> dict[str, Tensor]:
@@ -160,9 +160,9 @@ class ShardedModule(nn.Module):
         }
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole model's state, one tensor after another, so that none need be kept.
+        """Yields the whole model's state one tensor at a time, so that the caller need not hold all of it.
 
-        All workers that hold a copy together must call it, and take all of it.
+        All workers that hold a copy together must call it, and consume all of it.
         """
         held, described = self.inside.state_dict(), self.described()
         for name in self.names:
@@ -171,7 +171,7 @@ class ShardedModule(nn.Module):
                 yield name, self._from_line(described[name], own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this worker's part of a whole model's state_dict.
+        """Loads this worker's part of the whole model's state_dict.
 
         Raises:
             CheckpointError: names or shapes that are not the model's.

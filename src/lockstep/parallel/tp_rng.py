@@ -20,11 +20,11 @@ from lockstep.replicas.rng.state import companion_generators
 
 
 class DeviceRng:
-    """Switches a GPU's default generator between the two seeds. For one replica's thread at a time.
+    """Switches a GPU's default generator between the seed of all ranks and that of this one. For one thread at a time.
 
     Args:
-        default: gives that generator.
-        own: what tells this rank from the others.
+        default: returns the generator.
+        own: a number that tells this rank from the others.
     """
 
     def __init__(self, default: Callable[[], torch.Generator], own: int) -> None:
@@ -64,11 +64,11 @@ def _seed(generator: torch.Generator, seed: int) -> None:
 
 
 class TensorParallelRng:
-    """Which of a module's parts draw a tensor rank's own random numbers.
+    """Has some of a model's modules draw random numbers of the tensor rank's own.
 
     Args:
-        generator: this rank's own.
-        on_gpu: how numbers on this worker's GPU are drawn; None where it has none.
+        generator: the generator of this rank.
+        on_gpu: the random numbers on this worker's GPU; None without a GPU.
     """
 
     def __init__(self, generator: torch.Generator, on_gpu: DeviceRng | None = None) -> None:

@@ -1,6 +1,10 @@
-"""``lockstep bench scaling``: what N replicas bring over one device, and where the time of their steps goes.
+"""Measurements that ``lockstep bench`` makes on the user's machine.
 
-    settings -> plan -> [fresh process a configuration, in turn, several rounds] -> figures -> Markdown, JSON, HTML
+``lockstep bench scaling`` compares N replicas with one device:
 
-Every number comes from one run on one machine; published numbers are shown beside it, marked as another machine's.
+    plan (which configurations) -> runner (a fresh process for each, several rounds) -> report (Markdown, JSON, HTML)
+    recipes (module, data, loss) -> measure (what a process does: trains, and times the parts of each step)
+
+``lockstep bench pipeline`` measures how long the workers of a pipeline idle: ``schedules``, drawn by ``schedule_plot``.
+``machine`` describes where a run was made. Begin with ``runner.measure_scaling``.
 """

@@ -1,4 +1,9 @@
-"""One scaling run from what was asked to the result that reports show. What a command calls; it prints nothing."""
+"""Runs ``lockstep bench scaling``: every configuration in a fresh process, in turn, for several rounds. Prints nothing.
+
+    round 1: A B C    round 2: A B C    ...    speed-ups compare configurations of the same round
+
+A machine that slows down in the middle of a run thus slows down all configurations.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +44,14 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a fresh process is asked to measure. It travels there, so it is plain data.
+    """What a fresh process measures. It is pickled, so it is plain data.
 
     Args:
-        recipe: its name.
-        config: its config.
-        devices: the devices to divide and take, in the notation of ``--devices``.
-        configuration: the row of the table.
-        settings: how many steps.
+        recipe: name of the recipe.
+        config: config of the recipe.
+        devices: logical devices, in the notation of ``--devices``.
+        configuration: replicas, batch size and cores: a row of the table.
+        settings: how many steps to measure.
     """
 
     recipe: str
@@ -58,7 +63,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was measured, and the warnings meanwhile."""
+    """What a process measured, and the warnings that it issued."""
 
     record: Record
     warnings: tuple[str, ...]
@@ -73,11 +78,11 @@ class Failure:
 
 
 def run_trial(trial: Trial) -> Answer:
-    """Measures in a fresh process, and waits until that has ended.
+    """Measures in a fresh process and waits until it has ended.
 
     Raises:
-        LockstepError: the process's own.
-        ReplicaError: it failed in another way, ended before its time, or took longer than ``TRIAL_LIMIT_S``.
+        LockstepError: the process raised it.
+        ReplicaError: the process failed in another way, died, or took longer than ``TRIAL_LIMIT_S``.
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
@@ -98,7 +103,7 @@ def run_trial(trial: Trial) -> Answer:
 
 
 def answer(trial: Trial, connection: Connection) -> None:
-    """The life of the process."""
+    """Runs in the fresh process: measures, and sends an ``Answer`` or a ``Failure``."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that what is open is closed
     die_with_parent()
     with closing(connection):
@@ -130,7 +135,7 @@ def _measured(trial: Trial) -> Record:
 
 @contextmanager
 def _interrupts_kept_back() -> Iterator[None]:
-    """Ctrl-C inside the block comes at its end, and never to a process started in it, which this one ends itself."""
+    """Holds SIGINT back until the end of the block; a process started in it never gets one: its parent ends it."""
     resource_tracker.ensure_running()  # it would let interrupts through again, if it were started inside the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -155,14 +160,14 @@ def _receive(connection: Connection, name: str) -> Answer | Failure:
 
 
 def _stop(process: SpawnProcess) -> None:
-    """Ends a process before its time, if it was started."""
+    """Terminates a process that was started."""
     if process.pid is not None:
         process.terminate()
         _end(process)
 
 
 def _end(process: SpawnProcess) -> None:
-    """Waits for the end of a process, and makes it where it does not come."""
+    """Waits for a process to end, and kills it after ``_END_LIMIT_S``."""
     process.join(_END_LIMIT_S)
     if process.is_alive():
         process.kill()
@@ -175,7 +180,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _error(received: Failure, name: str) -> LockstepError:
-    """The process's own error where it is one of ours, else one that says what it was."""
+    """The error that the process raised, if it is a LockstepError; otherwise a ReplicaError that names it."""
     kind = getattr(errors, received.error, None)
     if isinstance(kind, type) and issubclass(kind, LockstepError):
         return kind(f"{received.message} (while measuring {name!r})")
@@ -184,12 +189,12 @@ def _error(received: Failure, name: str) -> LockstepError:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One configuration, measured once.
+    """One measurement of a configuration.
 
     Args:
         configuration: what was measured.
-        round: 0 for the first.
-        record: what it gave.
+        round: index of the round, from 0.
+        record: what the process measured.
     """
 
     configuration: Configuration
@@ -201,9 +206,9 @@ def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Callable[[Samp
     """Measures every trial once a round.
 
     Args:
-        trials: one a configuration, in the order of the table.
-        rounds: how often.
-        progress: called with each sample as it comes, how many there are by then, and how many there will be.
+        trials: one for each configuration, in the order of the table.
+        rounds: number of rounds.
+        progress: called with each sample, the number of samples so far, and the number to come in all.
 
     Raises:
         DataError: the data is less than the largest global batch; found after the first sample.
@@ -225,10 +230,10 @@ def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Callable[[Samp
 
 
 def check_data(configurations: Sequence[Configuration], first: Sample) -> None:
-    """Refuses global batches that are surely larger than the data, rather than after all that comes before them.
+    """Fails early where a later configuration needs larger global batches than the data has.
 
     Raises:
-        DataError: they are.
+        DataError: the largest global batch has more examples than an epoch.
     """
     record, largest = first.record, largest_batch(configurations)
     epochs = len(record.step_ms) // record.steps_an_epoch

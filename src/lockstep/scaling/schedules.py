@@ -1,4 +1,7 @@
-"""The report on schedules: Markdown, JSON with every action of every step, and a picture of a measured step of each."""
+"""``lockstep bench pipeline``: how long the workers of a pipeline idle under each schedule, beside what theory says.
+
+settings -> fresh workers for each schedule, in turn, several rounds -> traces of steps -> table, JSON, SVG
+"""
 
 from __future__ import annotations
 

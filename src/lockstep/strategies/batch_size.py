@@ -466,7 +466,7 @@ def _give_back(devices: Sequence[LogicalDevice]) -> None:
     for physical in {device.physical for device in devices}:
         driver = gpu_driver(physical)
         if driver is not None:
-            driver.give_back(physical.torch_device)
+            driver.release_cached(physical.torch_device)
     give_back_freed_memory()
 
 

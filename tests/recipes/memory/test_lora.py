@@ -44,28 +44,29 @@ def test_parse_reads_what_is_given_and_leaves_the_rest(text: str, expected: Lora
     assert Lora.parse(text) == expected
 
 
-def test_alpha_is_twice_r_unless_given():
-    assert (Lora(r=4).scaled_by, Lora(r=4, alpha=1).scaled_by) == (8, 1)
+@pytest.mark.parametrize(("lora", "alpha"), [(Lora(r=4), 8), (Lora(r=4, alpha=1), 1)])
+def test_alpha_is_twice_r_unless_given(bert: Any, lora: Lora, alpha: int):
+    assert add_lora(bert, lora).peft_config["default"].lora_alpha == alpha
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "lora='' was given, expected name=value with commas between: r=8,alpha=16,dropout=0.05,targets=query"),
+        ("", "lora='' was given, expected name=value pairs with commas: r=8,alpha=16,dropout=0.05,targets=query"),
         ("8", "lora='8' was given, expected name=value"),
         ("r=8,", "lora='r=8,' was given, expected name=value"),
         ("r=", "lora='r=' was given, expected name=value"),
         ("rank=8", "lora has no setting 'rank'; choose from r, alpha, dropout, targets, modules_to_save: r=8,"),
         ("r=8,r=4", "lora='r=8,r=4' sets r twice; give it once"),
-        ("r=8.5", "lora r=8.5 was given, expected a whole number; try r=16"),
+        ("r=8.5", "lora r=8.5 was given, expected an integer; try r=16"),
         ("r=0", "lora r=0 was given, expected at least 1"),
         ("r=5000", "lora r=5000 was given, expected at most 4096; 4 to 64 is usual"),
-        ("alpha=much", "lora alpha=much was given, expected a whole number; try alpha=16"),
+        ("alpha=much", "lora alpha=much was given, expected an integer; try alpha=16"),
         ("alpha=-1", "lora alpha=-1 was given, expected at least 1"),
         ("dropout=some", "lora dropout=some was given, expected a number; try dropout=0.05"),
         ("dropout=1", r"lora dropout=1.0 was given, expected a probability in \[0, 1\); try 0.05"),
-        ("targets=query+", r"lora targets=query\+ was given, expected names with \+ between: query\+value"),
-        ("targets=query+all-linear", r"lora targets=query\+all-linear was given; all-linear stands alone"),
+        ("targets=query+", r"lora targets=query\+ was given, expected names separated by \+, such as query\+value"),
+        ("targets=query+all-linear", r"lora targets=query\+all-linear was given; all-linear must be the only target"),
     ],
 )
 def test_parse_refuses_in_one_line(text: str, message: str):
@@ -121,12 +122,12 @@ def test_adapters_beside_bf16_weights_are_float32(bert: Any):
     [
         (
             Lora(targets=("query", "quary")),
-            "BertForSequenceClassification has no layer 'quary' for lora; its own: query, key, value, dense, classif.*",
+            "BertForSequenceClassification has no layer 'quary' for lora; its linear layers: query, key.*",
         ),
-        (Lora(targets=("dropout",)), "lora does not go into BertForSequenceClassification: Target module Dropout.*"),
+        (Lora(targets=("dropout",)), "lora cannot be added to BertForSequenceClassification: Target module Dropout.*"),
         (
             Lora(modules_to_save=("head",)),
-            "BertForSequenceClassification has no part 'head' to train; its own: bert, dropout, classifier",
+            "BertForSequenceClassification has no submodule 'head' to train; its submodules: bert, dropout, classifier",
         ),
     ],
 )
@@ -139,7 +140,7 @@ def test_a_layer_that_is_not_there_is_named_before_anything_is_changed(bert: Any
 
 def test_a_kind_that_peft_does_not_know_needs_targets():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
-    message = r"^lora has no targets, and peft knows none for Sequential; name some with targets=0\+2, or targets=all-"
+    message = r"^lora has no targets, and peft has no default targets for Sequential; give some, such as targets=0"
 
     with pytest.raises(ConfigError, match=message):
         add_lora(model, Lora())

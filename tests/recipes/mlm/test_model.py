@@ -66,7 +66,7 @@ def test_a_static_model_gives_every_slot_logits_and_looks_at_no_input(attention:
 
     assert every.shape == (3, 3, 60)
     torch.testing.assert_close(every[POSITIONS != NO_POSITION], packed)
-    assert reads.places == []
+    assert reads.syncs == []
 
 
 def test_without_positions_it_is_asked_about_every_token(model: MaskedLanguageModel):

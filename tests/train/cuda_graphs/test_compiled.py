@@ -33,7 +33,7 @@ def test_compiled_code_runs_on_where_the_waits_for_a_device_are_noted() -> None:
             network(x).sum().item()
         network(x).sum().backward()
 
-    assert len(reads.places) == 1
+    assert len(reads.syncs) == 1
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -123,10 +123,15 @@ def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
     """Reads the installed Python's own prose, in about two seconds, and splits it by position.
 
     Raises:
-        DataError: this Python has no source files of its standard library.
+        DataError: this Python has no source files of its standard library, or too few paragraphs are that long.
     """
     library = Path(sysconfig.get_path("stdlib"))
     paragraphs = python_paragraphs(library, longer_than=longer_than)
+    if len(paragraphs) < 20:
+        raise DataError(
+            f"the embedded text has {len(paragraphs)} paragraphs longer than {longer_than} characters, expected at"
+            " least 20; set a smaller min_characters"
+        )
     return split_by_position(paragraphs, source=f"English prose of the Python library in {library}")
 
 

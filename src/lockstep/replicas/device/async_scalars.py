@@ -1,8 +1,8 @@
-"""Numbers on their way from a device to the host: sent without waiting, read when somebody asks for them.
+"""Scalars copied from a device to the host without waiting, and read later.
 
-    a step's sums, on the device  -- stacked, copied to pinned memory, an event behind them -->  read(), a step later
+    a step's sums on the device  -- stacked, copied to pinned memory, with an event behind -->  read(), a step later
 
-On a CPU they are read at once, and what is read later is a tuple of floats.
+On a CPU they are converted to floats at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from lockstep.replicas.device.driver import DeviceDriver, driver_of
 
 
 class AsyncScalars:
-    """Numbers of which some may still have to be computed.
+    """Scalars, some of which a device may still be computing.
 
     Args:
-        values: numbers, and tensors of one element, any dtype, any device.
-        device: on which tensors are brought together. Where it is a GPU nothing here waits for it, but for ``read``;
-            None reads them at once.
+        values: numbers, and tensors of one element of any dtype and device.
+        device: where the tensors are gathered. If it is a GPU, only ``read`` waits for it; None converts at once.
     """
 
     def __init__(self, values: Sequence[Any], device: LogicalDevice | None) -> None:
@@ -40,11 +39,11 @@ class AsyncScalars:
 
     @property
     def arrived(self) -> bool:
-        """Whether ``read`` would not wait."""
+        """Whether ``read`` returns without waiting."""
         return self._known is not None or bool(self._driver.query(self._event))
 
     def read(self) -> tuple[float, ...]:
-        """The numbers, in the order of ``values``. Waits for those that have not arrived."""
+        """The numbers in the order of ``values``. Waits for those that are not there yet."""
         if self._known is None:
             if not self._driver.query(self._event):
                 self._driver.synchronize(self._event)
@@ -55,7 +54,7 @@ class AsyncScalars:
 
 
 NO_SCALARS = AsyncScalars((), None)
-"""Where there is nothing to be read."""
+"""No scalars at all."""
 
 
 def _double(value: Tensor, device: LogicalDevice) -> Tensor:

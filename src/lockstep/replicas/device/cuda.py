@@ -43,9 +43,9 @@ class CudaDeviceGraph:
 
     Args:
         device: the GPU.
-        generators: whose numbers are drawn in the recording, and go on in the replays.
-        pool: where recordings that are never replayed at the same time allocate; from ``torch.cuda.graph_pool_handle``.
-        stream: on which it is recorded, no share's. Kept by the driver: torch has 32, and hands them out in turn.
+        generators: the generators that the captured work draws from; they advance with each replay.
+        pool: a memory pool for graphs that are never replayed at the same time.
+        stream: the stream to capture on. The driver keeps it, since torch hands out the same 32 streams in turn.
     """
 
     def __init__(
@@ -61,29 +61,29 @@ class CudaDeviceGraph:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """See ``DeviceGraph``. Other threads may use the device meanwhile: data is copied there ahead of time."""
+        """See ``DeviceGraph``. Other threads may use the device meanwhile, to copy data ahead of time."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what eager steps have kept is the recording's to take
+            torch.cuda.empty_cache()  # so that the capture can use what eager steps have cached
             self._stream.wait_stream(torch.cuda.current_stream())
-            # Not torch.cuda.graph: where the end of a failed recording raises, it leaves its stream the current one.
+            # Not torch.cuda.graph: if the end of a failed capture raises, it leaves its stream the current one.
             with torch.cuda.stream(self._stream):
                 self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     yield
                 except BaseException:
-                    with suppress(RuntimeError):  # it says once more that the recording failed
+                    with suppress(RuntimeError):  # the same failure again
                         self._graph.capture_end()
                     self._give_up()
                     raise
                 try:
                     self._graph.capture_end()
-                except BaseException:  # never ended twice: torch counts the recordings under way
+                except BaseException:  # never ended twice: torch counts the captures in progress
                     self._give_up()
                     raise
 
     def in_replica(self) -> AbstractContextManager[None]:
-        """The replica's stream has joined the recording; there is nothing to enter."""
+        """Nothing to enter: the replica's stream has joined the capture."""
         return nullcontext()
 
     def replay(self) -> None:
@@ -91,17 +91,17 @@ class CudaDeviceGraph:
         self._graph.replay()
 
     def _give_up(self) -> None:
-        """Leaves stream, allocator and generators as they were before a recording that has failed and ended."""
+        """Restores the stream, the allocator and the generators after a failed capture has ended."""
         try:
             self._graph.pool()
-        except RuntimeError:  # there is no graph that would give the pool back
+        except RuntimeError:  # no graph was made that would release the pool
             self._give_pool_back()
         self._graph.reset()
-        for generator in self._generators:  # one that was left recording refuses to draw ever after
+        for generator in self._generators:  # one left in capture would refuse to draw
             generator.graphsafe_set_state(generator.clone_state())
 
     def _give_pool_back(self) -> None:
-        """What torch leaves out: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
+        """What torch omits: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
         try:
             end_allocation_to_pool(self._device.index, self._pool)
         except RuntimeError:  # the allocator has been told
@@ -185,7 +185,7 @@ class CudaDriver:
         free, total = torch.cuda.mem_get_info(device)
         return free, total
 
-    def give_back(self, device: torch.device) -> None:
+    def release_cached(self, device: torch.device) -> None:
         torch.cuda.empty_cache()  # of all GPUs: torch has no other
 
     def limits_pools(self) -> bool:
@@ -194,14 +194,14 @@ class CudaDriver:
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
         return torch.Generator(device).manual_seed(seed)
 
-    def lend(self, device: torch.device, own: torch.Generator) -> torch.Generator:
+    def swap_generator(self, device: torch.device, own: torch.Generator) -> torch.Generator:
         # By reference, not by value: a graph that is captured meanwhile registers the replica's own state.
         default = _default_generator(device)
         others = default.graphsafe_get_state()
         default.graphsafe_set_state(own)
         return others
 
-    def take_back(self, device: torch.device, own: torch.Generator, others: torch.Generator) -> None:
+    def restore_generator(self, device: torch.device, own: torch.Generator, others: torch.Generator) -> None:
         _default_generator(device).graphsafe_set_state(others)
 
     def graph_pool(self, device: torch.device) -> Any:

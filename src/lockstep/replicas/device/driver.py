@@ -1,11 +1,11 @@
-"""What the engine asks of a GPU, and of nothing else: streams, events, memory, generators, copies to and from the host.
+"""The interface to a GPU: streams, events, memory, generators, graphs, and copies to and from the host.
 
     the caller's stream --.            .-- share gpu:0's stream --.   meeting   .--> ...
                           '-- events --+-- share gpu:1's stream --+-- stream ---+--> ...
                                        '-- ...                  --'             '--> ...
 
-One narrow object, so that order, waits and accounts can be tested without a GPU: ``tests/stand_in`` has another driver
-that computes on the CPU and writes down what it was asked. ``replicas.cuda_driver`` is the one for CUDA.
+It is narrow so that order, waits and memory accounts can be tested without a GPU: ``tests/stand_in`` has a driver that
+computes on the CPU and records its calls. ``device.cuda`` is the driver for CUDA.
 """
 
 from __future__ import annotations
@@ -23,102 +23,102 @@ from lockstep.replicas.device.cuda import CudaDriver, DeviceGraph
 from lockstep.replicas.device.memory import PoolUse
 
 Purpose = Literal["meeting", "copy", "recording"]
-"""What a physical device's streams beside those of its shares are for: work done once for all, input, recordings."""
+"""The purpose of a stream that is no logical device's: combining values, copying input, capturing graphs."""
 
 
 class DeviceDriver(Protocol):
-    """The calls. A ``LogicalDevice`` is a share, a ``torch.device`` the whole GPU; streams and events are opaque."""
+    """A ``LogicalDevice`` is a share of it, a ``torch.device`` all of it; streams and events are opaque."""
 
     def stream(self, device: LogicalDevice) -> Any:
-        """The share's own stream, the same one at every call; what is allocated on it is of the share's pool."""
+        """The stream of a logical device, the same at every call; memory allocated on it is of the device's pool."""
 
     def side_stream(self, device: torch.device, purpose: Purpose) -> Any:
-        """A stream of the physical device that is no share's, the same one at every call."""
+        """A stream of the physical device that is no logical device's, the same at every call."""
 
     def current_stream(self, device: torch.device) -> Any:
-        """The stream that the calling thread queues on."""
+        """The stream on which the calling thread queues work."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[None]:
-        """Inside the block the calling thread queues on ``stream``, and its device is the current one."""
+        """A block in which the calling thread queues work on ``stream``, and its device is the current one."""
 
     def record(self, stream: Any) -> Any:
-        """An event behind everything that any thread has queued on ``stream`` so far."""
+        """An event behind all work that any thread has queued on ``stream``."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """What is queued on ``stream`` from now on runs behind ``event``. The host does not wait."""
+        """Makes what is queued on ``stream`` from now on run behind ``event``. The host does not wait."""
 
     def query(self, event: Any) -> bool:
-        """Whether the device has come past ``event``. The host does not wait."""
+        """Whether the device has reached ``event``. The host does not wait."""
 
     def synchronize(self, event: Any) -> None:
-        """Waits, on the host, until the device has come past ``event``: the only call here that does."""
+        """Makes the host wait until the device has reached ``event``; no other call here waits."""
 
     def use_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keeps the tensor's memory, once it is dropped, until what is then queued on ``stream`` has run."""
+        """Keeps a dropped tensor's memory from reuse until the work then queued on ``stream`` has run."""
 
     def allocated(self, device: torch.device) -> int:
-        """Bytes that tensors of this process take now, on the whole GPU."""
+        """The bytes in tensors of this process on the whole GPU."""
 
     def peak(self, device: torch.device) -> int:
-        """The most that ``allocated`` has been since ``reset_peak``."""
+        """The maximum of ``allocated`` since ``reset_peak``."""
 
     def reset_peak(self, device: torch.device) -> None:
-        """Begins a new ``peak``."""
+        """Starts a new ``peak``."""
 
     def resizes(self, device: torch.device) -> int:
-        """How often memory was taken from the GPU or given back to it: while it stays the same, so do all pools."""
+        """How often memory was taken from the GPU or released; while unchanged, so are the sizes of all pools."""
 
     def pool(self, device: LogicalDevice) -> PoolUse:
-        """What the share's pool has now. Looks at every block, a millisecond or more: not for every step."""
+        """The memory pool of a logical device. It inspects every block, in milliseconds: not for every step."""
 
     def whole(self, device: torch.device) -> PoolUse:
-        """What all of this process has on the GPU."""
+        """All memory of this process on the GPU."""
 
     def product(self, device: torch.device) -> str:
-        """What the GPU is called by who makes it."""
+        """The product name of the GPU."""
 
     def free_and_total(self, device: torch.device) -> tuple[int, int]:
-        """Bytes that no process has taken, and all bytes of the GPU."""
+        """The free bytes of the GPU, and all its bytes."""
 
-    def give_back(self, device: torch.device) -> None:
-        """Gives back to the GPU what pools keep for later use and no tensor needs."""
+    def release_cached(self, device: torch.device) -> None:
+        """Releases cached memory that no tensor uses."""
 
     def limits_pools(self) -> bool:
-        """Whether ``pool`` and ``resizes`` can be relied on."""
+        """Whether ``pool`` and ``resizes`` are reliable."""
 
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
-        """A generator for ``lend``."""
+        """A generator for ``swap_generator``."""
 
-    def lend(self, device: torch.device, own: torch.Generator) -> Any:
-        """Makes the GPU's default generator draw ``own``'s numbers; gives what ``take_back`` needs."""
+    def swap_generator(self, device: torch.device, own: torch.Generator) -> Any:
+        """Makes the GPU's default generator draw from ``own``; returns what ``restore_generator`` needs."""
 
-    def take_back(self, device: torch.device, own: torch.Generator, others: Any) -> None:
-        """Ends ``lend``: ``own`` has gone on by what was drawn, and the default generator draws as before."""
+    def restore_generator(self, device: torch.device, own: torch.Generator, others: Any) -> None:
+        """Ends ``swap_generator``: ``own`` has advanced, and the default generator draws as before."""
 
     def graph_pool(self, device: torch.device) -> Any:
-        """Memory for recordings of the device of which no two are ever replayed at a time."""
+        """A memory pool for graphs of the device that are never replayed at the same time."""
 
     def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> DeviceGraph:
-        """A recording to be made, in which ``generators`` are drawn from, and the GPU's default one."""
+        """A graph to capture, which draws from ``generators`` and the GPU's default generator."""
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy in pinned host memory, and the event at which it is complete; the host does not wait."""
+        """A copy in pinned host memory, and the event behind it. The host does not wait."""
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in pinned host memory: the tensor itself, if it is there already."""
+        """The tensor in pinned host memory; itself if it is there already."""
 
     def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: Any) -> torch.Tensor:
-        """A copy on the device, queued on ``stream``, for the share's own stream to use behind an event of it."""
+        """A copy on the device, queued on ``stream``; the device's own stream must wait for an event of ``stream``."""
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A place in the order of one stream: everything queued there so far, by any thread.
+    """A point in the work of one stream.
 
     Args:
-        driver: of the device.
-        device: whose stream it is.
-        event: recorded there.
+        driver: the driver of the device.
+        device: the GPU of the stream.
+        event: the driver's event.
     """
 
     driver: DeviceDriver
@@ -126,7 +126,7 @@ class StreamEvent:
     event: Any
 
     def wait(self) -> None:
-        """What the calling thread queues from now on, on the mark's device, runs behind it."""
+        """Makes what the calling thread queues on the event's device from now on run behind it."""
         self.driver.wait(self.driver.current_stream(self.device), self.event)
 
 

@@ -2,7 +2,7 @@
 
     with HostSyncs() as reads:
         strategy.run(step, (batch,))
-    reads.places   ->   [("aten._local_scalar_dense", "train.py:30")]
+    reads.syncs   ->   [("aten._local_scalar_dense", "train.py:30")]
 
 It watches operators, not the device, so that it tells of a program on a CPU what would wait on a GPU. What an operator
 does inside its own kernel it cannot see; ``torch.cuda.set_sync_debug_mode`` can, on a GPU.
@@ -76,13 +76,13 @@ class HostSyncs(BesideCompiledCode):
         >>> import torch
         >>> with HostSyncs() as reads:
         ...     _ = torch.ones(()).item()
-        >>> [operator for operator, _ in reads.places]
+        >>> [operator for operator, _ in reads.syncs]
         ['aten._local_scalar_dense']
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places: list[HostSync] = []
+        self.syncs: list[HostSync] = []
         self._tokens: list[Token[HostSyncs | None]] = []
 
     def __enter__(self) -> HostSyncs:
@@ -99,7 +99,7 @@ class HostSyncs(BesideCompiledCode):
     ) -> Any:
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
-            self.places.append(HostSync(_name(func), _line()))
+            self.syncs.append(HostSync(_name(func), _line()))
         return func(*args, **kwargs)
 
 

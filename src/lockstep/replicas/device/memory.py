@@ -1,8 +1,8 @@
-"""The memory of a logical device: what its pool has, the most it had, and what is said when that is above the limit.
+"""The memory of a logical device: the size of its pool, its peak, and the error when it is above the limit.
 
-Pure bookkeeping on what a driver reports. A pool has what it has taken from the GPU, ``reserved``: tensors, and room
-that it keeps for the next ones. Nobody else can use that, so it is what a ``memory_limit`` is first compared with; but
-room that is only kept is no fault of the step, so what ends a step is the most that its tensors took.
+Pure bookkeeping on what a driver reports. ``reserved`` is what a pool has taken from the GPU: for tensors, and cached
+for later ones. Nobody else can use it, so it is first compared with the ``memory_limit``. Cached memory is no fault of
+the step, so only the peak of its tensors ends a step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
-    """What a pool has now, in bytes.
+    """The size of a pool, in bytes.
 
     Args:
-        in_use: of tensors.
-        reserved: taken from the GPU: for tensors, and kept for later ones.
+        in_use: the bytes in tensors.
+        reserved: the bytes taken from the GPU, for tensors and cached for later ones.
     """
 
     in_use: int
@@ -32,11 +32,11 @@ class DeviceMemory:
     """The memory of one logical device, in bytes.
 
     Args:
-        name: the logical device's.
-        limit: its ``memory_limit``; None where there is none.
-        in_use: of tensors now.
-        reserved: that its pool has taken from the GPU: for tensors, and kept for later ones.
-        peak: the most that ``reserved`` has been.
+        name: the name of the logical device.
+        limit: its ``memory_limit``; None without a limit.
+        in_use: the bytes in tensors.
+        reserved: the bytes taken from the GPU, for tensors and cached for later ones.
+        peak: the maximum of ``reserved``.
     """
 
     name: str
@@ -46,7 +46,7 @@ class DeviceMemory:
     peak: int
 
     def sizes_mb(self) -> dict[str, float]:
-        """The sizes in MB (2**20 bytes), by name; without the limit where there is none."""
+        """The sizes in MB (2**20 bytes) by name; "limit" only if there is one."""
         sizes = {"in_use": self.in_use, "reserved": self.reserved, "peak": self.peak}
         return {name: size / MB for name, size in sizes.items()} | (
             {} if self.limit is None else {"limit": self.limit / MB}
@@ -54,11 +54,11 @@ class DeviceMemory:
 
 
 class MemoryAccount:
-    """What one logical device's pool has had.
+    """The account of one logical device's pool.
 
     Args:
-        name: the logical device's.
-        limit_mb: its share in MB; None is no limit.
+        name: the name of the logical device.
+        limit_mb: its ``memory_limit`` in MB; None for no limit.
     """
 
     def __init__(self, name: str, limit_mb: int | None) -> None:
@@ -66,53 +66,53 @@ class MemoryAccount:
         self._limit = None if limit_mb is None else limit_mb * MB
         self._seen: int | None = None
         self.moved = True
-        """Whether the pool has had another size since ``begin``, or it has never been called."""
+        """Whether the size of the pool may have changed since ``begin``."""
         self.reserved = 0
         self.peak = 0
         self.static = 0
-        """What its tensors took at the beginning of a run: weights, optimizer state."""
+        """The bytes in tensors at the beginning of a run: weights and optimizer state."""
 
     @property
     def name(self) -> str:
-        """The logical device's."""
+        """The name of the logical device."""
         return self._name
 
     @property
     def limit(self) -> int | None:
-        """In bytes; None where there is none."""
+        """The limit in bytes; None without a limit."""
         return self._limit
 
     @property
     def overdrawn(self) -> bool:
-        """Whether the pool has more than the limit."""
+        """Whether the pool is larger than the limit."""
         return self._limit is not None and self.reserved > self._limit
 
     def outdated(self, resizes: int) -> bool:
-        """Whether pools may have another size than when this one was entered last."""
+        """Whether the pool may have another size than at the last ``enter``."""
         return resizes != self._seen
 
     def enter(self, pool: PoolUse, resizes: int) -> None:
-        """Notes what the pool has, and after how many resizes."""
+        """Notes the size of the pool, and the driver's count of resizes."""
         self._seen = resizes
         self.moved = True
         self.reserved = pool.reserved
         self.peak = max(self.peak, pool.reserved)
 
     def begin(self, pool: PoolUse) -> None:
-        """Notes what the pool has before a run."""
+        """Notes the size of the pool before a run."""
         self.static = pool.in_use
         self.moved = False
 
     def check(self, top: int, rows: int | None) -> None:
-        """Holds what the step's tensors took against the limit.
+        """Compares the peak of the step's tensors with the limit.
 
         Args:
-            top: bytes, at the most.
-            rows: examples in the replica's shard; None if unknown.
+            top: the peak in bytes.
+            rows: the examples in the replica's shard; None if unknown.
 
         Raises:
-            DeviceMemoryError: it is above; the message names the largest batch expected to fit, taking what exceeds
-                ``static`` to grow in proportion to the rows.
+            DeviceMemoryError: it is above the limit. The message names the largest batch expected to fit, assuming that
+                what exceeds ``static`` is proportional to the rows.
         """
         if self._limit is None or top <= self._limit:
             return
@@ -132,14 +132,14 @@ class MemoryAccount:
 
 
 def out_of_memory(account: MemoryAccount, pool: PoolUse, *, free: int, total: int, rows: int | None) -> str:
-    """What is said when the GPU itself has no more.
+    """The error message if the GPU itself has no more memory.
 
     Args:
-        account: the logical device's that asked for it.
-        pool: what its pool has now.
-        free: bytes of the GPU that nobody has taken.
-        total: its bytes.
-        rows: examples in the replica's shard; None if unknown.
+        account: the account of the logical device.
+        pool: the present size of its pool.
+        free: the free bytes of the GPU.
+        total: all bytes of the GPU.
+        rows: the examples in the replica's shard; None if unknown.
     """
     limit = "" if account.limit is None else f" of a memory_limit of {account.limit // MB} MB"
     batch = f" than the {rows} examples of this one" if rows else ""

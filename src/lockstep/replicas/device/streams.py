@@ -1,16 +1,16 @@
-"""Replicas on GPUs: one issues at a time, each on its own stream, and events keep the order that the program has.
+"""Replicas on GPUs: one issues work at a time, each on its own stream, and events keep the program's order.
 
     caller      --x.......................................x-->   x  an event is recorded, and others wait for it
     replica 0     '--forward--backward--x.......x--update-'      .  nothing is queued here meanwhile
     replica 1     '--forward--backward--x.......x--update-'
     meeting                             '--sum--'
 
-Replicas of one GPU issue one after another and hand over at collectives, so what is drawn from the GPU's generator
-in a slot is that replica's; but the GPU works on all their streams at once.
+Replicas of one GPU issue one after another and hand over at collectives, so random numbers drawn from the GPU's
+generator during a slot are that replica's. The GPU works on all their streams at once.
 
-Memory needs no more than these events. torch uses freed memory again on the stream that it was allocated on. What a
-share has allocated is used by others in meetings alone, and its stream goes on behind each of them; what a meeting has
-allocated is used by replicas, and the next meeting begins behind all of them; and so it is at both ends of a run.
+These events also make memory safe. torch reuses freed memory on the stream that it was allocated on. Other replicas use
+what a replica has allocated only while values are combined, and its stream continues behind that; replicas use what the
+combination has allocated, and the next one starts behind all of them. The same holds at both ends of a run.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lockstep.replicas.device.memory import DeviceMemory, MemoryAccount, PoolUse
 
 
 class GpuReplica:
-    """What a replica on a GPU keeps between its slots: its stream, its generator, the account of its memory.
+    """What a replica on a GPU keeps between its slots: stream, its generator, the account of its memory.
 
     Args:
-        device: its logical device.
-        driver: the device's.
-        seed: of its generator.
+        device: the logical device.
+        driver: the driver of the device.
+        seed: the seed of its generator.
 
     Raises:
-        ConfigError: a memory_limit that torch's allocator, as it is set, cannot be held to.
+        ConfigError: the device has a memory_limit, which another allocator than torch's own cannot report on.
     """
 
     def __init__(self, device: LogicalDevice, driver: DeviceDriver, seed: int) -> None:
@@ -53,7 +53,7 @@ class GpuReplica:
         self.account = MemoryAccount(device.name, device.memory_limit)
 
     def memory(self) -> DeviceMemory:
-        """What its pool has now, and the most it had."""
+        """The present and peak size of its memory pool."""
         pool = self.look()
         account = self.account
         return DeviceMemory(
@@ -61,30 +61,30 @@ class GpuReplica:
         )
 
     def look(self) -> PoolUse:
-        """Enters into the account what the pool has now."""
+        """Updates the account with the present size of the pool, and returns it."""
         resizes = self.driver.resizes(self.device.torch_device)
         pool = self.driver.pool(self.device)
         self.account.enter(pool, resizes)
         return pool
 
     def begin_run(self) -> None:
-        """Notes what the share holds before a run; gives back what an earlier one took beyond the limit."""
+        """Notes the memory in use before a run; releases cached memory that an earlier run took beyond the limit."""
         if self.device.memory_limit is None or not self.account.moved:
             return
         if self.account.overdrawn:
-            self.driver.give_back(self.device.torch_device)
+            self.driver.release_cached(self.device.torch_device)
         self.account.begin(self.look())
 
     def begin_peak(self) -> None:
-        """From now on it is this replica that computes on the GPU."""
+        """Starts a new peak: from now on only this replica computes on the GPU."""
         if self.device.memory_limit is not None:
             self.driver.reset_peak(self.device.torch_device)
 
     def check(self, rows: int | None) -> None:
-        """Holds the slot that ends against the share's limit.
+        """Checks the memory of the slot that ends against the limit of the device.
 
         Raises:
-            DeviceMemoryError: the tensors of the slot took more.
+            DeviceMemoryError: its tensors took more.
         """
         gpu = self.device.torch_device
         if self.device.memory_limit is None or not self.account.outdated(self.driver.resizes(gpu)):
@@ -92,27 +92,27 @@ class GpuReplica:
         pool = self.look()
         if not self.account.overdrawn:
             return
-        # In this slot nobody else computed on the GPU, so how far its peak was above the present, this share's was: but
-        # for batches that came or went. And its tensors cannot have taken more than its pool has.
+        # Nobody else computed on the GPU during this slot, so the GPU's peak above its present use is this replica's,
+        # but for batches that came or went. And its tensors cannot have taken more than its pool has.
         top = min(pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu), pool.reserved)
         self.account.check(top, rows)
-        self.driver.give_back(gpu)  # it was room kept for later that went beyond the limit
+        self.driver.release_cached(gpu)  # only cached memory went beyond the limit
         self.look()
 
     def out_of_memory(self, rows: int | None) -> DeviceMemoryError:
-        """What to raise where the GPU itself has no more: the share's name and numbers."""
+        """The error to raise if the GPU itself has no more memory, with the name and sizes of the logical device."""
         free, total = self.driver.free_and_total(self.device.torch_device)
         return DeviceMemoryError(out_of_memory(self.account, self.look(), free=free, total=total, rows=rows))
 
 
 class GpuSlot:
-    """One replica's slot on its GPU.
+    """The issue slot of one replica on its GPU.
 
     Args:
         slots: the gate of the physical device, of width 1.
-        replica: whose slot it is.
+        replica: the replica.
         rows: the length of the replica's shard, for messages; None if unknown.
-        alone: whether there is no other replica in this process, for whose sake marks would be.
+        alone: whether this process has no other replica, so that no events are needed.
     """
 
     def __init__(self, slots: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
@@ -124,7 +124,7 @@ class GpuSlot:
         self._others: Any = None
 
     def acquire(self) -> None:
-        """Waits for the GPU, then makes its current stream and its generator this replica's."""
+        """Waits for the slot, then makes the replica's stream and generator the GPU's current ones."""
         self._slots.acquire()
         replica = self._replica
         with ExitStack() as held:
@@ -135,41 +135,41 @@ class GpuSlot:
             self._held = held.pop_all()
 
     def release(self) -> None:
-        """Gives the GPU up."""
+        """Gives the slot up."""
         held, self._held = self._held, None
         if held is not None:
             held.close()
 
     def check(self) -> None:
-        """Raises DeviceMemoryError where the slot took more memory than the share has."""
+        """Raises DeviceMemoryError if the slot took more memory than the limit of the device."""
         self._replica.check(self._rows)
 
     def record_event(self) -> DeviceEvent | None:
-        """Behind what the replica has queued so far."""
+        """An event behind what the replica has queued so far; None for the only replica of the process."""
         if self._alone:
             return None
         driver = self._replica.driver
         return StreamEvent(driver, self._replica.device.torch_device, driver.record(self._replica.stream))
 
     def wait_for(self, events: Sequence[DeviceEvent]) -> None:
-        """Lets the replica's stream, and what its thread queues on other GPUs, wait for ``marks``."""
+        """Lets the replica's stream, and what its thread queues on other GPUs, wait for ``events``."""
         for event in events:
             event.wait()
 
     @contextmanager
     def with_default_rng(self) -> Iterator[None]:
-        """Inside the block the GPU's generator is as outside of replicas."""
+        """A block in which the GPU's default generator is the one outside replicas."""
         replica, gpu = self._replica, self._replica.device.torch_device
-        replica.driver.take_back(gpu, replica.generator, self._others)
+        replica.driver.restore_generator(gpu, replica.generator, self._others)
         try:
             yield
         finally:
-            self._others = replica.driver.lend(gpu, replica.generator)
-            replica.begin_peak()  # what was made for all, and dropped, is not charged to the share
+            self._others = replica.driver.swap_generator(gpu, replica.generator)
+            replica.begin_peak()  # temporary memory of the block is not charged to the replica
 
     @contextmanager
     def naming_device(self) -> Iterator[None]:
-        """What runs out of memory in the block does so in the name of the share.
+        """A block in which an out-of-memory error names the logical device.
 
         Raises:
             DeviceMemoryError: in place of torch's own error.
@@ -184,20 +184,20 @@ class GpuSlot:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         replica, gpu = self._replica, self._replica.device.torch_device
-        self._others = replica.driver.lend(gpu, replica.generator)
+        self._others = replica.driver.swap_generator(gpu, replica.generator)
         try:
             yield
         finally:
-            replica.driver.take_back(gpu, replica.generator, self._others)
+            replica.driver.restore_generator(gpu, replica.generator, self._others)
 
 
 class RunStreams:
-    """All streams of a strategy's GPUs in one run: what is done once for all replicas, and the run's two ends.
+    """All streams of a strategy's GPUs during one run, among them those on which values of all replicas are combined.
 
-    A context manager for a run: replicas see what the caller queued before, and the caller then sees all they did.
+    A context manager around a run: replicas see what the caller queued before, and the caller sees all that they did.
 
     Args:
-        devices: the replicas'. Those on a CPU have no stream; one that is alone does on its own what is done for all.
+        devices: the logical device of each local replica. CPUs have no streams; a single replica combines on its own.
     """
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
@@ -212,7 +212,7 @@ class RunStreams:
 
     @property
     def any_meeting(self) -> bool:
-        """Whether there are streams for what is done once for all."""
+        """Whether there are streams for combining values."""
         return bool(self._meeting)
 
     def __enter__(self) -> RunStreams:
@@ -223,14 +223,14 @@ class RunStreams:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # A device that refused something may refuse this too; what it refused first is what is to be told.
+        # A device that has failed may fail here too; the first error is the one to report.
         with nullcontext() if kind is None else suppress(RuntimeError):
             for event in self._record(self._all):
                 event.wait()
 
     @contextmanager
     def after(self, events: Sequence[DeviceEvent]) -> Iterator[None]:
-        """See ``slots.Common``; the current device is the first replica's, whoever does it."""
+        """See ``CombineStreams``. The current device is the first replica's, whichever thread runs this."""
         with ExitStack() as stack:
             for driver, _, stream in reversed(self._meeting):
                 stack.enter_context(driver.on_stream(stream))
@@ -239,7 +239,7 @@ class RunStreams:
             yield
 
     def record_events(self) -> Sequence[DeviceEvent]:
-        """Behind what has been queued on the meeting streams."""
+        """Events behind what has been queued on the streams for combining."""
         return self._record(self._meeting)
 
     @staticmethod
@@ -248,16 +248,16 @@ class RunStreams:
 
 
 def device_memory_of(device: LogicalDevice) -> DeviceMemory | None:
-    """What this process has of a logical device's memory, whatever strategy took it; None for a CPU."""
+    """The memory of a logical device that this process has taken, with any strategy; None for a CPU."""
     driver = driver_of(device)
     return None if driver is None else GpuReplica(device, driver, seed=0).memory()
 
 
 @contextmanager
 def allocating_on(device: LogicalDevice) -> Iterator[None]:
-    """What the calling thread allocates in the block is of the device's pool, in order with its other work.
+    """A block in which the calling thread allocates from the pool of ``device``, in order with its other work.
 
-    On a CPU nothing is different. Outside replicas only.
+    For use outside replicas. On a CPU it does nothing.
     """
     driver = driver_of(device)
     if driver is None:

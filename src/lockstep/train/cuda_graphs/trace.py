@@ -161,7 +161,7 @@ class ObservedStep:
             outputs = tree_leaves([each.arguments for each in metrics])
             outputs = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
             self.trace.drop_internal([*outputs, *self._carried.now().tensors])
-        self._waits = list(dict.fromkeys(reads.places))
+        self._waits = list(dict.fromkeys(reads.syncs))
         self._change = guards.change()
         self._drew = not all(map(torch.equal, drawn, self._host_generators()))
 

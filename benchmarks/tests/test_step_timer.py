@@ -7,16 +7,16 @@ import time
 import pytest
 
 import benchmarks.step_timer as laps_module
-from benchmarks.step_timer import LapRecord, Laps
+from benchmarks.step_timer import StepRecord, StepTimer
 
 
 @pytest.fixture
-def records() -> list[LapRecord]:
+def records() -> list[StepRecord]:
     return []
 
 
 def test_the_record_comes_with_the_last_lap_and_holds_the_timed_steps_only(records):
-    laps = Laps(warm_up=2, steps=3, started_s=time.monotonic(), report=records.append)
+    laps = StepTimer(warm_up=2, steps=3, started_s=time.monotonic(), report=records.append)
     for loss in range(4):
         laps.lap(float(loss), exchange_s=loss / 10)
     assert (laps.total, records) == (5, [])
@@ -32,7 +32,7 @@ def test_the_record_comes_with_the_last_lap_and_holds_the_timed_steps_only(recor
 
 def test_the_first_step_counts_from_the_start_of_the_trial(records):
     started_s = time.monotonic() - 100
-    laps = Laps(warm_up=1, steps=1, started_s=started_s, report=records.append)
+    laps = StepTimer(warm_up=1, steps=1, started_s=started_s, report=records.append)
     laps.lap(0.0)
     laps.lap(0.0)
 
@@ -40,7 +40,7 @@ def test_the_first_step_counts_from_the_start_of_the_trial(records):
 
 
 def test_cpu_time_counts_the_timed_steps_only(records):
-    laps = Laps(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+    laps = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
     _work(0.2)
     laps.lap(0.0)
     _work(0.05)
@@ -50,7 +50,7 @@ def test_cpu_time_counts_the_timed_steps_only(records):
 
 
 def test_steps_that_do_not_tell_the_exchange_apart_have_none(records):
-    laps = Laps(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+    laps = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
     laps.lap(0.0)
     laps.lap(0.0)
 
@@ -58,7 +58,7 @@ def test_steps_that_do_not_tell_the_exchange_apart_have_none(records):
 
 
 def test_the_record_tells_how_many_parameters_are_trained(records):
-    laps = Laps(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+    laps = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
     laps.trained = 7
     laps.lap(0.0)
     laps.lap(0.0)
