@@ -154,8 +154,8 @@ def test_a_run_that_was_killed_before_its_report_need_not_train_again(start: Sta
     ("words", "said"),
     [
         (["--backup", "0"], "--backup 0 was given, expected epoch, none, or a number of global batches"),
-        (["--backup", "none", "--resume"], "--backup none keeps none; leave one of them out"),
-        ([], "has the backup of an interrupted run, 'out/backup/step-00000008'; add --resume to go on with it"),
+        (["--backup", "none", "--resume"], "--backup none saves none; leave one of them out"),
+        ([], "has the backup of an interrupted run, 'out/backup/step-00000008'; add --resume to continue it"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words: list[str], said: str, start: Start, tmp_path: Path):

@@ -55,13 +55,13 @@ def test_mlm_trains_with_the_batch_that_was_found_as_if_it_had_been_given(run_lo
         assert torch.equal(ours, weights[1][name]), name
 
 
-def test_images_finds_a_batch_of_its_pictures(run_lockstep):
+def test_images_finds_a_batch_of_its_images(run_lockstep):
     done = run_lockstep("train", *SMALL_IMAGES, "--devices", "cpu:2", "--batch-size", "auto")
 
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()[:2]
-    found, pictures = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) images", first))
-    assert 0 <= pictures - found < 2  # all of them, in equal shards
+    found, images = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) images", first))
+    assert 0 <= images - found < 2  # all of them, in equal shards
     assert f"global batches of {found:,} images" in second
 
 

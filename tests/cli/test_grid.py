@@ -6,32 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.grid import GridFlags, grid_table
 from lockstep.cli.train import TrainingFlags
+from lockstep.cli.training_flags import MeshFlags, mesh_table
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import MeshLayout
 
 
 def test_without_a_degree_nothing_is_divided():
-    assert not GridFlags().asked
-    assert GridFlags(replicas=2).asked
+    assert not MeshFlags().asked
+    assert MeshFlags(replicas=2).asked
 
 
 @pytest.mark.parametrize(
     ("flags", "workers"),
     [
-        (GridFlags(pipeline=2, tensor=2), 4),
-        (GridFlags(replicas=-1, tensor=2), 2),
-        (GridFlags(replicas=2, pipeline=2, tensor=2), 8),
+        (MeshFlags(pipeline=2, tensor=2), 4),
+        (MeshFlags(replicas=-1, tensor=2), 2),
+        (MeshFlags(replicas=2, pipeline=2, tensor=2), 8),
     ],
 )
-def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: GridFlags, workers: int):
+def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: MeshFlags, workers: int):
     assert flags.fewest_workers == workers
     assert flags.choose(workers).workers == workers
 
 
 def test_data_takes_what_the_others_leave():
-    assert GridFlags(pipeline=2, tensor=2).choose(8) == MeshLayout(data=2, pipeline=2, tensor=2)
+    assert MeshFlags(pipeline=2, tensor=2).choose(8) == MeshLayout(data=2, pipeline=2, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_data_takes_what_the_others_leave():
 )
 def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
     with pytest.raises(ConfigError, match=f"^{flag}.* says how workers divide a model, and none of --replicas"):
-        GridFlags(**given)
+        MeshFlags(**given)
 
 
 @pytest.mark.parametrize(
     ("flags", "workers", "said"),
     [
-        (GridFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
-        (GridFlags(replicas=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
-        (GridFlags(pipeline=2), 1, "does not divide the 1 workers"),
+        (MeshFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
+        (MeshFlags(replicas=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
+        (MeshFlags(pipeline=2), 1, "does not divide the 1 workers"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused(flags: GridFlags, workers: int, said: str):
+def test_degrees_that_do_not_fit_are_refused(flags: MeshFlags, workers: int, said: str):
     with pytest.raises(ConfigError, match=said):
         flags.choose(workers)
 
@@ -63,11 +63,11 @@ def test_degrees_that_do_not_fit_are_refused(flags: GridFlags, workers: int, sai
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (GridFlags(pipeline=4, microbatches=2), "microbatches=2"),
-        (GridFlags(pipeline=4, stages_per_worker=2), "stages_per_worker=2"),
+        (MeshFlags(pipeline=4, microbatches=2), "microbatches=2"),
+        (MeshFlags(pipeline=4, stages_per_worker=2), "stages_per_worker=2"),
     ],
 )
-def test_pipelines_that_cannot_run_are_refused(flags: GridFlags, said: str):
+def test_pipelines_that_cannot_run_are_refused(flags: MeshFlags, said: str):
     with pytest.raises(ConfigError, match=said):
         flags.pipelining(flags.choose(4))
 
@@ -75,14 +75,14 @@ def test_pipelines_that_cannot_run_are_refused(flags: GridFlags, said: str):
 def test_devices_and_a_grid_do_not_go_together():
     with pytest.raises(ConfigError, match=r"--devices cpu:2 divides .*--pipeline 2 --tensor 2 gives .* leave one"):
         TrainingFlags(
-            devices="cpu:2", output=Path(), check_exact=False, quiet=False, grid=GridFlags(pipeline=2, tensor=2)
+            devices="cpu:2", output=Path(), check_exact=False, quiet=False, grid=MeshFlags(pipeline=2, tensor=2)
         )
 
 
 def test_the_table_has_a_row_for_each_replica():
-    assert grid_table(MeshLayout(data=2, pipeline=2, tensor=2)).splitlines()[2:] == [
+    assert mesh_table(MeshLayout(data=2, pipeline=2, tensor=2)).splitlines()[2:] == [
         "      0  workers 0-1  workers 4-5",
         "      1  workers 2-3  workers 6-7",
     ]
-    assert grid_table(MeshLayout(data=2)).splitlines()[0].split() == ["replica", "workers"]
-    assert grid_table(MeshLayout(pipeline=2)).splitlines()[2].split() == ["0", "worker", "0", "worker", "1"]
+    assert mesh_table(MeshLayout(data=2)).splitlines()[0].split() == ["replica", "workers"]
+    assert mesh_table(MeshLayout(pipeline=2)).splitlines()[2].split() == ["0", "worker", "0", "worker", "1"]

@@ -15,8 +15,7 @@ import typer
 from lockstep.cli.bench_pipeline import EXAMPLE as PIPELINE_EXAMPLE
 from lockstep.cli.bench_pipeline import pipeline_command
 from lockstep.cli.devices import take_devices
-from lockstep.cli.flags import config_parameters
-from lockstep.cli.output import check_file, check_folder
+from lockstep.cli.flags import check_file, check_folder, config_parameters, with_parameters
 from lockstep.config import list_physical_devices
 from lockstep.extras import require
 from lockstep.scaling.plan import ScalingSettings, parse_replicas, usual_replicas
@@ -84,10 +83,11 @@ def scaling_command(recipe: Recipe) -> Callable[..., Callable[[], int]]:
 
     usual = recipe.config().batch_size
     parameters = [*places, *(p.replace(default=usual) if p.name == "batch_size" else p for p in measured), *free]
-    command.__doc__ = f"Measure the recipe {recipe.name} on one device and on N, in turn, each in a fresh process."
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    return with_parameters(
+        command,
+        parameters,
+        help_text=f"Measure the recipe {recipe.name} on one device and on N, in turn, each in a fresh process.",
+    )
 
 
 def _places(

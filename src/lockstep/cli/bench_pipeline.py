@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.flags import config_parameters
-from lockstep.cli.output import check_file, check_folder
+from lockstep.cli.flags import check_file, check_folder, config_parameters, with_parameters
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.parallel.pipeline_trace import textbook_bubble
@@ -46,10 +45,11 @@ def pipeline_command() -> Callable[..., Callable[[], int]]:
         return lambda: _measure(settings, output.expanduser())
 
     parameters = [*places, *measured]
-    command.__doc__ = "Measure how long the workers of a pipeline are idle under each schedule, beside theory."
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    return with_parameters(
+        command,
+        parameters,
+        help_text="Measure how long the workers of a pipeline are idle under each schedule, beside theory.",
+    )
 
 
 def _places(*, schedules: SchedulesFlag = None, output: OutputFlag = Path("runs/pipeline")) -> None:

@@ -1,4 +1,4 @@
-"""``lockstep devices``: the devices of this machine and how they are divided."""
+"""``lockstep devices``, and the devices and the strategy of every command."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Annotated
 import typer
 
 from lockstep import config
+from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.replicas.device.driver import gpu_driver
 from lockstep.replicas.device.memory import MB
 from lockstep.replicas.device.streams import device_memory_of
 from lockstep.report import text_table
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, own_devices
 
 DEVICES_SPEC = (
     "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 names devices; "
@@ -101,3 +106,37 @@ def _logical_row(device: config.LogicalDevice) -> list[str]:
 
 def _mb(size: int) -> str:
     return f"{size / MB:.0f} MB"
+
+
+def take_own_devices(spec: str | None) -> tuple[LogicalDevice, ...]:
+    """Like ``take_devices``, but None means this worker's own devices among the workers of its host.
+
+    Raises:
+        ConfigError: the value cannot be parsed, or this machine has no such device or share.
+        ClusterError: the environment describes a malformed cluster.
+    """
+    return take_devices(spec) if spec is not None else resolve_devices(own_devices(cluster_from_environment()))
+
+
+def make_strategy(devices: Sequence[LogicalDevice], seed: int) -> Strategy:
+    """Makes the strategy for this process, or for the job of several workers that the environment declares.
+
+    Raises:
+        ClusterError: the environment describes a malformed cluster, or a worker did not join.
+    """
+    cluster = cluster_from_environment()
+    if cluster is None or cluster.num_workers == 1:
+        return MirroredStrategy(devices, seed=seed)
+    return MultiWorkerMirroredStrategy(devices, cluster=cluster, seed=seed)
+
+
+def is_chief() -> bool:
+    """Whether this process prints: it is the chief, or the only one."""
+    cluster = cluster_from_environment()
+    return cluster is None or cluster.is_chief
+
+
+def declared_workers() -> int | None:
+    """The number of workers that the environment declares; None if it declares none, so a command may start its own."""
+    cluster = cluster_from_environment()
+    return None if cluster is None else cluster.num_workers

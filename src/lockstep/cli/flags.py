@@ -6,12 +6,16 @@ So a setting is defined once: its type, default and explanation are those of the
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+
+from lockstep.errors import ConfigError
 
 Result = TypeVar("Result")
 
@@ -48,13 +52,19 @@ def config_command(
             rest = {flag: value for flag, value in flags.items() if flag not in names}
             return function(**{name: chosen}, **rest)
 
-        parameters = [*own, *settings]
-        command.__doc__ = function.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
+        return with_parameters(command, [*own, *settings], help_text=function.__doc__)
 
     return decorate
+
+
+def with_parameters(
+    command: Callable[..., Result], parameters: Sequence[inspect.Parameter], *, help_text: str | None
+) -> Callable[..., Result]:
+    """Gives ``command`` the parameters and the help that typer shows."""
+    command.__doc__ = help_text
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def config_parameters(config: type[Any], *, groups: Mapping[str, str] = _NO_GROUPS) -> list[inspect.Parameter]:
@@ -111,3 +121,43 @@ def _default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+def check_folder(folder: Path) -> None:
+    """Checks that a folder can be written to or made.
+
+    Raises:
+        ConfigError: a file is in its place, or permissions forbid it.
+    """
+    present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not present.is_dir():
+        raise ConfigError(
+            f"--output needs the folder {str(folder)!r}, but {str(present)!r} is a file, expected a folder;"
+            " give another name or move it away"
+        )
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--output needs the folder {str(folder)!r}, but {str(present)!r} cannot be written to;"
+            " give another name or change its permissions"
+        )
+
+
+def check_file(file: Path) -> None:
+    """Checks that no folder is in the place of a file.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if file.is_dir():
+        raise ConfigError(f"--output has a folder {str(file)!r}, expected a file; move it away")
+
+
+def check_output(output: Path) -> None:
+    """Checks that a training can write its results to ``output``, without writing anything.
+
+    Raises:
+        ConfigError: a file is in the place of a folder, a folder in the place of a file, or permissions forbid it.
+    """
+    for folder in (output, output / "logs", output / "model"):
+        check_folder(folder)
+    check_file(output / "curves.png")

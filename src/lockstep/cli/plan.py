@@ -99,7 +99,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 InfeasibleFlag = Annotated[bool, typer.Option("--infeasible", help="List the degrees without a layout, and why.")]
 
 
-@config_command(PlanRequest)
+@config_command(PlanRequest, groups={"devices": "Devices and training", "data": "Fixed choices"})
 def plan(
     model: ModelArgument,
     *,

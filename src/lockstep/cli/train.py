@@ -15,15 +15,20 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.backup import NO_BACKUP, BackupFlag, BackupPlan, ResumeFlag
-from lockstep.cli.batch_size import training_command
 from lockstep.cli.data import decoding_bar, reviews_overview
-from lockstep.cli.devices import DevicesFlag, logical_table
-from lockstep.cli.flags import config_command
-from lockstep.cli.grid import NOT_DIVIDED, GridFlags, grid_table
+from lockstep.cli.devices import DevicesFlag, declared_workers, is_chief, logical_table, make_strategy, take_own_devices
+from lockstep.cli.flags import check_folder, check_output, config_command
 from lockstep.cli.in_workers import InWorkers
-from lockstep.cli.output import check_folder, check_output
-from lockstep.cli.strategy import declared_workers, make_strategy, speaks, take_own_devices
+from lockstep.cli.training_flags import (
+    NO_BACKUP,
+    NO_MESH,
+    BackupFlag,
+    BackupPlan,
+    MeshFlags,
+    ResumeFlag,
+    mesh_table,
+    training_command,
+)
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
@@ -58,7 +63,7 @@ def train_app() -> typer.Typer:
     app = typer.Typer()
     app.callback()(_train_help)
     mlm_command = training_command(MlmConfig, mlm_recipe.largest_mlm_batch, noun="line", groups=_MLM_GROUPS)(mlm)
-    with_grid = config_command(GridFlags, name="grid", groups={"replicas": "Dividing the model among workers"})
+    with_grid = config_command(MeshFlags, name="grid", groups={"replicas": "Dividing the model among workers"})
     app.command("mlm", epilog="Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm")(
         with_grid(mlm_command)
     )
@@ -97,7 +102,7 @@ class TrainingFlags:
     output: Path
     check_exact: bool
     quiet: bool
-    grid: GridFlags = NOT_DIVIDED
+    grid: MeshFlags = NO_MESH
 
     def __post_init__(self) -> None:
         if self.grid.asked and self.devices is not None:
@@ -215,7 +220,7 @@ class TrainingCommand:
     def _run(self) -> int:
         """Trains, prints the result, and leaves logs, weights and curves in the output folder."""
         output = self._check_output()
-        if speaks():  # importing them takes two seconds, and other workers do not need them
+        if is_chief():  # importing them takes two seconds, and other workers do not need them
             require("matplotlib", "plots")
             require("tensorboard", "train")
         folders = RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
@@ -234,7 +239,7 @@ class TrainingCommand:
         if flags.grid.asked:
             cluster = cluster_from_environment()
             grid = flags.grid.choose(1 if cluster is None else cluster.num_workers)
-            _say(f"{job.title} on {counted(grid.workers, 'worker')}: {job.work}\n\n{grid_table(grid)}\n")
+            _say(f"{job.title} on {counted(grid.workers, 'worker')}: {job.work}\n\n{mesh_table(grid)}\n")
             return flags.grid.make_strategy(cluster, seed=job.seed)
         devices = take_own_devices(flags.devices)
         _say(f"{job.title} on {counted(len(devices), 'logical device')}: {job.work}\n\n{logical_table(devices)}\n")
@@ -247,7 +252,7 @@ class TrainingCommand:
 
 def _say(text: str) -> None:
     """Prints on the chief only."""
-    if speaks():
+    if is_chief():
         print(text, flush=True)
 
 
@@ -299,7 +304,7 @@ _MLM_GROUPS = {
 def mlm(
     *,
     config: MlmConfig,
-    grid: GridFlags,
+    grid: MeshFlags,
     example: ExampleFlag = _NO_EXAMPLES,
     devices: DevicesFlag = None,
     output: OutputFlag = Path("runs/mlm"),

@@ -57,42 +57,42 @@ class Executor(ABC):
     @property
     @abstractmethod
     def workers(self) -> Communicator:
-        """The workers that run this strategy's replicas, as this one sees them."""
+        """The workers that run this strategy's replicas."""
 
     @property
     @abstractmethod
     def generators(self) -> ReplicaGenerators:
-        """Where the random numbers of the local replicas stand, for checkpoints."""
+        """The random generators of the local replicas, whose states checkpoints save."""
 
     @abstractmethod
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
-        """Runs one body per replica, each in its replica context, and returns their results."""
+        """Runs one body in each replica's context and returns their results."""
 
     @abstractmethod
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
-        """Has the replicas' calls of torch functions looked at, each by its guard; where there are several."""
+        """Sets the guard of each local replica, which looks at its calls of torch functions."""
 
     @abstractmethod
     def trial(self) -> AbstractContextManager[None]:
-        """Opens a block whose runs leave the replicas' random numbers, and the peaks of their memory, as they were."""
+        """A block after which the replicas' random generators and memory peaks are as before."""
 
     @abstractmethod
     def device_memory(self) -> tuple[DeviceMemory, ...]:
-        """What the local replicas' GPUs, or shares of them, have of memory now, and the most they had, in bytes.
+        """The memory in use and the peak of each local replica's GPU, or share of a GPU, in bytes, in replica order.
 
-        In replica order; those on a CPU have no memory of their own and are left out. It looks at every block of
-        torch's allocator, which takes a millisecond or more. Outside replicas only.
+        Replicas on a CPU are left out. This reads all blocks of torch's allocator and takes a millisecond or more. Call
+        it outside replicas.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what the strategy keeps running. Idempotent; afterwards ``run`` is an error."""
+        """Ends the replicas' threads and connections. Idempotent; afterwards ``run`` raises."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas, of all workers, share each global batch."""
+        """The number of replicas of all workers, which divide each global batch."""
         return self.workers.num_replicas
 
 
@@ -100,18 +100,18 @@ R = TypeVar("R")
 
 
 class Strategy(Executor):
-    """How one program runs on many replicas: an executor, and all that follows from it."""
+    """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others."""
 
     def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
         self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
 
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:
-        """The modules mirrored by this strategy that are still in use, in the order of mirroring."""
+        """The modules that this strategy has mirrored and that are in use, in the order of mirroring."""
         return self._mirrored.modules
 
     def mirrored_parameters(self) -> set[int]:
-        """The ids of all parameters, any replica's copies, of the mirrored modules."""
+        """The ids of all parameters of all copies of the mirrored modules."""
         return self._mirrored.parameters()
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -132,18 +132,18 @@ class Strategy(Executor):
 
         Args:
             fn: the step function; ``ls.get_replica_context()`` inside it is this replica's.
-            args: a tuple or list. PerReplica values, also inside tuples, lists and dicts, are unwrapped; plain ones go
-                to every replica unchanged.
-            kwargs: likewise.
+            args: a tuple or list. Of a PerReplica value, also inside tuples, lists and dicts, each replica gets its own
+                item; other values go to every replica unchanged.
+            kwargs: keyword arguments, treated in the same way.
 
         Returns:
-            The structure that ``fn`` returned, with a PerReplica for each leaf. A leaf that is the very same object on
-            all replicas comes back bare, and so does a plain value (a number, a text, None) that is equal on all;
-            ``local_results`` gives one value per replica either way.
+            The structure that ``fn`` returned, with a PerReplica for each leaf. A leaf that is the same object in all
+            replicas is returned as it is, and so is a number, string or None that is equal in all. ``local_results``
+            gives one value for each replica in both cases.
 
         Raises:
             TypeError: ``args`` is not a tuple or list.
-            BaseException: a failing replica's own exception, with the replica and its device as a note.
+            BaseException: the exception of a replica that failed, with a note that names the replica and its device.
             CollectiveError: the replicas did not meet at the same collective.
             UsageError: called inside a replica, or inside another strategy's scope.
         """
@@ -181,7 +181,7 @@ class Strategy(Executor):
         return results
 
     def changes_spread(self) -> AbstractContextManager[None]:
-        """Opens a block in the middle of a run whose changes to the users' modules reach all copies."""
+        """A block during a run whose changes of the users' modules reach all copies."""
         return self._mirrored.changes_spread()
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
@@ -189,10 +189,10 @@ class Strategy(Executor):
 
         Args:
             op: "sum" or "mean", or an ``ls.ReduceOp``.
-            value: a PerReplica or a variable, or a structure of them. A plain value counts once per replica for
-                the sum.
-            axis: also reduce along this dimension of each value; the mean is then the total sum over the total
-                count, so uneven shards come out right.
+            value: a PerReplica or a variable, or a structure of them. In a sum, a plain value counts once for each
+                replica.
+            axis: also reduce along this dimension of each value. The mean is then the total sum divided by the total
+                count, which is exact for uneven shards.
 
         Returns:
             The same structure with a tensor (on replica 0's device) or number for each leaf.
@@ -204,17 +204,17 @@ class Strategy(Executor):
             and axis is None
             and not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
         ):
-            return value  # every replica has it; adding and dividing would only round it
+            return value  # equal in every replica; adding and dividing would only round it
         return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates per-replica values along ``axis``, in replica order; shapes may differ there only."""
+        """Concatenates per-replica values along ``axis``, in replica order. Shapes may differ in that dimension."""
         self._outside("gather")
         gather = partial(gather_across, self.workers, f"gather(axis={axis})", axis=axis)
         return self._map_values(gather, read_per_replica(value))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of the local replicas, one item each; a plain value is every replica's. Of a variable, copies."""
+        """One value for each local replica; a plain value is repeated. The values of a variable are copies."""
         value = read_per_replica(value)
         return tuple(self._view(value, replica) for replica in range(len(self.devices)))
 
@@ -239,12 +239,13 @@ class Strategy(Executor):
             target: a module, which becomes replica 0's copy and is moved to its device in place; an optimizer over
                 parameters of mirrored modules; or a torchmetrics metric, whose states are merged (``MirroredMetric``).
             sync_batchnorm: batch norms take their statistics from the whole global batch, as torch.nn.SyncBatchNorm
-                does without being asked.
-            memory_format: of a module's weights; "auto" is channels_last where there are 2-d convolutions.
+                always does.
+            memory_format: the memory format of the weights; "auto" is channels_last if there are 2-d convolutions.
 
         Raises:
-            UsageError: called inside a replica; a module that cannot be copied; an optimizer over other parameters.
-            TypeError: neither a module nor an optimizer.
+            UsageError: it was called inside a replica, the module cannot be copied, or the optimizer has parameters
+                of modules that are not mirrored.
+            TypeError: ``target`` is neither a module nor an optimizer.
         """
         self._outside("mirror")
         if isinstance(target, MirroredMetric):
@@ -264,7 +265,7 @@ class Strategy(Executor):
     def variable(
         self, value: Any, *, aggregation: Aggregation = "none", synchronization: Synchronization = "on_write"
     ) -> MirroredVariable:
-        """A variable with one value per replica; see ``MirroredVariable``."""
+        """Makes a variable with one value for each replica; see ``MirroredVariable``."""
         self._outside("variable")
         made = MirroredVariable(
             self, value, self.devices, self.workers, aggregation=aggregation, synchronization=synchronization
@@ -282,17 +283,17 @@ class Strategy(Executor):
     ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
-        Every worker must call it, and iterate over what it gives in the same way.
+        Every worker must call it and iterate over the result in the same way.
 
         Args:
             dataset: any iterable of global batches.
-            shard: what each worker takes: its part of every batch ("batch"), its part of the files ("file"), or all of
-                a dataset of its own ("off").
-            prefetch: how many batches to read ahead; 0 reads each one when it is asked for, which data that looks at
-                the training's state (a replay buffer) needs. None is 2, but 0 for generators, iterables and samplers of
-                your own, and data that draws random numbers is then read when it is asked for.
-            lists: what lists and tuples in a batch are: of one item a row ("rows"), structure ("columns"), or what
-                their lengths say ("auto"), where a list that could be both is refused.
+            shard: what each worker reads: its part of every batch ("batch"), its part of the files ("file"), or a
+                dataset of its own ("off").
+            prefetch: the number of batches to read ahead. 0 reads a batch when it is asked for, which is needed for
+                data that depends on the training's state, such as a replay buffer. None is 2, or 0 for generators, for
+                iterables and samplers of your own, and for data that draws random numbers.
+            lists: what a list or tuple in a batch is: one item for each row ("rows"), a structure ("columns"), or
+                either, by its length ("auto"); "auto" refuses a list that could be both.
         """
         self._outside("distribute_dataset")
         return DistributedDataset(
@@ -302,12 +303,12 @@ class Strategy(Executor):
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None, lists: Lists = "auto"
     ) -> PerReplicaDataset:
-        """Takes the per-replica batches that ``fn(InputContext)`` gives, as they are; see ``PerReplicaDataset``.
+        """Uses the per-replica batches of ``fn(InputContext)`` without dividing them; see ``PerReplicaDataset``.
 
         Args:
-            fn: gives this worker's iterable of per-replica batches.
-            prefetch: how many rounds of them to read ahead; None and 0 as in ``distribute_dataset``.
-            lists: as there.
+            fn: returns this worker's iterable of per-replica batches.
+            prefetch: the number of batches for each replica to read ahead; None and 0 as in ``distribute_dataset``.
+            lists: as in ``distribute_dataset``.
         """
         self._outside("distribute_datasets_from_function")
         return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
@@ -322,34 +323,34 @@ class Strategy(Executor):
         multiple_of: int | None = None,
         memory_mb: float | None = None,
     ) -> int:
-        """The largest global batch whose step fits all replicas, found by trying. Call it outside replicas.
+        """Finds the largest global batch whose step fits all replicas, by trial steps. Call it outside replicas.
 
-        From ``start`` the size is doubled while it fits, or halved while it does not, and then what lies between is
-        halved. Each size is tried with two steps, and everything they change is put back: weights, buffers, gradients,
-        optimizer state and variables of this strategy, and random numbers. No memory stays taken.
+        From ``start`` the size is doubled while it fits, or halved while it does not; a bisection follows. Each size is
+        tried with two steps, and everything that they change is restored: weights, buffers, gradients, optimizer state
+        and variables of this strategy, and random generators. No memory stays allocated.
 
-        A size fits if no replica runs out of memory. Replicas on a CPU must stay inside a budget besides, since the
-        system would kill a process that does not: a size is tried only if what smaller ones took says that it will
-        fit, and the search ends within 1/64 of the size. So there the result may differ a little between calls.
+        A size fits if no replica runs out of memory. Replicas on a CPU must also stay within a budget, since the system
+        kills a process that exceeds it. A size is tried there only if it is predicted to fit from smaller ones, and the
+        search ends within 1/64 of the size, so the result may differ a little between calls.
 
         Args:
-            step: what ``run`` is to run, called with its shard in every replica.
-            make_batch: gives a global batch, as ``distribute_dataset`` divides it, of the number of rows that it is
-                called with. Make them as long as the longest of the data.
-            start: the size to begin with.
-            limit: the largest size of interest, such as the number of examples; None is without end, and only for steps
-                that run out of memory some time.
-            multiple_of: what the result is a multiple of; None is the number of replicas, so that all shards are equal.
-            memory_mb: the most MB (2**20 bytes) that this process may have resident, for replicas on a CPU. None is
-                what it has now and 0.8 of what the machine, or the control group, has available. Batches that are
-                read ahead come on top.
+            step: the step function; each replica calls it with its shard.
+            make_batch: returns a global batch with the given number of rows. Make rows as long as the longest in the
+                data.
+            start: the first size to try.
+            limit: the largest size to try, such as the number of examples. None is no limit, for steps that run out of
+                memory at some size.
+            multiple_of: the result is a multiple of this; None is the number of replicas, so that all shards are equal.
+            memory_mb: for replicas on a CPU, the resident memory in MB (2**20 bytes) that this process may use. None is
+                what it uses now plus 0.8 of what the machine, or the control group, has available. Batches that are
+                read ahead are not included.
 
         Raises:
-            DeviceMemoryError: not even ``multiple_of`` examples fit.
-            ConfigError: numbers that are no sizes, or a budget that cannot be kept.
-            DataError: ``make_batch`` gives another number of rows than asked for.
-            UsageError: called inside a replica, or in a job of several workers.
-            BaseException: whatever else the step raises, unchanged; everything is put back then too.
+            DeviceMemoryError: ``multiple_of`` examples do not fit.
+            ConfigError: a size is not positive, or the budget cannot be kept.
+            DataError: ``make_batch`` returned another number of rows than asked for.
+            UsageError: it was called inside a replica, or in a job of several workers.
+            BaseException: any other exception of the step, unchanged; everything is restored then too.
         """
         self._outside("find_batch_size")
         if not self.workers.is_single:
@@ -382,7 +383,7 @@ class Strategy(Executor):
 
 
 def _rows(view: Any) -> int | None:
-    """The rows of the first of a replica's arguments that has any: its shard's, for messages."""
+    """The number of rows of a replica's shard, taken from its first argument that has rows."""
     for leaf in replica_leaves(view):
         if (rows := rows_of(leaf)) is not None:
             return rows
@@ -390,15 +391,15 @@ def _rows(view: Any) -> int | None:
 
 
 class ThreadedStrategy(Strategy):
-    """One replica per logical device, each in its own thread. Abstract: a strategy says how these come about.
+    """A strategy with one replica for each logical device, each in its own thread. Abstract.
 
     Args:
-        devices: of the local replicas, in replica order.
-        workers: all workers, as this one sees them.
+        devices: the devices of the local replicas, in replica order.
+        workers: all workers.
         runner: the replicas' threads.
-        make_exchange: how an optimizer's gradients are summed.
-        partition: what of a model this worker holds; None is all of it.
-        guard: what each body is run in, in its replica's thread.
+        make_exchange: makes the exchange of an optimizer's gradients.
+        partition: which part of a model this worker holds; None is all of it.
+        guard: a context to run each body in, in its replica's thread.
     """
 
     def __init__(
@@ -424,16 +425,16 @@ class ThreadedStrategy(Strategy):
 
     @property
     def workers(self) -> Communicator:
-        """The workers that run this strategy's replicas, as this one sees them."""
+        """The workers that run this strategy's replicas."""
         return self._workers
 
     @property
     def generators(self) -> ReplicaGenerators:
-        """Where the random numbers of the local replicas stand, for checkpoints."""
+        """The random generators of the local replicas, whose states checkpoints save."""
         return self._runner.generators
 
     def trial(self) -> AbstractContextManager[None]:
-        """Opens a block whose runs leave the replicas' random numbers, and the peaks of their memory, as they were."""
+        """A block after which the replicas' random generators and memory peaks are as before."""
         return self._runner.trial()
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:

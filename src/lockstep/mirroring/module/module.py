@@ -34,14 +34,14 @@ from lockstep.mirroring.partition import Pipelined
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.device.streams import allocating_on
 
-_SETTLED = "a mirrored module's devices and dtypes are settled; convert the module before mirroring it"
+_SETTLED = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
 
 
 _MADE = "_made"
 
 
 def _member(name: str) -> property:
-    """A dict of ``nn.Module``'s own, in which functions of torch look for tensors and parts: the current copy's."""
+    """A property for one of ``nn.Module``'s dicts, which functions of torch read: it is the current copy's."""
 
     def get(self: MirroredModule) -> Any:
         return getattr(self._here(), name)
@@ -53,33 +53,33 @@ def _member(name: str) -> property:
 
 
 class HoldsBack(Protocol):
-    """What a module asks of the optimizers of its strategy."""
+    """The part of a mirrored optimizer that ``no_sync`` needs."""
 
     def held(self, module: nn.Module, replicas: Sequence[int], /) -> AbstractContextManager[None]:
         """Inside the block no backward pass through ``module`` in these local replicas sends gradients."""
 
 
 class MirroredModule(nn.Module):
-    """One copy of a module per replica. Made by ``strategy.mirror(module)``.
+    """A module with one copy for each replica. Made by ``strategy.mirror(module)``.
 
-    Inside a replica everything (the call, ``parameters()``, attributes) is that replica's copy; outside it is the
-    user's own module. ``load_state_dict``, ``train``, ``eval`` and ``apply`` of this object reach all copies. Floating
-    buffers, such as batch-norm statistics, are per replica and are averaged when read outside; one that is set outside,
-    here or in the user's module, is set in all copies.
+    In a replica, calls, ``parameters()`` and attributes are those of the replica's copy; outside replicas they are the
+    user's module's. ``load_state_dict``, ``train``, ``eval`` and ``apply`` affect all copies. Floating-point buffers,
+    such as batch-norm statistics, are each replica's own and are averaged when read outside replicas. A buffer that is
+    set outside, here or on the user's module, is set in all copies.
 
     Args:
         owner: the strategy.
-        copies: one per replica; the first is the user's module.
-        groups: the replicas by storage of the weights, as ``storage_groups`` gives them.
-        workers: over whose replicas buffers are averaged.
+        copies: one for each local replica; the first is the user's module.
+        groups: the replicas that share a storage of the weights, as ``storage_groups`` returns them.
+        workers: the workers over whose replicas buffers are averaged.
         propagation: brings what is set on the user's module to all copies.
-        pipeline: how a step passes through it, where it cannot be called by itself.
+        pipeline: runs a step through the module, where it is a stage that cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
-        shards_weights: whether each of ``workers`` holds a share of the weights, so that all must make every pass.
-        sync_batchnorm: whether statistics of a batch have to be those of the global batch.
+        shards_weights: whether each of ``workers`` holds a shard of the weights, so that all must make every pass.
+        sync_batchnorm: whether batch norms must take their statistics from the global batch.
 
     Attributes:
-        on_call: told of each call in a replica, with its arguments; None tells nobody.
+        on_call: called with this module and the arguments of each call in a replica; may be None.
         optimizers: the mirrored optimizers of the strategy.
     """
 
@@ -127,15 +127,15 @@ class MirroredModule(nn.Module):
 
     @property
     def copies(self) -> tuple[nn.Module, ...]:
-        """One copy per local replica."""
+        """One copy for each local replica."""
         return self._copies
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the current replica's copy; outside a replica, replica 0's."""
+        """Runs the current replica's copy; outside replicas, the user's module."""
         here, context = self._here(), get_replica_context()
         if context is None:
             if here.training and self._workers.is_single and len(self._copies) > 1:
-                self.sync_buffers()  # the pass goes on with what all replicas have counted
+                self.sync_buffers()  # this pass updates the statistics of all replicas
             return here(*args, **kwargs)
         if self.on_call is not None:
             self.on_call(self, args, kwargs)
@@ -152,12 +152,12 @@ class MirroredModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Announces backward passes that are not the last before the optimizer's step, as DDP's ``no_sync`` does.
+        """Accumulates gradients without sending them to other workers, as DDP's ``no_sync`` does.
 
-        Inside the block their gradients add up in each replica and are not sent to other workers; the next backward
-        pass outside sends the sums, while it goes on. The numbers are the same without it, but then every pass sends.
-        Inside a replica it is about that replica's passes, outside about all of this worker's. Where replicas share the
-        weights (``shard_parameters``), each pass sends all the same, since no replica has room for whole gradients.
+        Use it for the backward passes before the last one of an optimizer step. The next backward pass outside the
+        block sends the accumulated gradients. Without it the numbers are the same, but every pass sends. In a replica
+        it affects that replica's passes, outside replicas those of all local replicas. With ``shard_parameters`` every
+        pass sends, since no worker has memory for whole gradients.
 
         Example:
             >>> import torch, lockstep as ls
@@ -176,12 +176,12 @@ class MirroredModule(nn.Module):
             yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
-        """Has ``torch.compile`` make one code for the copies, at their first call in replicas; None is without again.
+        """Compiles all copies with ``torch.compile`` at their first call in replicas; None undoes it.
 
-        The user's module itself stays as it is, and so does a call outside replicas.
+        Calls outside replicas are not compiled.
 
         Raises:
-            ConfigError: a module whose forward is a collective, or a part of a model.
+            ConfigError: the module's forward is a collective, or it is part of a divided model.
         """
         if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shards_weights):
             raise ConfigError(
@@ -197,26 +197,26 @@ class MirroredModule(nn.Module):
 
     @property
     def has_others(self) -> bool:
-        """Whether there are other replicas, here or on other workers."""
+        """Whether there are several replicas, in this worker or in others."""
         return self._workers.num_replicas > 1
 
     def compare_weights(self) -> None:
-        """Checks that all workers that hold the same weights still have the same ones. Every one of them must call it.
+        """Checks that workers which should hold the same weights do. Every worker must call it.
 
         Raises:
-            CollectiveError: a worker has others.
+            CollectiveError: a worker has other weights.
         """
         if not self._workers.is_single and not self.shards_weights:
             self._workers.add_digest(weights_digest(self.module))
             self._workers.all_gather_numbers("comparison of the weights")
 
     def align(self) -> bool:
-        """Before a run: gives all copies what was set on the user's module, and its training mode and frozen weights.
+        """Before a run: brings what was set on the user's module, its training mode and frozen weights to all copies.
 
         Every worker must call it.
 
         Returns:
-            Whether any copy has other weights or parts than before, or weights in other memory.
+            Whether any copy has new weights or submodules, or weights in other memory.
         """
         moved = self.propagation.begin()
         if moved:
@@ -228,7 +228,7 @@ class MirroredModule(nn.Module):
         return moved
 
     def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
-        """What was given to the module after mirroring has the chief's numbers too, as all had at mirroring."""
+        """Gives tensors that were added after mirroring the chief's values on all workers."""
         check_agreement(
             self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh]
         )
@@ -241,19 +241,18 @@ class MirroredModule(nn.Module):
 
     @property
     def outside_changes(self) -> OutsideChanges:
-        """What gives all copies what is changed outside replicas in the user's module."""
+        """Copies what is written into the user's module outside replicas to all copies."""
         return self._outside_changes
 
     def begin_run(self) -> None:
-        """Before each run: where evaluation follows training, all replicas evaluate with the same buffers."""
+        """Before each run: synchronises buffers if this run evaluates and the last one trained."""
         if self._buffer_averages.begin_run():
             self.sync_buffers()
 
     def sync_buffers(self) -> None:
-        """Writes the average of the floating buffers to all copies, and replica 0's of the others.
+        """Writes the averages of floating-point buffers, and replica 0's other buffers, to all copies.
 
-        With several workers every one must call it. Until replicas train again, each worker by itself may read the
-        state then.
+        Every worker must call it. Afterwards each worker may read the state by itself until replicas train again.
 
         Raises:
             UsageError: called inside a replica.
@@ -269,12 +268,12 @@ class MirroredModule(nn.Module):
         self._outside_changes.note()
 
     def exchange_buffers(self, *, always: bool = True) -> None:
-        """Brings the averages of all workers' buffers for reads that follow, and leaves the replicas theirs.
+        """Averages the buffers of all workers for later reads, without changing the replicas' buffers.
 
         Every worker must call it.
 
         Args:
-            always: also where no run since the last time can have changed them.
+            always: exchange even if no run since the last exchange can have changed buffers.
         """
         if not self._workers.is_single and (always or self._buffer_averages.trained):
             self.propagation.follow()
@@ -283,14 +282,14 @@ class MirroredModule(nn.Module):
                 self._buffer_averages.exchange()
 
     def note_pass(self) -> None:
-        """Notes that a local replica has passed through the module by another way than a call of this object."""
+        """Notes that a local replica has run its copy without calling this object."""
         self._buffer_averages.passed = True
 
     def train(self, mode: bool = True) -> MirroredModule:
-        """Sets the training mode, inside a replica of its copy, outside of all.
+        """Sets the training mode of the current replica's copy; outside replicas, of all copies.
 
-        Going to evaluation outside also averages the buffers, so that all replicas evaluate with the same
-        statistics; with several workers the next run does it, where they all are. Inside a replica it does not.
+        Outside replicas, ``eval()`` also averages the buffers, so that all replicas evaluate with the same statistics.
+        With several workers the next run does that, since it needs all of them.
         """
         if get_replica_context() is not None:
             here = self._here().train(mode)
@@ -307,16 +306,16 @@ class MirroredModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The current copy's parameters by name; outside a replica the user's module's."""
+        """The parameters of the current copy by name; outside replicas, of the user's module."""
         return self._here().named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The current copy's buffers by name; outside a replica their averages.
+        """The buffers of the current copy by name; outside replicas, their averages.
 
         Raises:
-            UsageError: other workers may have changed theirs since the last ``sync_buffers``.
+            UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
         """
         here = self._here()
         named = here.named_buffers(prefix, recurse, remove_duplicate)
@@ -338,9 +337,9 @@ class MirroredModule(nn.Module):
         return self._here().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The plain module's, same keys; outside a replica with averaged buffers.
+        """The state of the current copy, with the plain module's keys; outside replicas, with averaged buffers.
 
-        Only of a model that is divided among workers must all of them ask for it.
+        If the model is divided among workers, all of them must call it.
 
         Raises:
             UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
@@ -357,21 +356,21 @@ class MirroredModule(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into every copy.
+        """Loads a state into every copy.
 
         Raises:
-            UsageError: called inside a replica, or with ``assign=True``, which would part the copies.
+            UsageError: it was called in a replica, or with ``assign=True``, which would separate the copies' weights.
         """
         self._outside("load_state_dict")
         if assign:
-            raise UsageError("load_state_dict(assign=True) would part the replicas' weights; use assign=False")
+            raise UsageError("load_state_dict(assign=True) would separate the replicas' weights; use assign=False")
         result = self.module.load_state_dict(state_dict, strict=strict)
         self._spread()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, inside a replica of its copy, outside of all."""
-        # What looks at a step's calls would take the look at a ".grad" for the step's own, and wait for all replicas.
+        """Clears the gradients of the current copy; outside replicas, of all copies."""
+        # Otherwise the step guard takes this access to ".grad" for the step's own and waits for all replicas.
         with DisableTorchFunction():
             for duplicate in self._copies if get_replica_context() is None else [self._here()]:
                 duplicate.zero_grad(set_to_none)
@@ -384,10 +383,10 @@ class MirroredModule(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> MirroredModule:
-        """Nothing, for a device and dtype that the user's module has already.
+        """Does nothing if the module has this device and dtype.
 
         Raises:
-            UsageError: for others.
+            UsageError: it has another device or dtype.
         """
         device, dtype, *_ = parse_to(*args, **kwargs)
         for tensor in self.module.parameters():
@@ -411,7 +410,7 @@ class MirroredModule(nn.Module):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets it on the current replica's copy; outside on the user's module, which all copies follow."""
+        """Sets it on the current replica's copy; outside replicas, on the user's module and so on all copies."""
         own = self.__dict__
         if _MADE not in own:
             super().__setattr__(name, value)
@@ -428,16 +427,16 @@ class MirroredModule(nn.Module):
             delattr(self._here(), name)
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        """Registers it on the current replica's copy; outside replicas, on all copies."""
         self._here().register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Registers it on the user's module, which all copies follow. Outside replicas only."""
+        """Registers it on all copies. Outside replicas only."""
         self._outside("register_parameter")
         self._here().register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Registers it on the current replica's copy; outside on the user's module, which all copies follow."""
+        """Registers it on the current replica's copy; outside replicas, on all copies."""
         self._here().add_module(name, module)
 
     def __getitem__(self, key: Any) -> Any:
@@ -470,7 +469,7 @@ class MirroredModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            "a mirrored module belongs to its strategy's threads, and is not copied or pickled; copy your own module "
+            "a mirrored module belongs to its strategy and cannot be copied or pickled; copy your own module "
             "(mirrored.module), as for AveragedModel or a target network, or save its state_dict()"
         )
 
@@ -478,7 +477,7 @@ class MirroredModule(nn.Module):
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
 
     def _as_container(self) -> Any:
-        """The current copy, which may have items as Sequential has, or says that it has none."""
+        """The current copy, for operators: Sequential and others have items."""
         return self._here()
 
     def _here(self) -> nn.Module:
@@ -497,7 +496,7 @@ class MirroredModule(nn.Module):
 
     def _outside(self, method: str) -> None:
         if get_replica_context() is not None:
-            raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
+            raise UsageError(f"{method} affects all replicas; call it outside strategy.run, in cross-replica context")
 
     def _spread(self) -> None:
         self.propagation.follow()
@@ -545,19 +544,19 @@ def mirror_module(
     shards_weights: bool = False,
     peers: Callable[[], Iterable[Propagation]] = tuple,
 ) -> MirroredModule:
-    """One copy of ``module`` per device; the first is ``module`` itself, moved to the first device in place.
+    """Makes a copy of ``module`` for each device. The first is ``module`` itself, moved to its device in place.
 
     Args:
         owner: the strategy.
         module: the user's module.
-        devices: one per local replica.
-        workers: all workers, who get the chief's weights.
-        sync_batchnorm: have batch norms take their statistics over the global batch; torch's SyncBatchNorm always does.
-        memory_format: "auto" is channels_last where there are 2-d convolutions; "preserve" leaves the weights alone.
-        pipeline: how a step passes through the module, where it cannot be called by itself.
+        devices: the devices of the local replicas.
+        workers: all workers; they get the chief's weights.
+        sync_batchnorm: batch norms take their statistics from the global batch; torch.nn.SyncBatchNorm always does.
+        memory_format: "auto" is channels_last if there are 2-d convolutions; "preserve" leaves the weights as they are.
+        pipeline: runs a step through the module, where it is a stage that cannot be called by itself.
         is_part: whether other workers hold other parts of the model.
-        shards_weights: whether each of ``workers`` has a share of the weights, its own.
-        peers: gives those of all modules mirrored by the owner, so that modules that share a layer go on sharing it.
+        shards_weights: whether each of ``workers`` has its own shard of the weights.
+        peers: returns the propagations of all modules of the owner, so that modules that share a layer still share it.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
@@ -572,7 +571,7 @@ def mirror_module(
             f"{type(module).__name__} is on the meta device and has no numbers yet; ls.ParallelStrategy gives such a "
             'model its first ones, for any other make it outside torch.device("meta")'
         )
-    # torch's own synchronised batch norm asks for it by its class.
+    # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
     convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
     layout = _layout(module, memory_format)
     with allocating_on(devices[0]):
@@ -640,7 +639,7 @@ def _refuse_mirrored_parts(module: nn.Module) -> None:
 
 
 def signature(module: nn.Module) -> list[str]:
-    """A line per parameter and buffer: what must be equal on all workers."""
+    """One line for each parameter and buffer, to be compared between workers."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in named]
 
@@ -648,7 +647,7 @@ def signature(module: nn.Module) -> list[str]:
 def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format | None) -> None:
     """Moves the user's module to the first replica's device, in place.
 
-    What is on the GPU already is copied where that is divided: a share holds its own weights, in its own memory.
+    A share of a GPU gets a copy of weights that are on that GPU already, in the memory that counts for it.
     """
     tensors = [*module.parameters(), *module.buffers()]
     there = any(each.device == device.torch_device for each in tensors)

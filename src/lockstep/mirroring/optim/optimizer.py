@@ -29,38 +29,38 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
 MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
-"""Given the parameters' copies and the replicas by storage: how the gradients are summed."""
+"""Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
 
 _SCALER = "torch.amp.grad_scaler"
 
 
 class Owner(Protocol):
-    """What an optimizer needs of its strategy."""
+    """The part of a strategy that an optimizer needs."""
 
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
-        """One per local replica."""
+        """The devices of the local replicas."""
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), /) -> Any:
         """Runs ``fn`` in every replica."""
 
     def local_results(self, value: Any, /) -> tuple[Any, ...]:
-        """What ``run`` returned, one per local replica."""
+        """The values that ``run`` returned, one for each local replica."""
 
 
 class MirroredOptimizer(Optimizer):
-    """An optimizer whose ``step`` is a collective. Made by ``strategy.mirror(optimizer)``.
+    """An optimizer whose ``step`` updates all replicas. Made by ``strategy.mirror(optimizer)``.
 
     Args:
         owner: the strategy.
-        optimizer: the plain optimizer over the parameters of mirrored modules.
-        groups: the replicas by storage of the weights.
-        find_copies: gives the id of each parameter of a mirrored module -> its copies, one per replica.
-        make_exchange: how the gradients are summed.
+        optimizer: the plain optimizer over parameters of mirrored modules.
+        groups: the replicas that share a storage of the weights.
+        find_copies: returns a mapping from the id of each parameter of a mirrored module to its copies.
+        make_exchange: makes the exchange of gradients.
 
     Attributes:
-        sums_after_runs: whether a run that leaves gradients ends with their sums, so that what looks at them outside
-            replicas sees those of one device. Who runs micro-batches and calls ``update`` itself needs no such sums.
+        sums_after_runs: whether gradients that a run leaves are summed after it, so that a program outside replicas
+            sees those of one device. ``Model`` calls ``update`` itself and does not need it.
     """
 
     _step_supports_amp_scaling = False  # a scaler unscales; the plain optimizer may do that by itself
@@ -98,14 +98,14 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The plain optimizer's. In a replica they can be read only.
+        """The plain optimizer's groups. In a replica they are read-only.
 
         Raises:
-            UsageError: torch's GradScaler asks in one of several replicas, which would all unscale by one scaler.
+            UsageError: a GradScaler uses them in one of several replicas, which would all unscale.
         """
         if get_replica_context() is not None and len(self._owner.devices) > 1 and _asked_by(_SCALER):
             raise UsageError(
-                "a GradScaler unscales and steps once for all replicas, and not in each; in the step keep "
+                "a GradScaler must unscale and step once for all replicas, and not in each; in the step keep "
                 "scaler.scale(loss).backward() and call optimizer.sum_gradients(), and after strategy.run "
                 "scaler.step(optimizer), scaler.update() and optimizer.zero_grad()"
             )
@@ -113,35 +113,35 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The plain optimizer's; where workers share it, of this one's pieces of the parameters."""
+        """The plain optimizer's state; with ZeRO-1, that of this worker's pieces of the parameters."""
         return self._plain.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The plain optimizer's."""
+        """The plain optimizer's defaults."""
         return self._plain.defaults
 
     @property
     def times(self) -> tuple[UpdateTimes | None, ...]:
-        """Where the time of the last update went, one item per replica; None where it was skipped."""
+        """The times of the last update, one item for each replica; None if it was skipped."""
         return self._update.times
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Sums the gradients over all replicas and updates once. Every replica must call it.
+        """Sums the gradients over all replicas and updates all copies of the weights. Every replica must call it.
 
-        Afterwards replica 0's parameters hold the summed gradients and the other replicas' none, so that without
-        ``zero_grad`` further gradients add up as they do on one device.
+        Afterwards replica 0's parameters have the summed gradients and the other replicas' have none, so that without
+        ``zero_grad`` further gradients are added as on one device.
 
-        Outside replicas it is a step of all of them, on every worker that calls it, as all must: by the gradients that
-        ``sum_gradients`` left with the user's module, whatever has been done with them since; or, if it has not been
-        called since the last step, by the sums.
+        It may also be called outside replicas, on every worker. It then uses the gradients that ``sum_gradients`` left
+        on the user's module, with any changes since; if ``sum_gradients`` was not called since the last step, it sums
+        the gradients first.
 
         Args:
-            closure: evaluated on each replica before; its result is returned. Only inside a replica.
+            closure: called in each replica first; its result is returned. Only in a replica.
 
         Raises:
-            UsageError: called in a replica of another strategy, or outside replicas with a closure; or gradients were
-                added to those that ``sum_gradients`` had summed.
+            UsageError: it was called in a replica of another strategy, or outside replicas with a closure, or gradients
+                were added after ``sum_gradients``.
         """
         context = get_replica_context()
         if context is None:
@@ -165,14 +165,14 @@ class MirroredOptimizer(Optimizer):
         return loss
 
     def sum_gradients(self) -> None:
-        """The first half of a step, for a program that looks at the gradients, clips or changes them before the rest.
+        """Sums the gradients over all replicas, for a program that reads, clips or changes them before ``step()``.
 
-        Leaves the gradients of all replicas of all workers, summed, with the parameters of the user's module, on every
-        worker. What follows happens outside replicas, alike on all workers, and ends with ``step()`` there, or with
-        ``zero_grad()``. Inside a replica every replica must call it; outside, every worker.
+        Afterwards the parameters of the user's module have the summed gradients, on every worker. Use them outside
+        replicas, in the same way on all workers, and then call ``step()`` or ``zero_grad()`` there. In a replica every
+        replica must call it; outside replicas, every worker.
 
         Raises:
-            UsageError: called in a replica of another strategy.
+            UsageError: it was called in a replica of another strategy.
 
         Example:
             >>> import torch, lockstep as ls
@@ -200,9 +200,9 @@ class MirroredOptimizer(Optimizer):
         self._holds_sums = True
 
     def give_sums(self, context: ReplicaContext) -> None:
-        """Lets the calling replica's parameters hold the summed gradients, for a step that looks at them.
+        """Gives the parameters of the calling replica the summed gradients, for a step that reads them.
 
-        Every replica must call it; what a replica has been given already stays. ``step`` takes replica 0's then.
+        Every replica must call it. It does nothing in a replica that has the sums. ``step`` then uses replica 0's.
         """
         replica = context.local_replica
         if not self._given.given_to(replica):
@@ -213,29 +213,29 @@ class MirroredOptimizer(Optimizer):
                 self._given.give(context)
 
     def gradient_assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
-        """Notes that a step assigns the ".grad" of one of the calling replica's parameters."""
+        """Notes that the step assigns ".grad" of a parameter of the calling replica."""
         self._given.assigned(context.local_replica, parameter, value)
 
     @property
     def parameters(self) -> Sequence[Copies]:
-        """Per parameter its copies, one per local replica."""
+        """For each parameter its copies, one for each local replica."""
         return self._parameters
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
-        """Scales what ``sum_gradients`` left so that its global norm is at most ``clip_norm``; returns the norm before.
+        """Clips the summed gradients to a global norm of ``clip_norm``; returns the norm before.
 
-        What ``torch.nn.utils.clip_grad_norm_`` does outside replicas, divided among their threads: the threads that it
-        would use itself go on spinning for some milliseconds, on the cores of the replicas that update next. Outside
-        replicas only; every worker must call it.
+        It gives what ``torch.nn.utils.clip_grad_norm_`` gives after ``sum_gradients``, but runs in the replicas'
+        threads, since OpenMP threads of the caller would keep the replicas' cores busy for some milliseconds. Call it
+        outside replicas, on every worker.
 
         Args:
-            clip_norm: infinite does not scale.
+            clip_norm: the largest norm; infinity does not clip.
 
         Raises:
-            UsageError: called inside a replica.
+            UsageError: it was called in a replica.
         """
         if get_replica_context() is not None:
-            raise UsageError("clip_sums reaches all replicas; call it outside strategy.run, after sum_gradients")
+            raise UsageError("clip_sums affects all replicas; call it outside strategy.run, after sum_gradients")
         norms = self._owner.run(self._clip, (clip_norm,))
         norm: torch.Tensor = self._owner.local_results(norms)[0]
         return norm
@@ -248,22 +248,22 @@ class MirroredOptimizer(Optimizer):
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> StepResult:
-        """``step`` for gradients of sums: divides them once by the summed count. Every replica must call it.
+        """A step that divides the summed gradients by the summed count. Every replica must call it.
 
-        All replicas' gradients are None afterwards. A summed count of 0 skips the update.
+        All gradients are None afterwards. A summed count of 0 skips the update.
 
-        On GPUs nothing is read, if torch has a fused kernel of the optimizer: the result's numbers are tensors, and an
-        update whose total is not finite is skipped there, with all that follow until ``reset_nonfinite``.
+        On GPUs the host reads nothing if torch has a fused kernel for the optimizer. The numbers of the result are then
+        tensors, and an update with a non-finite total is skipped, and all later ones until ``reset_nonfinite``.
 
         Args:
-            context: the calling replica's.
+            context: the context of the calling replica.
             totals: this replica's sums since the last update.
             clip_norm: the largest global norm of the divided gradients; None does not clip.
-            scaler: by whose scale the losses were multiplied (fp16); it decides whether to skip.
+            scaler: the scaler of the losses (fp16); it decides whether to skip.
 
         Raises:
-            NonFiniteLossError: the summed loss is NaN or infinite; no weight has been touched. Not where the result's
-                total is a tensor: there whoever reads it has to see to it.
+            NonFiniteLossError: the summed loss is NaN or infinite; no weight has changed. It is not raised if the total
+                of the result is a tensor, which the reader must check.
         """
         self._check_owner(context)
         self._check_whole()
@@ -278,20 +278,20 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def of_storages(self) -> tuple[Optimizer, ...]:
-        """The plain optimizer, and its copies for other storages of the weights."""
+        """The plain optimizer and its copies for other storages of the weights."""
         return self._update.updaters.of_storages
 
     @property
     def not_fused(self) -> str | None:
-        """Why updates are not made by torch's fused kernels for GPUs; None where they are."""
+        """Why torch's fused kernels for GPUs are not used; None if they are."""
         return self._update.updaters.not_fused
 
     def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
-        """Inside the block no backward pass of these local replicas sends gradients to other workers.
+        """A block in which backward passes of these local replicas send no gradients to other workers.
 
         Args:
-            module: the user's module; where this optimizer steps none of its parameters, nothing is held.
-            replicas: numbers of local replicas.
+            module: the user's module. If this optimizer has none of its parameters, the block has no effect.
+            replicas: the numbers of the local replicas.
         """
         own = {id(copies[0]) for copies in self._parameters}
         steps = any(id(parameter) in own for parameter in module.parameters())
@@ -309,10 +309,10 @@ class MirroredOptimizer(Optimizer):
             self._held.discard(block)
 
     def sum_after_run(self) -> None:
-        """After a run: leaves the sums of the gradients that replicas have made with the user's module.
+        """After a run: sums the gradients of the replicas, so that the user's module has those of one device.
 
-        What looks at gradients outside replicas, or changes or clears them, then does it to those of one device, and
-        further backward passes add to them. Outside replicas, where one worker has all of these.
+        A program outside replicas can then read, change or clear them, and later backward passes add to them. Called
+        where one worker has all replicas.
         """
         held, self._was_held = self._was_held, bool(self._held)
         replicas = range(len(self._owner.devices))
@@ -331,15 +331,15 @@ class MirroredOptimizer(Optimizer):
             self._summed_after_run = True
 
     def note_left(self) -> None:
-        """After a run of several workers: which gradients it leaves, each worker its own replicas'."""
+        """After a run with several workers: notes which gradients this worker's replicas have."""
         summed = not self.sums_after_runs or self._holds_sums or self._lost
         self._left = None if summed or self._given.given_to(0) else self.gradient_marks()
 
     def check_left(self) -> None:
-        """Before the next run, or an update outside.
+        """Before the next run: checks that the gradients of the last one were not changed.
 
         Raises:
-            UsageError: what the last run left was changed since, though not cleared.
+            UsageError: they were changed and not cleared.
         """
         left, self._left = self._left, None
         if left is None or self.gradient_marks() in (left, None):
@@ -347,8 +347,8 @@ class MirroredOptimizer(Optimizer):
         gradients = [each.grad for copies in self._parameters for each in copies if each.grad is not None]
         if any(bool(each.count_nonzero()) for each in gradients):
             raise UsageError(
-                "gradients were changed outside replicas after a run, and each worker has its own replicas' share of "
-                "them alone; call optimizer.sum_gradients() on every worker before they are looked at or "
+                "gradients were changed outside replicas after a run, where each worker has only the gradients of its "
+                "own replicas; call optimizer.sum_gradients() on every worker before they are read or "
                 "changed, and optimizer.zero_grad() to clear those of all replicas"
             )
 
@@ -358,9 +358,9 @@ class MirroredOptimizer(Optimizer):
             self._update.sum(context)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the current replica's gradients; outside a replica those of all."""
+        """Clears the gradients of the current replica; outside replicas, of all."""
         context = get_replica_context()
-        # The replica's function mode would be asked at every access to a ".grad".
+        # Otherwise the replica's function mode sees every access to ".grad".
         with DisableTorchFunction():
             for copies in self._parameters:
                 for parameter in copies if context is None else [copies[context.local_replica]]:
@@ -381,7 +381,7 @@ class MirroredOptimizer(Optimizer):
                 forget(self._parameters)
 
     def gradient_marks(self) -> list[tuple[int, int]] | None:
-        """By what to tell whether a run has changed gradients that were there before it; None where none were."""
+        """Marks that differ after a run that has changed gradients; None if there are no gradients."""
         summed = self._holds_sums or self._summed_after_run
         if not summed and all(copies[-1].grad is None for copies in self._parameters):
             return None
@@ -389,10 +389,10 @@ class MirroredOptimizer(Optimizer):
         return [(id(each), each._version) for each in gradients if each is not None]
 
     def run_failed(self, before: list[tuple[int, int]] | None) -> None:
-        """Clears what the replicas that did not fail have left of a step. Outside replicas only.
+        """After a failed run: clears the gradients that replicas have added. Outside replicas only.
 
         Args:
-            before: what ``gradient_marks`` gave when the run began.
+            before: the ``gradient_marks`` before the run.
         """
         if before is None or self.gradient_marks() != before:
             self.zero_grad()
@@ -403,40 +403,38 @@ class MirroredOptimizer(Optimizer):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's. Where workers share the state it is put together: all of them must call it then."""
+        """The plain optimizer's state. With ZeRO-1 it is gathered, and all workers must call it."""
         with self._update.updaters.whole_state():
             return self._plain.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads into the plain optimizer and its copies. Outside a replica only.
-
-        Where workers share the state, each takes its share of a whole one.
+        """Loads a state into the plain optimizer and its copies. With ZeRO-1 each worker keeps its pieces.
 
         Raises:
-            UsageError: called inside a replica.
+            UsageError: it was called in a replica.
         """
         if get_replica_context() is not None:
-            raise UsageError("load_state_dict reaches all replicas; call it outside strategy.run")
+            raise UsageError("load_state_dict affects all replicas; call it outside strategy.run")
         self._plain.load_state_dict(dict(state_dict))
         self._update.updaters.reset()
 
     def held_state(self) -> list[HeldState]:
-        """What this worker keeps of the state: of each parameter all of it, or of a piece, or nothing."""
+        """The state that this worker keeps: of whole parameters, or of its pieces."""
         return self._update.updaters.held()
 
     def take_held_state(self, held: Sequence[HeldState]) -> None:
-        """Sets the state to other values for what ``held_state`` gave."""
+        """Sets the state that ``held_state`` returned to other values."""
         self._update.updaters.take_held(held)
 
     def align_copies(self) -> None:
-        """Gives the copies for the other storages the plain optimizer's state, where that was changed by hand."""
+        """Copies the plain optimizer's state, which was changed by hand, to the other storages."""
         self._update.updaters.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer.
 
         Raises:
-            UsageError: its parameters are of no mirrored module; the optimizer stays as it was.
+            UsageError: its parameters belong to no mirrored module; the optimizer is unchanged.
         """
         self._update.updaters.join()
         self._plain.add_param_group(param_group)
@@ -448,34 +446,34 @@ class MirroredOptimizer(Optimizer):
             raise
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers on the plain optimizer, which is what the hook is given."""
+        """Registers the hook on the plain optimizer, which the hook receives."""
         return self._plain.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers on the plain optimizer, which is what the hook is given."""
+        """Registers the hook on the plain optimizer, which the hook receives."""
         return self._plain.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers on the plain optimizer, which is what the hook is given."""
+        """Registers the hook on the plain optimizer, which the hook receives."""
         return self._plain.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers on the plain optimizer, which is what the hook is given."""
+        """Registers the hook on the plain optimizer, which the hook receives."""
         return self._plain.register_load_state_dict_post_hook(hook, prepend)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Registers on the plain optimizer; the hook runs once an update."""
+        """Registers the hook on the plain optimizer; it runs once for each update."""
         return self._plain.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """Registers on the plain optimizer; the hook runs once an update."""
+        """Registers the hook on the plain optimizer; it runs once for each update."""
         return self._plain.register_step_post_hook(hook)
 
     def __getattr__(self, name: str) -> Any:
-        """What only the plain optimizer has. Its methods reach all storages of the weights, outside replicas.
+        """Attributes of the plain optimizer. Its methods affect all storages of the weights.
 
         Raises:
-            UsageError: (when it is called) such a method was called in one of several replicas.
+            UsageError: such a method was called in one of several replicas.
         """
         plain = self.__dict__.get("_plain")
         if plain is None or name.startswith("__"):
@@ -484,7 +482,7 @@ class MirroredOptimizer(Optimizer):
         return _OfAllStorages(self, value) if isinstance(value, MethodType) and value.__self__ is plain else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets what only the plain optimizer has on that one."""
+        """Sets attributes that only the plain optimizer has on it."""
         own = self.__dict__
         if "_update" in own and name not in own and name in vars(self._plain) and not hasattr(type(self), name):
             setattr(self._plain, name, value)
@@ -495,14 +493,16 @@ class MirroredOptimizer(Optimizer):
         return sorted({*object.__dir__(self), *dir(self._plain)})
 
     def __getstate__(self) -> NoReturn:
-        raise UsageError("a mirrored optimizer belongs to its strategy's threads; save its state_dict() instead")
+        raise UsageError(
+            "a mirrored optimizer belongs to its strategy and cannot be pickled; save its state_dict() instead"
+        )
 
     def __repr__(self) -> str:
         return f"MirroredOptimizer({self._plain!r})"
 
     def _prepare(self) -> None:
         guard_groups(self._plain)
-        # Those of a layer that the user has replaced since are no module's any more; a plain optimizer keeps them too.
+        # Parameters of a layer that the user has replaced stay, as they do in a plain optimizer.
         mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
         found: list[Sequence[nn.Parameter]] = []
         for group in self._plain.param_groups:
@@ -573,11 +573,11 @@ class MirroredOptimizer(Optimizer):
 
 
 class _OfAllStorages:
-    """A method that only the plain optimizer has, such as schedule-free's ``train()`` and ``eval()``.
+    """A method of the plain optimizer, such as schedule-free's ``train()`` and ``eval()``.
 
     Args:
-        mirrored: its mirrored optimizer.
-        method: of the plain one.
+        mirrored: the mirrored optimizer.
+        method: the method of the plain optimizer.
     """
 
     def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
@@ -588,7 +588,7 @@ class _OfAllStorages:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if get_replica_context() is not None and len(self._mirrored._owner.devices) > 1:
             raise UsageError(
-                f"{self._method.__qualname__} acts on what all replicas share, and was called in one of "
+                f"{self._method.__qualname__} affects all replicas and was called in one of "
                 f"{len(self._mirrored._owner.devices)}; call it outside strategy.run"
             )
         result = self._method(*args, **kwargs)
@@ -598,5 +598,5 @@ class _OfAllStorages:
 
 
 def _asked_by(module: str) -> bool:
-    """Whether the caller of the function that asks this is one of a module."""
+    """Whether the calling function was called from a module of this name."""
     return bool(sys._getframe(2).f_globals.get("__name__") == module)
