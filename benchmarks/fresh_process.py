@@ -28,8 +28,8 @@ def in_fresh_process(function: Callable[[], T], *, limit_s: float, name: str = "
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
-    guard = ParentDeathGuard()
-    process = context.Process(target=_answer, args=(function, guard.path, far), daemon=True)
+    lifeline = ParentDeathGuard()
+    process = context.Process(target=_answer, args=(function, lifeline.path, far), daemon=True)
     process.start()
     far.close()
     try:
@@ -40,8 +40,8 @@ def in_fresh_process(function: Callable[[], T], *, limit_s: float, name: str = "
     except EOFError:
         raise ReplicaError(f"{name}: its process ended without an answer") from None
     finally:
-        guard.kill()  # with whatever it has started
-        process.kill()  # one that had not reached die_with yet
+        lifeline.kill()  # with whatever it has started
+        process.kill()  # one that had not come to hang on it yet
         process.join()
         process.close()
         near.close()
@@ -50,9 +50,9 @@ def in_fresh_process(function: Callable[[], T], *, limit_s: float, name: str = "
     return result  # type: ignore[no-any-return]
 
 
-def _answer(function: Callable[[], object], guard: str, connection: Connection) -> None:
+def _answer(function: Callable[[], object], lifeline: str, connection: Connection) -> None:
     os.setsid()
-    die_with(guard)
+    die_with(lifeline)
     try:
         connection.send((function(), ""))
     except Exception as error:

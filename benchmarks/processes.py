@@ -31,14 +31,14 @@ class ProcessInfo:
         rank: 0 to processes - 1.
         started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
         store: path of a file, not there yet, at which the processes of the trial meet.
-        guard: the path of the guard that ends the process with this one.
+        lifeline: what the process hangs on.
         host: on which host the process runs; None is this machine as it is.
     """
 
     rank: int
     started_s: float
     store: str
-    guard: str
+    lifeline: str
     host: Host | None = None
 
 
@@ -72,7 +72,7 @@ class _SpawnedTrial(RunningTrial):
         self._trial = trial
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        self._guard = ParentDeathGuard()
+        self._lifeline = ParentDeathGuard()
         self._done = False
         with ExitStack() as stack:
             hosts = None if launcher.link is None else stack.enter_context(two_hosts(launcher.link))
@@ -84,7 +84,7 @@ class _SpawnedTrial(RunningTrial):
                     rank=rank,
                     started_s=started_s,
                     store=str(folder / "store"),
-                    guard=self._guard.path,
+                    lifeline=self._lifeline.path,
                     host=host,
                 )
                 self._start(seat)
@@ -125,7 +125,7 @@ class _SpawnedTrial(RunningTrial):
         limit = time.monotonic() + (END_LIMIT_S if self._done else 0.0)
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
-        self._guard.kill()  # also those that were asked to end and have not, and whatever they had started
+        self._lifeline.kill()  # also those that were asked to end and have not, and whatever they had started
         for process in self._processes:
             process.join()
             process.close()
@@ -153,7 +153,7 @@ def occupy(body: Body, trial: Trial, seat: ProcessInfo, connection: Connection) 
     """The life of one process of a trial: train, report inside the last step, wait there until all were measured."""
 
     os.setsid()
-    die_with(seat.guard)
+    die_with(seat.lifeline)
 
     def report(record: StepRecord) -> None:
         connection.send(record)

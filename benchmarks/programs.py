@@ -89,15 +89,11 @@ class Program(Launcher):
             (folder / package.name).symlink_to(package)
         if self.takes_batches:
             write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
-        guard = ParentDeathGuard()
-        job = {**self._job(trial, folder, inputs), "guard": guard.path}
+        lifeline = ParentDeathGuard()
+        job = {**self._job(trial, folder, inputs), "lifeline": lifeline.path}
         variables = [f"{name}={value}" for name, value in {"PYTHONPATH": str(folder), **self.variables}.items()]
         command = [str(self.python.absolute()), *self.words, str(self.script.absolute()), json.dumps(job)]
-<<<<<<< HEAD
-        return _ProgramTeam(["env", *variables, *command], trial, folder, guard)
-=======
         return _ProgramTrial(["env", *variables, *command], trial, folder, lifeline)
->>>>>>> main
 
     def _job(self, trial: Trial, folder: Path, inputs: Path) -> dict[str, Any]:
         return {
@@ -134,18 +130,13 @@ class _Member:
         os.close(self.handle)
 
 
-<<<<<<< HEAD
-class _ProgramTeam(Team):
-    def __init__(self, command: list[str], trial: Trial, folder: Path, guard: ParentDeathGuard) -> None:
-=======
 class _ProgramTrial(RunningTrial):
     def __init__(self, command: list[str], trial: Trial, folder: Path, lifeline: ParentDeathGuard) -> None:
->>>>>>> main
         self._trial = trial
         self._members: list[_Member] = []
         self._done = False
         with ExitStack() as stack:
-            stack.callback(guard.kill)
+            stack.callback(lifeline.kill)
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(_socket(folder)))
             self._listener.listen()

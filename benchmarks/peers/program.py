@@ -39,7 +39,7 @@ class Job:
         source: folder that the packages ``lockstep`` and ``benchmarks`` lie in.
         socket: path at which the harness listens.
         started_s: ``time.monotonic()`` of the machine when the program was started.
-        guard: ends each process of the program with the benchmark.
+        lifeline: what each process of the program hangs on, so that it ends with the benchmark.
     """
 
     workload: str
@@ -55,13 +55,13 @@ class Job:
     source: str
     socket: str
     started_s: float
-    guard: str
+    lifeline: str
 
 
 def take_job() -> Job:
     """The job on the command line, the only argument. From here on this process ends with the benchmark."""
     job = Job(**json.loads(sys.argv[1]))
-    _load(Path(job.source) / "lockstep" / "parent_death.py").die_with(job.guard)
+    _load(Path(job.source) / "lockstep" / "parent_death.py").die_with(job.lifeline)
     return job
 
 

@@ -19,7 +19,7 @@ from lockstep.parent_death import die_with
 def main() -> None:
     """Trains, and reports inside the last step; stays there until the harness has read its memory."""
     job: dict[str, Any] = json.loads(sys.argv[1])
-    die_with(job["guard"])
+    die_with(job["lifeline"])
     with socket.socket(socket.AF_UNIX) as harness:
         harness.connect(job["socket"])
 

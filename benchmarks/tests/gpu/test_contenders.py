@@ -71,17 +71,10 @@ def trial(name: str, workload: str = "mlm-fp32") -> Trial:
 
 def trained(
     trial: Trial, body: Callable[..., None], precision: str = "fp32", device: str = "cpu", **how: Any
-<<<<<<< HEAD
-) -> LapRecord:
-    records: list[LapRecord] = []
-    laps = Laps(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
-    seat = Seat(rank=0, started_s=0.0, store="", guard="")
-=======
 ) -> StepRecord:
     records: list[StepRecord] = []
     laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
     seat = ProcessInfo(rank=0, started_s=0.0, store="", lifeline="")
->>>>>>> main
     body(trial, seat, laps, setting=Setting(device=device, precision=precision, pace=PACE), **how)
     (record,) = records
     assert len(record.step_s) == PACE.laps
@@ -210,11 +203,7 @@ for name in sys.argv[1:]:
     laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
     body = getattr(peers, f"train_{name}")
     setting = Setting(device="cpu", precision="fp32", pace=PACE)
-<<<<<<< HEAD
-    body(trial(name), Seat(rank=0, started_s=0.0, store="", guard=""), laps, setting=setting)
-=======
     body(trial(name), ProcessInfo(rank=0, started_s=0.0, store="", lifeline=""), laps, setting=setting)
->>>>>>> main
     said[name] = records[0].loss, records[0].trained, len(records[0].step_s)
 print("SAID", json.dumps(said))
 """
