@@ -34,7 +34,7 @@ def test_every_name_is_what_type_checkers_take_it_for():
         assert getattr(lockstep, name) is getattr(import_module(module), name), name
 
 
-def test_a_function_is_not_hidden_by_the_room_of_its_name():
+def test_a_function_is_not_hidden_by_the_package_of_its_name():
     import_module("lockstep.launch.jobs")
 
     assert lockstep.launch is launch

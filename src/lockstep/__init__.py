@@ -9,7 +9,7 @@ of imports, and has them only if it imports torch itself.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# Not when it is asked for: by then the room of that name may stand in its place.
+# Imported now: later the attribute could be the package of the same name.
 from lockstep.launch.api import launch
 
 if TYPE_CHECKING:

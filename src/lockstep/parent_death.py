@@ -11,6 +11,7 @@ without torch load this file by its path.
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import select
 import signal
@@ -51,6 +52,14 @@ def die_with(path: str) -> None:
         _kill_self()
     else:
         die_with_pipe(reading)
+
+
+def die_with_parent() -> None:
+    """Makes a child of ``multiprocessing`` a group leader, and has it and its group killed with its parent."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        os.setsid()
+        die_with_pipe(parent.sentinel)
 
 
 def die_with_pipe(reading_end: int) -> None:

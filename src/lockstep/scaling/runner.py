@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
-import os
 import shlex
 import signal
 import sys
@@ -31,7 +30,7 @@ import torch
 from lockstep import config, errors
 from lockstep.config import LogicalDevice
 from lockstep.errors import DataError, LockstepError, ReplicaError
-from lockstep.parent_death import die_with_pipe
+from lockstep.parent_death import die_with_parent
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.measure import Record, StepTimes, mean_times, measure
 from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, largest_batch, plan
@@ -106,7 +105,7 @@ def run_trial(trial: Trial) -> Answer:
 def answer(trial: Trial, connection: Connection) -> None:
     """Runs in the fresh process: measures, and sends an ``Answer`` or a ``Failure``."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that what is open is closed
-    _end_with_parent()
+    die_with_parent()
     with closing(connection):
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -143,14 +142,6 @@ def _interrupts_kept_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_with_parent() -> None:
-    """Makes this process, and what it starts, die with its parent, even where that is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        os.setsid()
-        die_with_pipe(parent.sentinel)
 
 
 def _receive(connection: Connection, name: str) -> Answer | Failure:

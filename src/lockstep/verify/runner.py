@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -32,7 +31,7 @@ import torch
 
 from lockstep.config import apply_device_request, parse_device_request
 from lockstep.errors import ReplicaError
-from lockstep.parent_death import die_with_pipe
+from lockstep.parent_death import die_with_parent
 from lockstep.verify.config import Program, RunConfig, VerifyConfig
 from lockstep.verify.interventions import one_shard, without_randomness
 from lockstep.verify.recorder import EnoughRecordedError, Recorder, recording
@@ -171,10 +170,7 @@ def run_pair(config: VerifyConfig, left: RunConfig, right: RunConfig) -> Iterato
 
 def _child_main(config: VerifyConfig, run: RunConfig, folder: Path, connection: Connection) -> None:
     """Runs the program and sends what is recorded, last an ``EndRecord``."""
-    os.setsid()  # a process group of its own, so that whatever the program starts can be killed with it
-    parent = parent_process()
-    if parent is not None:
-        die_with_pipe(parent.sentinel)
+    die_with_parent()  # in a process group of its own, so that whatever the program starts can be killed with it
     _redirect_output(folder / "output")
     # The child inherits the start method that it was started by; the program's own workers get Python's default.
     multiprocessing.set_start_method(None, force=True)

@@ -1,10 +1,10 @@
-"""Which GPUs of a host are a worker's own, by what its launcher says."""
+"""Which GPUs of its host are a worker's own, and how the cores are divided among the workers."""
 
 from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.local import LocalRank, find_local_rank
+from lockstep.cluster.local import LocalRank, count_core_sharers, find_local_rank, threads_per_worker
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 
@@ -98,3 +98,37 @@ def test_no_two_workers_have_one_gpu_where_there_are_enough(workers: int):
 def test_what_cannot_be_read_is_told(environment: tuple[dict[str, str], ClusterSpec], said: str):
     with pytest.raises(ClusterError, match=said):
         find_local_rank(*environment)
+
+
+ALL, LOW, HIGH = 0b1111, 0b0011, 0b1100
+
+
+@pytest.mark.parametrize(
+    ("cards", "sharing"),
+    [
+        ([(1, ALL)], [1]),
+        ([(1, ALL), (1, ALL)], [2, 2]),
+        ([(1, ALL), (2, ALL), (1, ALL)], [2, 1, 2]),
+        ([(1, LOW), (1, HIGH)], [1, 1]),  # bound by who started them
+        ([(1, LOW), (1, LOW), (1, HIGH)], [2, 2, 1]),
+    ],
+)
+def test_who_shares_the_cores_of_a_worker(cards: list[tuple[int, int]], sharing: list[int]):
+    told = [{"host": host, "cores": cores} for host, cores in cards]
+
+    assert [count_core_sharers(told, index) for index in range(len(told))] == sharing
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads", "workers", "expected"),
+    [
+        ({}, 8, 2, 4),
+        ({}, 8, 3, 2),
+        ({}, 8, 20, 1),
+        ({}, 8, 1, 8),
+        ({}, 4, 2, 4),  # torch.set_num_threads
+        ({"OMP_NUM_THREADS": "8"}, 8, 2, 8),
+    ],
+)
+def test_the_threads_of_a_worker(environment: dict[str, str], threads: int, workers: int, expected: int):
+    assert threads_per_worker(environment, threads=threads, default=8, workers=workers) == expected
