@@ -47,7 +47,7 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.splitlines()
     words = [line.split() for line in printed]
-    work = "reviews.csv, 5 reviews a replica and step, 2 epochs, fp32"
+    work = "reviews.csv, 5 reviews per replica and step, 2 epochs, fp32"
     assert printed[0] == f"review classes on 3 logical devices: {work}"
     assert ["cpu:2", "cpu:0", "1", "of", "3"] in words
     assert "data    reviews.csv: 102 rows; dropped: 1 empty, 1 repeated" in printed

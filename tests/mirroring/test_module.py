@@ -142,7 +142,7 @@ def test_a_saved_state_loads_everywhere(layout: str, make_strategy: MakeStrategy
         torch.testing.assert_close(duplicate.state_dict(), saved)
     with pytest.raises(RuntimeError, match="Missing key"):
         fresh.load_state_dict({})
-    with pytest.raises(UsageError, match="would part the replicas' weights"):
+    with pytest.raises(UsageError, match="assign=True"):
         fresh.load_state_dict(saved, assign=True)
 
 
@@ -200,7 +200,7 @@ def test_what_reaches_all_replicas_is_for_outside(method: str, make_strategy: Ma
     mirrored = strategy.mirror(net())
     arguments = {"load_state_dict": (mirrored.state_dict(),), "apply": (print,)}.get(method, ())
 
-    with pytest.raises(UsageError, match=f"{method} reaches all replicas; call it outside strategy.run"):
+    with pytest.raises(UsageError, match=f"{method} .*outside strategy.run"):
         strategy.run(lambda: getattr(mirrored, method)(*arguments))
 
 

@@ -199,5 +199,5 @@ def test_a_replica_that_leaves_out_the_update_is_named(make_strategy: MakeStrate
 
     with pytest.raises(CollectiveError, match=r"replica 1 \(cpu:1\) has returned") as caught:
         trainer.strategy.run(body, (shards(ROWS),))
-    assert "waits in optimizer update at test_update.py:" in str(caught.value)
+    assert "waits in optimizer update at test_optimizer_step.py:" in str(caught.value)
     assert trainer.step(shards(ROWS)).count == 7.0

@@ -135,7 +135,7 @@ def test_gradients_of_a_shard_that_are_not_summed_are_told_of(make_strategy: Mak
 
     assert differ(module, alone(loss))
     assert len(told) == 1
-    assert "test_back_propagated.py" in told[0]
+    assert "test_backward_check.py" in told[0]
     assert "all_reduce" in told[0]
 
 
