@@ -294,7 +294,7 @@ def test_what_cannot_be_mirrored_says_why(make_strategy: MakeStrategy):
         strategy.run(lambda: get_replica_context().merge_call(lambda _strategy: optimizer.step()))
     with pytest.raises(UsageError, match="mirrored by another strategy than the one that runs this replica"):
         make_strategy(2).run(optimizer.step)
-    with pytest.raises(UsageError, match="load_state_dict .*outside strategy.run"):
+    with pytest.raises(UsageError, match=r"load_state_dict .*outside strategy\.run"):
         strategy.run(lambda: optimizer.load_state_dict(optimizer.state_dict()))
     with pytest.raises(UsageError, match=r"save its state_dict\(\) instead"):
         copy.deepcopy(optimizer)
