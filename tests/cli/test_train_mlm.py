@@ -110,7 +110,7 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--example", "no word"], "the example 'no word' has no [MASK]; write [MASK] for each word to fill in"),
         (["--backup", "0"], "--backup 0 was given, expected epoch, none, or a number of global batches"),
-        (["--backup", "none", "--resume"], "--backup none keeps none; leave one of them out"),
+        (["--backup", "none", "--resume"], "--backup none"),
         (["--output", "text/small.train.tokens/below"], "'text/small.train.tokens' is a file, expected a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

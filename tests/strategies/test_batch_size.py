@@ -193,7 +193,7 @@ def test_everything_is_as_before_to_the_last_bit(
     trained: int, weights: str, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ):
     if weights == "own":  # as on as many real devices
-        for user in ("mirroring.registry", "mirroring.mirror"):
+        for user in ("mirroring.registry", "mirroring.module.module"):
             monkeypatch.setattr(f"lockstep.{user}.storage_groups", lambda devices: ((0,), (1,))[: len(devices)])
     training, undisturbed = Training(make_strategy(2)), Training(make_strategy(2))
     training.train(trained)

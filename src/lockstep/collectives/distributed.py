@@ -107,9 +107,10 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
     if odd is not None:
         reference = 0 if odd else 1
         raise CollectiveError(
-            f"{workers[odd]} was handed other data, or has other weights, than {workers[reference]} before "
-            f"{_place(records[odd])}; give every worker the same data in the same order (seed what shuffles it), or "
-            'distribute it with shard="file" or "off" where each worker has its own'
+            f"{workers[odd]} was handed other data, or has other weights, optimizer settings or frozen parameters, "
+            f"than {workers[reference]} before {_place(records[odd])}; give every worker the same data in the same "
+            'order (seed what shuffles it), or distribute it with shard="file" or "off" where each worker has its '
+            "own, and change weights and settings on every worker alike"
         )
 
 
