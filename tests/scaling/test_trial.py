@@ -39,6 +39,7 @@ if __name__ == "__main__":
         recipe="images", config=ImagesConfig(workers=0), devices="cpu:2", configuration=configuration, settings=settings
     )
     if sys.argv[1:] == ["--interrupt"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 
         def interrupt():
             while not multiprocessing.active_children():
