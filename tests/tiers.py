@@ -81,7 +81,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     "strategies/test_parallel_meta.py": (),
     "strategies/test_parallel_recomputed.py": (),
     "strategies/test_parallel_schedules.py": (),
-    "strategies/test_parallel_scores.py": (),
+    "strategies/test_vocab_parallel.py": (),
     "strategies/test_parallel_sequences.py": (),
     "strategies/test_parallel_sharding.py": (),
     "strategies/test_parallel_shared_stages.py": (),

@@ -255,7 +255,7 @@ def _check_sizes(module: nn.Module, family: ModelSpec, degree: int) -> None:
 def _give_scores(head: nn.Module, mesh: DeviceMesh) -> None:
     """Has a head that gives the scores of its rank's words give those of all."""
     words: Any = head.out_features
-    vocabulary = VocabShard(words=words, rank=mesh.get_local_rank(), ranks=mesh.size(), group=mesh.get_group())
+    vocabulary = VocabShard(size=words, rank=mesh.get_local_rank(), ranks=mesh.size(), group=mesh.get_group())
     head.register_forward_hook(lambda _, __, part: vocab_parallel_logits(part, vocabulary))
 
 

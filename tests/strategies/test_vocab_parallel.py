@@ -124,7 +124,7 @@ def use(index: int, path: str) -> None:
     mesh = strategy._mesh.mesh["tensor"]
     found: dict[Any, Any] = {}
     for size, words in WORDS.items():
-        vocabulary = VocabShard(words=words, rank=mesh.get_local_rank(), ranks=4, group=mesh.get_group())
+        vocabulary = VocabShard(size=words, rank=mesh.get_local_rank(), ranks=4, group=mesh.get_group())
         for name, of in {**ON_PARTS, **GATHERED, **REFUSED}.items():
             whole, targets = example(words)
             part = vocabulary.cut(whole.detach(), 2).clone().requires_grad_()
@@ -207,11 +207,9 @@ def test_losses_and_likeliest_words_gather_nothing(found: dict[Any, Any], name: 
 
 def test_what_cannot_be_is_refused(found: dict[Any, Any]):
     assert re.fullmatch(r"IndexError: Target 1\d is out of bounds\.", found["no word", "uneven"][1])
-    assert re.match(
-        r"UsageError: register_hook was called on scores .* call it first", found["hooked late", "uneven"][1]
-    )
+    assert re.match(r"UsageError: register_hook was called on logits", found["hooked late", "uneven"][1])
     for name in ("changed in a view", "changed under a view"):
-        assert found[name, "uneven"][1].startswith("UsageError: scores of words that are divided among workers were ch")
+        assert found[name, "uneven"][1].startswith("UsageError: logits that are divided among workers were changed")
 
 
 def test_who_does_not_ask_for_parts_gets_whole_scores(found: dict[Any, Any]):
