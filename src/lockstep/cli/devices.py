@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import typer
 
 from lockstep import config
+from lockstep.cli.flags import DevicesFlag, command
 from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.replicas.device.driver import gpu_driver
@@ -19,29 +20,29 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, own_devices
 
-DEVICES_SPEC = (
-    "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 names devices; "
-    "cpu or gpu takes all of that kind."
-)
-DevicesFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--devices", metavar="SPEC", help=f"{DEVICES_SPEC} Default: every GPU, or else the CPU.", show_default=False
-    ),
-]
+_LOGICAL = ("logical", "of", "share")
 
 
-def devices(*, devices: DevicesFlag = None) -> Callable[[], int]:
-    """Show the physical devices, and the logical devices that --devices makes of them."""
+def add_to(app: typer.Typer) -> None:
+    """Adds ``lockstep devices``."""
+    app.command("devices", epilog="Example: lockstep devices --devices cpu:4")(command(Devices))
 
-    def job() -> int:
-        chosen = take_devices(devices)
-        print(physical_table(config.list_physical_devices()))
-        print()
-        print(memory_table(chosen))
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Show the physical devices, and the logical devices that --devices makes of them.
+
+    Args:
+        devices: how to divide the devices.
+    """
+
+    devices: DevicesFlag = None
+
+    def __call__(self) -> int:
+        """Prints the tables."""
+        chosen = take_devices(self.devices)
+        print(f"{physical_table(config.list_physical_devices())}\n\n{memory_table(chosen)}")
         return 0
-
-    return job
 
 
 def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
@@ -90,9 +91,6 @@ def memory_table(logical: Sequence[config.LogicalDevice]) -> str:
         for device, memory in zip(logical, memories, strict=True)
     ]
     return text_table([*_LOGICAL, "in use", "peak"], rows)
-
-
-_LOGICAL = ("logical", "of", "share")
 
 
 def _logical_row(device: config.LogicalDevice) -> list[str]:

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 
+def seeded_generator(*numbers: int) -> torch.Generator:
+    """Returns a generator that depends only on a sequence of numbers, such as (seed, epoch, batch)."""
+    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
 def shuffled_order(rows: int, *, buffer: int, generator: torch.Generator) -> Tensor:
     """Returns the row numbers, [rows] int64, shuffled as tf.data does it.
 
-    Each row is drawn from a buffer, and the next row of the input takes its place.
+    Each row is drawn from a buffer, and the next row takes its place.
 
     Args:
         rows: number of rows.
@@ -52,9 +58,3 @@ def plan_batches(
     ]
     mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
     return [batch[torch.randperm(len(batch), generator=generator)] for batch in mixed]
-
-
-def seeded_generator(*numbers: int) -> torch.Generator:
-    """Returns a generator that depends only on a sequence of numbers, such as (seed, epoch, batch)."""
-    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

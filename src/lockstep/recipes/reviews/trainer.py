@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +20,6 @@ from lockstep.recipes.reviews.task import ReviewsTask, build_collator
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.logs import EpochTiming, History, StepClock
-
-_METRICS = ("loss", "accuracy", "f1")
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
@@ -79,12 +76,9 @@ class ReviewsTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # it prints dicts instead of progress bars
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return LengthGroupedSampler(
-            cast(ReviewRows, self.train_dataset),
-            batch_size=self.args.train_batch_size,
-            window=self._config.length_window,
-            seed=self._config.seed,
-        )
+        rows, config = cast(ReviewRows, self.train_dataset), self._config
+        size = self.args.train_batch_size
+        return LengthGroupedSampler(rows, batch_size=size, window=config.length_window, seed=config.seed)
 
 
 def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **others: Any) -> TrainingArguments:
@@ -149,7 +143,7 @@ class HistoryCallback(TrainerCallback):
         self.history = History()
         self._rows, self._batch_size = rows, batch_size
         self._bar = Callback() if bar is None else bar
-        self._view = _ModelView()
+        self._view: Any = _ModelView()
         self._losses: list[tuple[int, float]] = []  # number of updates, and their mean loss
         self._logged = 0
         self._epoch = 0
@@ -157,10 +151,9 @@ class HistoryCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Starts the progress bar."""
         self._logged = state.global_step
-        view: Any = self._view
         steps = math.ceil(self._rows / self._batch_size)
         self._bar.set_params({"epochs": math.ceil(args.num_train_epochs), "steps": steps, "verbose": 1})
-        self._bar.set_model(view)
+        self._bar.set_model(self._view)
         self._bar.on_train_begin({})
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -178,27 +171,19 @@ class HistoryCallback(TrainerCallback):
         self._bar.on_train_batch_end(clock.steps - 1, self._mean_loss())
         clock.start()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Lets the Trainer log the updates since the last log, so that they count to this epoch."""
         control.should_log = control.should_log or state.global_step > self._logged
-        return control
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
         """Records the mean loss since the last log.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        if logs is None or "loss" not in logs:
+        if not logs or "loss" not in logs:
             return
         loss = float(logs["loss"])
         if not math.isfinite(loss):
@@ -210,16 +195,10 @@ class HistoryCallback(TrainerCallback):
         self._logged = state.global_step
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
         """Records the epoch."""
-        found = metrics or {}
-        logs = {**self._mean_loss(), **{f"val_{name}": found[f"eval_{name}"] for name in _METRICS}}
+        logs = {**self._mean_loss(), **{f"val_{name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy", "f1")}}
         clock = self._view.clock
         self.history.add(self._epoch, logs)
         self.history.timing.append(
