@@ -35,10 +35,7 @@ EXAMPLE = "Example: lockstep train mlm --devices cpu:4"
 
 
 def parse(arguments: Sequence[str]) -> Job | int:
-    """Parses the arguments after ``lockstep``.
-
-    Returns:
-        The job, or the exit code if there is nothing to run, as after ``--help``.
+    """Returns the job for the arguments, or the exit code if there is nothing to run, as after ``--help``.
 
     Raises:
         ConfigError: an unknown command or flag, or a value of the wrong type.

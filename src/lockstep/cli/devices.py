@@ -46,11 +46,7 @@ class Devices:
 
 
 def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
-    """The logical devices for the value of ``--devices``, divided as it says; None means a strategy's default.
-
-    Raises:
-        ConfigError: the value cannot be parsed, or this machine has no such device or share.
-    """
+    """The logical devices for the value of ``--devices``, divided as it says; None means a strategy's default."""
     if spec is None:
         return config.resolve_devices(None)
     return config.apply_device_request(config.parse_device_request(spec))
@@ -107,21 +103,12 @@ def _mb(size: int) -> str:
 
 
 def take_own_devices(spec: str | None) -> tuple[LogicalDevice, ...]:
-    """Like ``take_devices``, but None means this worker's own devices among the workers of its host.
-
-    Raises:
-        ConfigError: the value cannot be parsed, or this machine has no such device or share.
-        ClusterError: the environment describes a malformed cluster.
-    """
+    """Like ``take_devices``, but None means this worker's own devices among the workers of its host."""
     return take_devices(spec) if spec is not None else resolve_devices(own_devices(cluster_from_environment()))
 
 
 def make_strategy(devices: Sequence[LogicalDevice], seed: int) -> Strategy:
-    """Makes the strategy for this process, or for the job of several workers that the environment declares.
-
-    Raises:
-        ClusterError: the environment describes a malformed cluster, or a worker did not join.
-    """
+    """Makes the strategy for this process, or for the job of several workers that the environment declares."""
     cluster = cluster_from_environment()
     if cluster is None or cluster.num_workers == 1:
         return MirroredStrategy(devices, seed=seed)

@@ -132,7 +132,7 @@ def _complete(option: Any, each: Field[Any], kind: Any, documented: str, group: 
     """Fills in what follows from the field: help, choices, and whether the default is shown."""
     option.help = option.help or f"{documented[:1].upper()}{documented[1:]}"
     option.rich_help_panel = group
-    option.show_default = each.default not in (None, False)
+    option.show_default = each.default is not None and each.default is not False
     if kind is bool and each.default is False and not option.param_decls:
         option.param_decls = (flag_name(each.name),)  # without a --no-... that would change nothing
     choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
@@ -178,11 +178,7 @@ def _number(name: str, given: str) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a folder can be written to or made.
-
-    Raises:
-        ConfigError: a file is in its place, or permissions forbid it.
-    """
+    """Raises ConfigError if a folder can be neither written to nor made."""
     present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     needs = f"--output needs the folder {str(folder)!r}, but {str(present)!r}"
     if not present.is_dir():
@@ -192,10 +188,6 @@ def check_folder(folder: Path) -> None:
 
 
 def check_file(file: Path) -> None:
-    """Checks that no folder is in the place of a file.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Raises ConfigError if a folder is in the place of a file."""
     if file.is_dir():
         raise ConfigError(f"--output has a folder {str(file)!r}, expected a file; move it away")

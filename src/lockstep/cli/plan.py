@@ -121,11 +121,7 @@ class PlanCommand:
 
 
 def find_plan(shape: ModelShape, request: PlanRequest, *, measured: bool) -> Plan:
-    """Makes the plan for the flags.
-
-    Raises:
-        ConfigError: no kind of device was given, a name is unknown, or nothing fits.
-    """
+    """Makes the plan for the flags; raises ConfigError if no kind was given, a name is unknown, or nothing fits."""
     here = _measure(request) if measured else None
     if here is None and request.kind is None:
         raise ConfigError(

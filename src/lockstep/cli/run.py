@@ -118,11 +118,7 @@ class Run:
 
 
 def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
-    """Parses a command of ours before any worker does, so that an error in it is printed once.
-
-    ``workers`` is None if their number is not known yet. Returns the exit code if there is nothing to run, as after
-    ``--help``; else None.
-    """
+    """Parses a command of ours before any worker does, so that an error in it is printed once; None means: run it."""
     from lockstep.cli.app import parse  # imports this module
     from lockstep.cli.train import TrainingCommand
 
@@ -133,11 +129,7 @@ def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Parses the least and the greatest number of hosts: "1:4", or "2" for both.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """Parses the least and the greatest number of hosts: "1:4", or "2" for both."""
     least, colon, most = text.partition(":")
     if not least.isdecimal() or (colon and not most.isdecimal()):
         raise ConfigError(f"--nodes {text!r} was given, expected a number such as 2, or LEAST:MOST such as 1:4")

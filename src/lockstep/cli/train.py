@@ -100,14 +100,7 @@ class RunFolders:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What is reported of a run.
-
-    Args:
-        result: history, test metrics and parameters.
-        size: what else is said of the model's size, for a person to read.
-        notes: lines to print below the table of epochs.
-        last: lines to print at the end.
-    """
+    """What is reported of a run: the result, more of the model's size, lines below the epochs, and the last lines."""
 
     result: Result
     size: str

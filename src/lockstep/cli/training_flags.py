@@ -42,11 +42,7 @@ class BackupPlan:
             raise ConfigError("--resume continues from a backup, and --backup none saves none; leave one of them out")
 
     def check(self, output: Path) -> None:
-        """Checks, without writing, that no backup of an interrupted run would be lost.
-
-        Raises:
-            ConfigError: there is a backup and ``resume`` is False, or the folder cannot be written to.
-        """
+        """Checks, without writing, that no backup of an interrupted run would be lost."""
         if self.backup == "none":
             return
         check_folder(output / _FOLDER)
@@ -130,28 +126,16 @@ class MeshFlags:
         return prod(degree for degree in self._degrees.values() if degree != REST)
 
     def choose(self, workers: int) -> MeshLayout:
-        """The mesh of a job with ``workers`` workers.
-
-        Raises:
-            ConfigError: the degrees do not fit; the message says which would.
-        """
+        """The mesh of a job with ``workers`` workers; raises ConfigError if the degrees do not fit."""
         degrees = {"data" if name == "replicas" else name: degree for name, degree in self._degrees.items()}
         return choose_mesh_layout(workers, **degrees)
 
     def pipelining(self, mesh: MeshLayout) -> PipelineConfig:
-        """The configuration of the pipelines.
-
-        Raises:
-            ConfigError: the schedule cannot have so many microbatches or stages.
-        """
+        """The configuration of the pipelines; raises ConfigError for too few microbatches or stages."""
         return choose_pipeline_config(self.schedule, self.microbatches, mesh.pipeline, self.stages_per_worker)
 
     def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> ParallelStrategy:
-        """Makes the strategy on that mesh. Every worker must call it.
-
-        Raises:
-            ClusterError: a worker did not join.
-        """
+        """Makes the strategy on that mesh. Every worker must call it."""
         return ParallelStrategy(
             data=REST if self.replicas is None else self.replicas,
             pipeline=1 if self.pipeline is None else self.pipeline,

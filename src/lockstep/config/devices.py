@@ -91,11 +91,7 @@ def discover_physical_devices() -> tuple[PhysicalDevice, ...]:
 
 
 def parse_kind(kind: str) -> DeviceKind:
-    """``"CPU"`` or ``"GPU"``, from any case.
-
-    Raises:
-        ConfigError: another kind.
-    """
+    """``"CPU"`` or ``"GPU"``, from any case; raises ConfigError for another kind."""
     name = kind.upper() if isinstance(kind, str) else kind
     if name == "CPU":
         return "CPU"
@@ -115,8 +111,7 @@ _WHOLE = (LogicalDeviceConfiguration(),)
 class DeviceRegistry:
     """The physical devices, how each is divided, and which of them are in use. Thread-safe.
 
-    Args:
-        physical_devices: the devices; None looks for this machine's at the first question.
+    They are given, or looked for on this machine at the first question.
     """
 
     def __init__(self, physical_devices: Sequence[PhysicalDevice] | None = None) -> None:
@@ -139,11 +134,7 @@ class DeviceRegistry:
             return tuple(device for each in kinds for device in self._number(each))
 
     def configuration(self, physical: PhysicalDevice) -> tuple[LogicalDeviceConfiguration, ...] | None:
-        """The shares that ``physical`` was divided into; None if it was not divided.
-
-        Raises:
-            ConfigError: an unknown device.
-        """
+        """The shares that ``physical`` was divided into; None if it was not divided."""
         with self._lock:
             self._check_known(physical)
             return self._configurations.get(physical)
@@ -211,8 +202,7 @@ def check_shares(
     """The shares as a tuple, after checking that ``physical`` can be divided into them.
 
     Raises:
-        ConfigError: no shares, something else than shares, a missing limit on a GPU, a limit on a CPU, or limits that
-            add up to more than the device has.
+        ConfigError: no shares, or limits that the device cannot have or give.
     """
     if not isinstance(shares, Iterable) or not (checked := tuple(shares)):
         raise ConfigError(f"{physical.name} was given no shares; give a list of LogicalDeviceConfiguration")

@@ -29,14 +29,7 @@ Train = Callable[[nn.Module, MakeOptimizer], tuple[Sequence[float], Weights]]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The difference between two runs of the same steps with the same optimizer.
-
-    Args:
-        optimizer: name of the optimizer.
-        loss: largest difference between the losses of a step.
-        weight: largest difference between two values of a weight after the last step.
-        moved: how far the training moved the weight that it moved most, for comparison.
-    """
+    """The largest differences of two runs of the same steps, in loss and weights; and how far a weight was moved."""
 
     optimizer: str
     loss: float

@@ -23,11 +23,7 @@ _HUB_TIMEOUT_S = 10.0
 def load_named(name: str, kind: Any, *, extra: str, **settings: Any) -> Any:
     """Returns ``kind.from_pretrained(name)``, from this machine if it is there, else from the network.
 
-    Args:
-        name: folder written by ``save_pretrained`` or by a recipe, or a Hugging Face name.
-        kind: a class of transformers.
-        extra: the extra of this package that installs transformers and safetensors.
-        settings: further arguments of ``from_pretrained``.
+    ``name`` is a folder or a Hugging Face name, ``kind`` a class of transformers, ``extra`` the extra that installs it.
 
     Raises:
         ConfigError: the name was not found or cannot be read.

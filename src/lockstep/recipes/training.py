@@ -94,17 +94,7 @@ def compile_task(task: Task, strategy: Strategy) -> Model:
 def fit_and_test(
     task: Task, model: Model, *, callbacks: Sequence[Callback], log_dir: Path | None, verbose: Verbose
 ) -> tuple[History, dict[str, float]]:
-    """Trains and validates epoch by epoch, then tests. Every worker must call it.
-
-    Args:
-        task: the parts of the run.
-        model: the result of ``compile_task``.
-        callbacks: callbacks that run before resume check, early stopping and TensorBoard.
-        log_dir: folder for TensorBoard logs; None writes none.
-        verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
-
-    Returns:
-        The history, and the metrics over the test split.
+    """Trains and validates epoch by epoch, then tests; returns history and test metrics. Every worker must call it.
 
     Raises:
         CheckpointError: the backup is of a run with other settings.
@@ -127,12 +117,7 @@ def num_parameters(module: nn.Module) -> int:
 class ResumeCheck(Callback):
     """Saves a run's settings in its checkpoints, and refuses to resume a run that had other settings.
 
-    Args:
-        settings: returns name -> value. It is called when the first checkpoint is saved or restored, so a run without
-            checkpoints hashes no data.
-
-    Example:
-        >>> callback = ResumeCheck(lambda: {"batch_size": 128, "seed": 0})
+    ``settings`` is called when the first checkpoint is saved or restored, so a run without checkpoints hashes no data.
     """
 
     def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
@@ -148,11 +133,7 @@ class ResumeCheck(Callback):
         return dict(self._settings)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compares the settings of the saved run with those of this run.
-
-        Raises:
-            CheckpointError: they differ; the message has both.
-        """
+        """Raises CheckpointError if the settings of the saved run differ from those of this run."""
         changed = [name for name, value in self._settings.items() if name in state and state[name] != value]
         if changed:
             saved, own = (", ".join(f"{name}={of[name]!r}" for name in changed) for of in (state, self._settings))
@@ -169,12 +150,9 @@ def settings_except(config: Any, names: Collection[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestBatch:
-    """The result of the search behind ``--batch-size auto``.
+    """The largest global batch that fits: its size, the examples in the training split, and the memory limit.
 
-    Args:
-        size: examples in the largest global batch.
-        examples: examples in the training split, which is the limit of the search.
-        memory_mb: memory limit of this process in MB; None on GPUs, which have limits of their own.
+    The limit is that of this process in MB; None on GPUs, which have limits of their own.
     """
 
     size: int

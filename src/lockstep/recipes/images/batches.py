@@ -79,13 +79,9 @@ def to_float(pixels: Tensor, pixel_range: PixelRange = "unit") -> Tensor:
 
 
 def augment(pixels: Tensor, *, flip: bool, shift: float, generator: torch.Generator) -> Tensor:
-    """Mirrors half of the images and shifts each at random; the edge pixels are repeated.
+    """Mirrors half of the images, [rows, size, size, 3] uint8, and shifts each at random; the edge pixels are repeated.
 
-    Args:
-        pixels: [rows, size, size, 3] uint8; it is not changed.
-        flip: whether to mirror, left and right.
-        shift: maximum shift in each direction, as a fraction of the side.
-        generator: the only source of randomness.
+    ``shift`` is the maximum shift in each direction, as a fraction of the side.
     """
     rows, size = len(pixels), pixels.shape[1]
     most = round(shift * size)

@@ -36,15 +36,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """Decoded images.
-
-    Args:
-        store: the pixels of all images.
-        splits: rows and labels of each split; "valid" may be empty.
-        classes: names of the classes, in the order of the labels.
-        broken: path of an image that is skipped -> the reason.
-        source: where the images come from, for a person to read.
-    """
+    """Decoded images: rows and labels of each split ("valid" may be empty), and which images are broken, and why."""
 
     store: PixelStore
     splits: Mapping[Split, LabelledRows]
@@ -55,10 +47,6 @@ class ImageDataset:
 
 def load_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImageDataset:
     """Reads and decodes the images of the config, or the embedded digits.
-
-    Args:
-        config: the configuration of the run.
-        progress: called with the number of decoded files and of all files.
 
     Raises:
         DataError: the images cannot be used, or too many of them are broken.
@@ -160,10 +148,6 @@ class ImageSummary:
 
 def summarize_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImageSummary:
     """Finds the images of the config, or the embedded digits, and decodes each once.
-
-    Args:
-        config: names the folder and the fractions to hold out.
-        progress: called with the number of read files and of all files.
 
     Raises:
         DataError: a run could not use the images.

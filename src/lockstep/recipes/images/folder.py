@@ -38,12 +38,9 @@ _MAX_DEPTH = 4  # levels of folders with one folder each that are skipped
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFile:
-    """An image and its class.
+    """An image and the index of its class among the sorted classes.
 
-    Args:
-        name: path below the split's folder, such as "Cat/12.jpg": the same wherever the tree is.
-        label: index of its class among the sorted classes.
-        path: the file.
+    ``name`` is its path below the split's folder, such as "Cat/12.jpg": the same wherever the tree is.
     """
 
     name: str
@@ -211,11 +208,6 @@ def complete_splits(splits: Splits, *, valid_fraction: float, test_fraction: flo
 
     Within each class the images whose names have the lowest SHA-256 are held out. Nothing is drawn at random: the same
     names give the same splits everywhere and with every seed, and a new image hardly changes the others' splits.
-
-    Args:
-        splits: the images of each existing split; "train" always exists.
-        valid_fraction: fraction of each class's training images for a missing "valid"; 0 leaves it empty.
-        test_fraction: fraction of each class's images for a missing "test".
     """
     train, test, valid = splits["train"], splits.get("test"), splits.get("valid")
     if test is None:
@@ -257,9 +249,6 @@ def read_digits() -> FoundImages:
     They are split and named as in a tree of files, with relative paths such as train/0/0000.png. The last fifth of each
     digit is the test split. The images are in the order of their writers, so most test images are by other writers than
     the training images, which is harder than a random fifth.
-
-    Raises:
-        MissingExtraError: scikit-learn or Pillow is not installed.
     """
     data = require("sklearn.datasets", "images").load_digits()
     numpy, pillow = require("numpy", "images"), require("PIL.Image", "images")
@@ -286,14 +275,8 @@ def read_digits() -> FoundImages:
 def write_digits(folder: Path) -> dict[str, int]:
     """Writes the digits as a tree of PNG files of 8x8 pixels; returns the number of images in each split.
 
-    The tree is written beside ``folder`` and then renamed, so the folder is complete or absent. A run with
-    ``data=folder`` gets the same pixels as a run without data.
-
-    Args:
-        folder: the new folder; an existing one must be empty.
-
-    Raises:
-        DataError: the folder is not empty, or cannot be written.
+    The tree is written beside ``folder``, which must be new or empty, and then renamed: it is complete or absent. A run
+    with ``data=folder`` gets the same pixels as a run without data.
     """
     digits = read_digits()
     _check_empty(folder)

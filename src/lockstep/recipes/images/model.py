@@ -31,13 +31,7 @@ _HEAD = "classifier."
 
 
 class ImageClassifier(nn.Module):
-    """MobileNetV2 with pooling and a classification head.
-
-    Args:
-        mobilenet: a transformers MobileNetV2Model with its pooling layer.
-        config: hidden layer and dropout of the head, and the momentum of all batch norms.
-        classes: number of classes.
-    """
+    """MobileNetV2 with pooling and a head; the config gives hidden layer, dropout and batch norm momentum."""
 
     def __init__(self, mobilenet: Any, config: ImagesConfig, classes: int) -> None:
         super().__init__()
@@ -59,12 +53,7 @@ class ImageClassifier(nn.Module):
 
 
 def new_mobilenet(config: ImagesConfig, classes: Sequence[str]) -> ImageClassifier:
-    """Returns a model with random weights, drawn from torch's default generator.
-
-    Args:
-        config: size of the model.
-        classes: names of the classes, in the order of the logits.
-    """
+    """Returns a model with random weights, drawn from torch's default generator."""
     transformers = require("transformers", "images")
     settings = transformers.MobileNetV2Config(depth_multiplier=config.width_multiplier, **_settings(config, classes))
     return ImageClassifier(transformers.MobileNetV2Model(settings), config, len(classes))
@@ -80,15 +69,10 @@ def _settings(config: ImagesConfig, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def load_mobilenet(name: str, config: ImagesConfig, classes: Sequence[str]) -> ImageClassifier:
-    """Loads a trained MobileNetV2 and adds a head for ``classes``.
+    """Loads a trained MobileNetV2, whose width is that of its weights, and adds a head for ``classes``.
 
     The head is the trained one if ``name`` is a folder with the same classes, in this order, and the same hidden layer;
     otherwise its weights are random, drawn from torch's default generator.
-
-    Args:
-        name: folder written by ``save_pretrained`` or by this recipe, or a Hugging Face name.
-        config: size of the model, except for its width, which is that of the weights.
-        classes: names of the classes, in the order of the logits.
 
     Raises:
         ConfigError: the model was not found, cannot be read, or is not a MobileNetV2.
@@ -111,14 +95,7 @@ def load_mobilenet(name: str, config: ImagesConfig, classes: Sequence[str]) -> I
 
 
 def save_mobilenet(model: Model, module: ImageClassifier, folder: Path, *, pixel_range: PixelRange) -> None:
-    """Writes a folder that ``load_mobilenet`` and transformers can read. The chief writes; every worker must call it.
-
-    Args:
-        model: the trained model.
-        module: its module, whose config has the names of the classes.
-        folder: the folder; it is created if missing.
-        pixel_range: the range of the pixels in training.
-    """
+    """Writes a folder that ``load_mobilenet`` and transformers read. The chief writes; every worker must call it."""
     model.save_weights(folder / WEIGHTS_FILE)
     run_on_chief(model.strategy.workers, "write the config", lambda: _save_config(module, folder, pixel_range))
 

@@ -115,12 +115,9 @@ def to_square(image: Any, size: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelStore:
-    """The pixels of all images, and which images are broken.
+    """The pixels of all images, [images, size, size, 3] uint8, and row -> reason of broken images, whose pixels are 0.
 
-    Args:
-        pixels: numpy array [images, size, size, 3] uint8; the rows of broken images are 0.
-        broken: row of a broken image -> the reason.
-        file: file of the pixels; None if they are in memory.
+    ``file`` is the file of the pixels; None if they are in memory.
     """
 
     pixels: Any
@@ -135,11 +132,7 @@ class PixelStore:
 
 
 def decode_to_memory(paths: Sequence[Path], *, size: int, workers: int, progress: Progress | None = None) -> PixelStore:
-    """Decodes the images into the memory of this process.
-
-    Raises:
-        DataError: they do not fit.
-    """
+    """Decodes the images into the memory of this process; raises DataError if they do not fit."""
     needed, free = len(paths) * size * size * 3, _free_memory()
     if free is not None and needed > _MEMORY_FRACTION * free:
         raise DataError(
@@ -179,12 +172,7 @@ def _decode_into(pixels: Any, paths: Sequence[Path], workers: int, progress: Pro
 def map_in_workers(
     function: Callable[[Path], Result], paths: Sequence[Path], *, workers: int
 ) -> Generator[Result, None, None]:
-    """Yields ``function(path)`` of each path, in order. Close the generator, or exhaust it.
-
-    Args:
-        function: runs in the worker processes.
-        paths: the files.
-        workers: maximum number of processes; 0 runs the function in this process.
+    """Yields ``function(path)`` of each path, in order, from worker processes. Close the generator, or exhaust it.
 
     Raises:
         DataError: a worker died.
@@ -225,13 +213,7 @@ def decode_to_disk(
 ) -> PixelStore:
     """Maps the images from a file of ``cache_dir``; decodes them into it if an earlier run has not done so.
 
-    Args:
-        paths: the images.
-        root: the folder that holds them; each folder has one file for each size.
-        size: side of an image, in pixels.
-        workers: number of processes that decode.
-        cache_dir: folder of the file; it is created if missing.
-        progress: called with the number of decoded images and of all images.
+    Each ``root``, the folder that holds the images, has one file for each size.
 
     Raises:
         DataError: the file cannot be written, or the disk is too small.

@@ -58,10 +58,6 @@ class ImagesTask(Task):
 def build_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImagesTask:
     """Finds and decodes the images, and makes or loads the model.
 
-    Args:
-        config: the configuration of the run.
-        progress: called with the number of decoded files and of all files.
-
     Raises:
         DataError: the images cannot be used.
         ConfigError: the pretrained model cannot be used.
@@ -130,14 +126,9 @@ def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesResult(Result):
-    """The result of a run.
+    """The result of a run; where its images come from, how many each split has, and path -> reason of broken ones.
 
-    Args:
-        source: where the images come from.
-        num_images: split -> number of images, without the broken ones.
-        decoded: size and location of the decoded images, for a person to read.
-        classes: names of the classes.
-        broken: path of an image that was skipped -> the reason.
+    ``decoded`` is size and location of the decoded images, for a person to read.
     """
 
     source: str
@@ -222,9 +213,5 @@ def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
 
 
 def find_largest_batch(config: ImagesConfig, strategy: Strategy) -> LargestBatch:
-    """Finds the largest global batch that fits.
-
-    Raises:
-        DeviceMemoryError: not even one image per replica fits.
-    """
+    """Finds the largest global batch that fits."""
     return largest_batch(build_images(config), strategy)

@@ -43,15 +43,10 @@ def mask_tokens(
     ordinary_ids: Tensor,
     generator: torch.Generator,
 ) -> MaskedRows:
-    """Draws the tokens to predict in each row and masks them in a copy of ``input_ids``.
+    """Draws the tokens to predict in each row and masks them in a copy of ``input_ids``, [rows, tokens] int64.
 
-    Args:
-        input_ids: [rows, tokens] int64, on the CPU.
-        eligible: [rows, tokens] bool: tokens that may be predicted (neither padding nor special).
-        config: how many tokens are masked, and by what they are replaced.
-        mask_id: id of ``[MASK]``.
-        ordinary_ids: [ids] int64: the ids from which a random replacement is drawn.
-        generator: the only source of randomness.
+    ``eligible`` [rows, tokens] tells which may be predicted (neither padding nor special); a random replacement is one
+    of ``ordinary_ids``.
     """
     counts = masked_counts(eligible.sum(dim=1), config)
     positions, used = _draw_positions(eligible, counts, generator)

@@ -23,13 +23,9 @@ _MIN_LETTERS = 3  # of a word to mask, if the line has such words: shorter ones 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSentence:
-    """A sentence in which some words are masked.
+    """A sentence in which some words are masked: its text, its token ids, and the ascending positions of the masks.
 
-    Args:
-        text: the sentence, with mask tokens.
-        tokens: its token ids, special tokens included.
-        positions: positions of the masks among the tokens, ascending.
-        answer: the word that was masked; None if it is not known.
+    ``answer`` is the word that was masked, if it is known.
     """
 
     text: str
@@ -55,11 +51,7 @@ class FilledSentence:
 
 
 def check_examples(sentences: Sequence[str], mask: str) -> None:
-    """Checks that each sentence has a mask.
-
-    Raises:
-        ConfigError: a sentence has none.
-    """
+    """Raises ConfigError for a sentence without a mask."""
     for sentence in sentences:
         if mask not in sentence:
             example = f"'the first {mask} of a list'"
@@ -69,11 +61,7 @@ def check_examples(sentences: Sequence[str], mask: str) -> None:
 
 
 def tokenize_examples(sentences: Sequence[str], vocabulary: Vocabulary) -> tuple[MaskedSentence, ...]:
-    """Returns the sentences with their tokens, truncated as the vocabulary's tokenizer truncates lines.
-
-    Raises:
-        ConfigError: a sentence has no mask, or all its masks are truncated away.
-    """
+    """Returns the sentences with their tokens, truncated as lines are; raises ConfigError if no mask is left."""
     check_examples(sentences, vocabulary.mask_token)
     found = []
     for sentence in sentences:

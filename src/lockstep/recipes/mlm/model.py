@@ -32,14 +32,7 @@ NO_POSITION = -1
 class BertShape:
     """The size of a BERT. The defaults are those of bert_tiny, which has 4,385,920 parameters without the head.
 
-    Args:
-        layers: number of encoder layers.
-        hidden: hidden size.
-        heads: number of attention heads; must divide ``hidden``.
-        feed_forward: inner size of the feed-forward network in each layer.
-        vocabulary: number of token embeddings.
-        positions: maximum sequence length, in tokens.
-        dropout: dropout probability of activations and attention weights.
+    ``positions`` is the maximum sequence length in tokens, ``dropout`` that of activations and attention weights.
     """
 
     layers: int = 2
@@ -151,12 +144,7 @@ def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageMode
 
 
 def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[MaskedLanguageModel, Vocabulary]:
-    """Loads a BERT and its tokenizer.
-
-    Args:
-        name: folder written by ``save_pretrained`` or by this recipe, or a Hugging Face name.
-        attention: attention implementation, as transformers calls it.
-        dropout: dropout probability of activations and attention weights.
+    """Loads a BERT and its tokenizer, from a folder of ``save_pretrained`` or this recipe, or by Hugging Face name.
 
     Raises:
         ConfigError: the model was not found, cannot be read, or is not a BERT with a mask token.

@@ -64,13 +64,7 @@ _NUM_EXAMPLES, _TOP_K = 5, 3
 
 @dataclass(frozen=True, kw_only=True)
 class MlmTask(Task):
-    """The parts of a run; validation and test batches have their own masks, the same in every epoch.
-
-    Args:
-        vocabulary: the vocabulary of the model.
-        max_tokens: maximum length of a line, in tokens.
-        text: the text of the batches.
-    """
+    """The parts of a run. Validation and test batches have their own masks, the same in every epoch."""
 
     vocabulary: Vocabulary
     max_tokens: int
@@ -78,12 +72,7 @@ class MlmTask(Task):
 
 
 def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shapes: bool = False) -> MlmTask:
-    """Reads the text, makes or loads tokenizer and model, and tokenizes the lines.
-
-    Args:
-        config: the configuration of the run.
-        text: the result of ``read_text``, if it has been read already.
-        static_shapes: see ``MaskedLanguageModel``.
+    """Reads the text (unless it is given), makes or loads tokenizer and model, and tokenizes the lines.
 
     Raises:
         DataError: the text cannot be used.
@@ -170,13 +159,7 @@ def run_settings(config: MlmConfig, text: TextSplits, vocabulary: Vocabulary) ->
 
 @dataclass(frozen=True, kw_only=True)
 class MlmResult(Result):
-    """The result of a run.
-
-    Args:
-        source: where the text comes from.
-        vocabulary: number of tokens that the tokenizer knows.
-        filled: the model's predictions for the examples.
-    """
+    """The result of a run: also the text's source, the size of the vocabulary, and the predictions for the examples."""
 
     source: str
     vocabulary: int
@@ -284,9 +267,5 @@ def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
 
 
 def find_largest_batch(config: MlmConfig, strategy: Strategy) -> LargestBatch:
-    """Finds the largest global batch that fits even if all its lines have the maximum length.
-
-    Raises:
-        DeviceMemoryError: not even one line per replica fits.
-    """
+    """Finds the largest global batch that fits even if all its lines have the maximum length."""
     return largest_batch(build_mlm(config, static_shapes=_static_shapes(strategy)), strategy)

@@ -23,14 +23,7 @@ from lockstep.recipes.text.tokenizer import SPECIAL_TOKENS, TokenRows, WordPiece
 
 
 def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_tokens: int, cache_dir: Path) -> Any:
-    """Trains a tokenizer; returns it as a transformers tokenizer.
-
-    Args:
-        texts: the training split.
-        settings: settings of the training.
-        max_tokens: maximum length of a row.
-        cache_dir: folder of trained tokenizers.
-    """
+    """Trains a tokenizer on the training split; returns it as a transformers tokenizer."""
     return require("transformers", "text").PreTrainedTokenizerFast(
         tokenizer_object=cached_wordpiece(texts, settings, cache_dir=cache_dir),
         model_max_length=max_tokens,
@@ -40,11 +33,7 @@ def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_toke
 
 
 def load_tokenizer(name: str) -> Any:
-    """Loads the tokenizer of a pretrained model.
-
-    Raises:
-        ConfigError: it was not found, or has no padding token.
-    """
+    """Loads the tokenizer of a pretrained model; raises ConfigError if it has no padding token."""
     tokenizer = load_named(name, require("transformers", "text").AutoTokenizer, extra="text")
     if tokenizer.pad_token_id is None:
         raise ConfigError(
@@ -63,12 +52,8 @@ def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[lis
 class ReviewRows(Dataset[dict[str, Any]]):
     """Token rows for the Trainer: dicts of ``input_ids``, ``attention_mask`` (lists) and ``labels`` (int).
 
-    Args:
-        encoded: the token ids of each review, with special tokens at both ends.
-        classes: the class of each review.
-        hide: fraction of the other tokens that are replaced by ``mask_id``; which ones depends on seed and epoch.
-        mask_id: id of the mask token.
-        seed: seed of the masks.
+    A fraction ``hide`` of the tokens, except those at the ends, is replaced by ``mask_id``; which ones depends on seed
+    and epoch.
     """
 
     def __init__(

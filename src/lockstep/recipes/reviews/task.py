@@ -29,17 +29,9 @@ _SET_BY_PRETRAINED = ("tokens", "vocabulary", "layers", "hidden", "heads", "feed
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewsTask:
-    """The parts of a run.
+    """The parts of a run: a transformers model on the CPU (a PeftModel if it has adapters), its tokenizer, the rows.
 
-    Args:
-        model: a transformers model on the CPU; a PeftModel if there are adapters.
-        tokenizer: a transformers tokenizer.
-        train: training rows, with other tokens masked in every epoch.
-        valid: validation rows.
-        test: test rows.
-        names: names of the classes, in the order of the logits.
-        table: the reviews as they were read.
-        splits: the reviews of the run.
+    ``names`` are the classes in the order of the logits. In training other tokens are masked in every epoch.
     """
 
     model: Any
@@ -55,9 +47,7 @@ class ReviewsTask:
 def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> ReviewsTask:
     """Reads the reviews, makes or loads tokenizer and model, and tokenizes the reviews.
 
-    Args:
-        config: the configuration of the run.
-        device: device of the first replica, on which 8-bit and 4-bit weights are loaded.
+    ``device`` is that of the first replica, on which 8-bit and 4-bit weights are loaded.
 
     Raises:
         DataError: the reviews cannot be used.
@@ -90,11 +80,7 @@ def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> Revie
 
 
 def class_names(config: ReviewsConfig, labels: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names of the classes.
-
-    Raises:
-        ConfigError: there are not as many different names as classes.
-    """
+    """Returns the names of the classes; raises ConfigError if there are not as many different names as classes."""
     if config.names is None:
         return BINARY_NAMES if len(labels) == 2 else tuple(str(label) for label in labels)
     names = tuple(name.strip() for name in config.names.split(","))

@@ -23,11 +23,7 @@ from lockstep.train.logs import EpochTiming, History, StepClock
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
-    """Returns accuracy and F1; F1 is that of the second class if there are two, else the mean over all classes.
-
-    Args:
-        prediction: has ``predictions``, the logits [rows, classes], and ``label_ids`` [rows], as numpy arrays.
-    """
+    """Returns accuracy and F1; F1 is that of the second class if there are two, else the mean over all classes."""
     logits, classes = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
     functional = require("torchmetrics.functional.classification", "text")
     num_classes = logits.shape[1]
@@ -39,16 +35,7 @@ def compute_metrics(prediction: Any) -> dict[str, float]:
 
 
 class ReviewsTrainer(Trainer):
-    """A Trainer whose batches hold reviews of similar length.
-
-    Args:
-        config: the configuration of the run.
-        task: the parts of the run.
-        args: the result of ``training_arguments``.
-        strategy: the devices.
-        callbacks: callbacks of transformers.
-        settings: further arguments of the Trainer.
-    """
+    """A Trainer whose batches hold reviews of similar length."""
 
     def __init__(
         self,
@@ -82,14 +69,7 @@ class ReviewsTrainer(Trainer):
 
 
 def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **others: Any) -> TrainingArguments:
-    """Returns the arguments of the published run, except for the learning rate of random weights.
-
-    Args:
-        config: the configuration of the run.
-        folder: folder for the checkpoints.
-        on_cpu: whether the devices are CPUs.
-        others: further arguments of TrainingArguments.
-    """
+    """Returns the arguments of the published run, except for the learning rate of random weights."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": config.per_device_train_batch_size,
@@ -132,11 +112,7 @@ class HistoryCallback(TrainerCallback):
     """Records the epochs of a training as ``Model.fit`` does, and stops at a loss that is not finite.
 
     The loss of an epoch is the mean over its updates; metrics of the validation have names that begin with ``val_``.
-
-    Args:
-        rows: number of training rows.
-        batch_size: rows of an update.
-        bar: progress bar of ``lockstep.train``; None shows none.
+    ``batch_size`` is the number of rows of an update, ``bar`` a progress bar of ``lockstep.train``.
     """
 
     def __init__(self, *, rows: int, batch_size: int, bar: Callback | None) -> None:
@@ -178,11 +154,7 @@ class HistoryCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        """Records the mean loss since the last log.
-
-        Raises:
-            NonFiniteLossError: the loss is NaN or infinite.
-        """
+        """Records the mean loss since the last log; raises NonFiniteLossError if it is NaN or infinite."""
         if not logs or "loss" not in logs:
             return
         loss = float(logs["loss"])

@@ -51,11 +51,7 @@ def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
 
 
 def read_wikitext(folder: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
-    """Reads the three splits of a folder in the layout of WikiText.
-
-    Args:
-        folder: holds exactly one file for each split, such as ``wiki.train.tokens``.
-        longer_than: lines of this many characters or fewer are left out.
+    """Reads the three splits of a folder in the layout of WikiText: a file for each, such as ``wiki.train.tokens``.
 
     Raises:
         DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
@@ -96,11 +92,7 @@ def _read_split(folder: Path, split: str, longer_than: int) -> tuple[str, ...]:
 
 
 def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
-    """Returns on every worker what ``read`` returns on the chief. Every worker must call it.
-
-    Raises:
-        DataError: the chief's text cannot be used; raised on every worker.
-    """
+    """Returns, or raises as DataError, what ``read`` does on the chief. Every worker must call it."""
     if workers.is_single:
         return read()
     try:
@@ -120,11 +112,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
-    """Reads the installed Python's own prose, in about two seconds, and splits it by position.
-
-    Raises:
-        DataError: this Python has no source files of its standard library, or too few paragraphs are that long.
-    """
+    """Reads the installed Python's own prose, in about two seconds, and splits it by position."""
     library = Path(sysconfig.get_path("stdlib"))
     paragraphs = python_paragraphs(library, longer_than=longer_than)
     if len(paragraphs) < 20:
@@ -138,12 +126,7 @@ def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
 def python_paragraphs(library: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> tuple[str, ...]:
     """Returns the distinct paragraphs of a standard library: the language reference, then docstrings by path.
 
-    Args:
-        library: folder of the library's source files; its tests and installed packages are left out.
-        longer_than: paragraphs of this many characters or fewer are left out.
-
-    Raises:
-        DataError: the folder has no language reference, as in a Python without library sources.
+    Tests and installed packages are left out.
     """
     found: dict[str, None] = {}  # a dict, because it keeps the order of insertion
     collecting = gc.isenabled()

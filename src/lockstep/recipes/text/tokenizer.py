@@ -55,15 +55,9 @@ class WordPieceSettings:
 
 
 def cached_wordpiece(lines: Sequence[str], settings: WordPieceSettings, *, cache_dir: Path) -> Any:
-    """Returns the tokenizer of these lines and settings. It is trained once and then read from the cache.
+    """Returns the ``tokenizers.Tokenizer`` of these lines and settings: trained once, and then read from the cache.
 
-    Args:
-        lines: the training text.
-        settings: the settings of the training.
-        cache_dir: folder of the cache. If it cannot be written to, the function warns and caches nothing.
-
-    Returns:
-        A ``tokenizers.Tokenizer`` that adds ``[CLS]`` before and ``[SEP]`` after each line.
+    If the cache cannot be written to, the function warns and caches nothing.
     """
     key = cache_key(lines, settings)
     path = cache_dir.expanduser() / f"wordpiece-{key[:16]}.json"
@@ -106,11 +100,7 @@ def _read_cache(path: Path, key: str) -> str | None:
 
 
 def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
-    """Trains a tokenizer (1.4 million characters take about a second). The same lines always give the same ids.
-
-    Raises:
-        ConfigError: the vocabulary is smaller than the number of distinct characters in the text.
-    """
+    """Trains a tokenizer that puts each line between ``[CLS]`` and ``[SEP]``; the same lines always give the same ids."""
     tokenizers = require("tokenizers", "text")
     untrained = _new_tokenizer(settings, vocabulary=None)
     # The library numbers "##a", "##b" ... in the order of a hash table, which differs between runs, and breaks ties
@@ -176,12 +166,9 @@ def _continuation_characters(tokenizer: Any, lines: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer and the ids of its special tokens.
+    """A ``tokenizers.Tokenizer``, and the ids of its special tokens under transformers' names ("pad", "mask" ...).
 
-    Args:
-        tokenizer: a ``tokenizers.Tokenizer`` that adds the special tokens to each line.
-        named_ids: ids of the special tokens under transformers' names ("pad", "mask" and so on). Special tokens are
-            never masked and never replace a masked token.
+    Special tokens are never masked and never replace a masked token.
     """
 
     tokenizer: Any
