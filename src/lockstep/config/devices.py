@@ -92,11 +92,9 @@ def discover_physical_devices() -> tuple[PhysicalDevice, ...]:
 
 def parse_kind(kind: str) -> DeviceKind:
     """``"CPU"`` or ``"GPU"``, from any case; raises ConfigError for another kind."""
-    name = kind.upper() if isinstance(kind, str) else kind
-    if name == "CPU":
-        return "CPU"
-    if name == "GPU":
-        return "GPU"
+    kinds: dict[str, DeviceKind] = {"CPU": "CPU", "GPU": "GPU"}
+    if isinstance(kind, str) and kind.upper() in kinds:
+        return kinds[kind.upper()]
     raise ConfigError(f"unknown device kind {kind!r}; choose 'CPU' or 'GPU', or None for both")
 
 
@@ -209,25 +207,18 @@ def check_shares(
     for share in checked:
         if not isinstance(share, LogicalDeviceConfiguration):
             raise ConfigError(f"{physical.name} was given the share {share!r}; give LogicalDeviceConfiguration objects")
-    if physical.kind == "CPU":
-        _check_cpu_limits(physical, checked)
-    else:
-        _check_gpu_limits(physical, checked)
+    _check_limits(physical, checked)
     return checked
 
 
-def _check_cpu_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfiguration]) -> None:
-    for share in shares:
-        if share.memory_limit is not None:
-            raise ConfigError(
-                f"a share of {physical.name} was given memory_limit={share.memory_limit}; a CPU's shares have none: "
-                "write LogicalDeviceConfiguration()"
-            )
-
-
-def _check_gpu_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfiguration]) -> None:
+def _check_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfiguration]) -> None:
     limits = [share.memory_limit for share in shares if share.memory_limit is not None]
-    if len(limits) < len(shares):
+    if physical.kind == "CPU" and limits:
+        raise ConfigError(
+            f"a share of {physical.name} was given memory_limit={limits[0]}; a CPU's shares have none: "
+            "write LogicalDeviceConfiguration()"
+        )
+    if physical.kind == "GPU" and len(limits) < len(shares):
         raise ConfigError(
             f"a share of {physical.name} was given no memory_limit; a GPU's shares need one: "
             "write LogicalDeviceConfiguration(memory_limit=2048)"

@@ -100,7 +100,7 @@ def _read_cache(path: Path, key: str) -> str | None:
 
 
 def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
-    """Trains a tokenizer that puts each line between ``[CLS]`` and ``[SEP]``; the same lines always give the same ids."""
+    """Trains a tokenizer that puts a line between ``[CLS]`` and ``[SEP]``; the same lines always give the same ids."""
     tokenizers = require("tokenizers", "text")
     untrained = _new_tokenizer(settings, vocabulary=None)
     # The library numbers "##a", "##b" ... in the order of a hash table, which differs between runs, and breaks ties
