@@ -36,9 +36,7 @@ _DIGEST_FACTOR = 0x100000001B3
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """What one worker sends before each collective: a record of fixed size.
-
-    With the records of all, each worker finds calls or data that differ before any values move.
+    """A record of fixed size that every worker sends before each collective, to find calls or data that differ.
 
     Args:
         name: the call; equal on all workers.
@@ -47,7 +45,7 @@ class CallRecord:
         numbers: values for all workers.
         length: the length of the payload that follows, in bytes.
         flags: bits of ``ControlFlags``.
-        digest: 64 bits of what must be equal on all workers.
+        digest: 64 bits that must be equal on all workers.
     """
 
     name: str
@@ -59,11 +57,7 @@ class CallRecord:
     digest: int = 0
 
     def pack(self) -> bytes:
-        """The record as ``RECORD_BYTES`` bytes. A text that is too long loses its end.
-
-        Raises:
-            ConfigError: more than ``MOST_NUMBERS`` numbers.
-        """
+        """The record as ``RECORD_BYTES`` bytes. A text that is too long is cut off."""
         if len(self.numbers) > MOST_NUMBERS:
             raise ConfigError(f"a collective carries at most {MOST_NUMBERS} numbers, got {len(self.numbers)}")
         text = f"{self.name}{_SEPARATOR}{self.where}".encode()[:TEXT_BYTES]
@@ -72,26 +66,14 @@ class CallRecord:
 
     @classmethod
     def unpack(cls, data: bytes) -> CallRecord:
-        """The record that was packed."""
         sequence, digest, length, flags, count, _, *numbers, text = _LAYOUT.unpack(data)
         name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_SEPARATOR)
-        return cls(
-            name=name,
-            where=where,
-            sequence=sequence,
-            numbers=tuple(numbers[:count]),
-            length=length,
-            flags=flags,
-            digest=digest,
-        )
+        own = tuple(numbers[:count])
+        return cls(name=name, where=where, sequence=sequence, numbers=own, length=length, flags=flags, digest=digest)
 
 
 def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> None:
     """Checks that all workers are at the same call, with the same data.
-
-    Args:
-        records: one per worker, in worker order.
-        workers: the names of the workers in messages.
 
     Raises:
         CollectiveError: they are not; the message says which worker is where.
@@ -122,8 +104,8 @@ class DistributedCommunicator(Communicator):
         replicas: the number of local replicas of each worker, in worker order.
         nccl: whether tensors on GPUs are summed with NCCL.
         timeout_s: how many seconds a collective waits for a worker that is alive and does not come.
-        members: the numbers of the workers that take part, ascending, this one among them; None for all.
-        team: a name for these members, no worker being in two teams of one name.
+        members: the ranks of the workers that take part, ascending, this one among them; None for all.
+        team: a name for these members; no worker is in two groups of one name.
     """
 
     def __init__(
@@ -175,7 +157,7 @@ class DistributedCommunicator(Communicator):
         with self._one_call:
             lengths = [int(record.numbers[0]) for record in self._exchange_records(call, (tensor.shape[axis],))]
             flat = as_bytes(tensor)
-            # An empty tensor does not tell how long a row is, so a worker that has one asks the others.
+            # An empty tensor does not have the length of a row, so the workers gather that too.
             longest = flat.numel() // max(1, tensor.shape[axis]) * max(lengths) if flat.numel() else 0
             longest = max(1, *(int(each) for each in self._gather(torch.tensor([longest]), name)))
             padded = torch.zeros(longest, dtype=torch.uint8)
@@ -198,7 +180,7 @@ class DistributedCommunicator(Communicator):
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
 
     def new_group(self, name: str, device: torch.device) -> ProcessGroup:
-        """A process group of its own, for sums that run beside everything else. Every worker must call it."""
+        """A process group for sums that run beside all other collectives. Every worker must call it."""
         self.all_gather_numbers(f"stream {name}")
         return self._group(name, self._nccl_device(device))
 
@@ -209,7 +191,6 @@ class DistributedCommunicator(Communicator):
         self.membership.set_status(text)
 
     def close(self) -> None:
-        """Ends the connections. The communicator of all workers also leaves the job. Idempotent."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -220,14 +201,9 @@ class DistributedCommunicator(Communicator):
         self.membership.check()
         flags = self._own_flags
         mine = CallRecord(
-            name=name,
-            where=call_site(),
-            sequence=self._sequence,
-            numbers=tuple(map(float, numbers)),
-            length=length,
-            flags=int(flags),
-            digest=self._digest,
-        )
+            name=name, where=call_site(), sequence=self._sequence, numbers=tuple(map(float, numbers)), length=length,
+            flags=int(flags), digest=self._digest,
+        )  # fmt: skip
         self.set_status(f"{name} ({mine.where})" if mine.where else name)
         packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
         records = [CallRecord.unpack(each.numpy().tobytes()) for each in self._gather(packed, name)]
@@ -254,7 +230,7 @@ class DistributedCommunicator(Communicator):
         return torch.view_as_complex(back) if tensor.is_complex() else back
 
     def _nccl_device(self, device: torch.device) -> torch.device | None:
-        """``device`` if NCCL sums its tensors; None if they go through host memory."""
+        """``device`` if NCCL sums its tensors; None if they are copied to host memory."""
         return device if self._nccl and device.type == "cuda" else None
 
     def _group(self, name: str, gpu: torch.device | None = None) -> ProcessGroup:
@@ -266,7 +242,7 @@ class DistributedCommunicator(Communicator):
 
 
 def described(tensors: Sequence[torch.Tensor]) -> str:
-    """The dtypes and shapes of tensors, in short: they are part of a call's name, so all workers must agree on them."""
+    """The dtypes and shapes of tensors, in short: as part of a call's name, so that all workers must agree on them."""
     if len(tensors) == 1:
         return f"{tensors[0].dtype} {tuple(tensors[0].shape)}".replace("torch.", "")
     numbers = sum(tensor.numel() for tensor in tensors)
@@ -306,7 +282,5 @@ def _place(record: CallRecord) -> str:
 
 def _odd_one(values: Sequence[int]) -> int | None:
     """The index of the first value that differs from the most frequent one; None if all are equal."""
-    if len(set(values)) == 1:
-        return None
     usual = max(values, key=lambda value: (values.count(value), value == values[0]))
-    return next(index for index, value in enumerate(values) if value != usual)
+    return next((index for index, value in enumerate(values) if value != usual), None)

@@ -1,19 +1,22 @@
 """The communicator of a device mesh, where several processes hold one replica of the model together.
 
     all_gather_numbers, all_gather_bytes   all processes take part; the result has one value per replica, its leader's
-    all_reduce, all_gather                 the leaders' tensors; those of other processes are left out
+    all_reduce, all_gather                 the leaders' tensors; those of other processes do not count
 
-So what is summed over workers counts each replica once, and a process that does not know a value, such as a pipeline
-stage that never sees the loss, learns it from one that does.
+So a sum over workers counts each replica once, and a process that does not know a value, such as a pipeline stage that
+never sees the loss, learns it from one that does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
-from lockstep.collectives.communicator import Communicator, ControlFlags
+from lockstep.collectives.communicator import Communicator
+
+T = TypeVar("T")
 
 
 class MeshCommunicator(Communicator):
@@ -39,52 +42,32 @@ class MeshCommunicator(Communicator):
         ends_with: Sequence[Callable[[], None]] = (),
     ) -> None:
         names = [f"replica {number}, of {job.names[leader]}," for number, leader in enumerate(leaders)]
-        super().__init__(replica, (1,) * len(leaders), names, single=job.size == 1, chief=chief)
-        self._job = job
-        self._leaders = tuple(leaders)
-        self._is_leader = job.index in self._leaders
-        self._layout = layout
-        self._ends_with = tuple(ends_with)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether the values of this process count."""
-        return self._is_leader
+        super().__init__(
+            replica, (1,) * len(leaders), names, single=job.size == 1, chief=chief, leaders=leaders, layout=layout
+        )
+        self._job, self._ends_with = job, tuple(ends_with)
+        self.is_leader = job.index in self.leaders
 
     @property
     def processes(self) -> Communicator:
         return self._job
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        return self._leaders
-
-    @property
-    def layout(self) -> str:
-        return self._layout
-
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        flags = self._send_flags()
-        gathered = self._job.all_gather_numbers(name, numbers)
-        self._take_flags(flags)
-        return [gathered[leader] for leader in self._leaders]
+        return self._of_leaders(lambda: self._job.all_gather_numbers(name, numbers))
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
-        flags = self._send_flags()
-        gathered = self._job.all_gather_bytes(name, payload if self._is_leader else b"")
-        self._take_flags(flags)
-        return [gathered[leader] for leader in self._leaders]
+        return self._of_leaders(lambda: self._job.all_gather_bytes(name, payload if self.is_leader else b""))
 
     def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
         return self._job.broadcast_bytes(name, payload)
 
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        own = tensors if self._is_leader else [torch.zeros_like(tensor) for tensor in tensors]
+        own = tensors if self.is_leader else [torch.zeros_like(tensor) for tensor in tensors]
         return self._job.all_reduce(name, own)
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        gathered = self._job.all_gather(name, tensor if self._is_leader else tensor.narrow(axis, 0, 0), axis)
-        return [gathered[leader] for leader in self._leaders]
+        gathered = self._job.all_gather(name, tensor if self.is_leader else tensor.narrow(axis, 0, 0), axis)
+        return [gathered[leader] for leader in self.leaders]
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self._job.broadcast(name, tensors)
@@ -100,12 +83,12 @@ class MeshCommunicator(Communicator):
             end()
         self._job.close()
 
-    def _send_flags(self) -> ControlFlags:
-        flags = self._own_flags
-        self._job.set_flags(flags)
-        return flags
-
-    def _take_flags(self, sent: ControlFlags) -> None:
+    def _of_leaders(self, gather: Callable[[], list[T]]) -> list[T]:
+        """Gathers from all processes, with the flags that this one has set, and returns the leaders' values."""
+        sent = self._own_flags
+        self._job.set_flags(sent)
+        gathered = gather()
         agreed = self._job.agreed_flags
         self._job.clear_flags(agreed)
         self._receive_flags(agreed, sent=sent)
+        return [gathered[leader] for leader in self.leaders]

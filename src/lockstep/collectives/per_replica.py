@@ -1,7 +1,7 @@
 """One value per replica: the type ``PerReplica``, and the two walks over nested structures that it needs.
 
-``select`` takes replica i's view of a structure on the way in; ``merge`` joins the replicas' results on the way out.
-Structures are tuples, lists, dicts and named tuples, as ``torch.utils._pytree`` knows them; a PerReplica is a leaf.
+``select`` takes one replica's view of a structure on the way in; ``merge`` joins the replicas' results on the way out.
+Structures are those of ``torch.utils._pytree``: tuples, lists, dicts, named tuples. A PerReplica is a leaf.
 """
 
 from __future__ import annotations
@@ -83,28 +83,26 @@ def merge(results: Sequence[Any]) -> Any:
     """Joins one result per replica into one structure with PerReplica leaves.
 
     A leaf that is the very same object on all replicas comes back bare, and so does a plain value (None, a number, a
-    text, bytes, a dtype, a device) of the same type and bits on all of them: whether two equal numbers are one
-    object is the interpreter's choice. Tensors, arrays and all other objects go by identity alone. Results of different
-    structure (one replica returned None, another a tensor) become a single PerReplica.
+    string, bytes, a dtype, a device) of the same type and bits on all of them. Tensors, arrays and all other objects go
+    by identity alone. Results of different structure (None from one replica, a tensor from another) become a single
+    PerReplica.
     """
     flat = [tree_flatten(result) for result in results]
     spec = flat[0][1]
     if any(other != spec for _, other in flat[1:]):
         return PerReplica(list(results))
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_join(column) for column in columns], spec)
-
-
-def _join(column: tuple[Any, ...]) -> Any:
-    first = column[0]
-    return first if all(_is_same(value, first) for value in column) else PerReplica(column)
+    joined = [
+        column[0] if all(_is_same(value, column[0]) for value in column) else PerReplica(column) for column in columns
+    ]
+    return tree_unflatten(joined, spec)
 
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, frozenset, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Immutable values, whose identity is the interpreter's business: it has one object for 5, and two for 1000."""
+"""Immutable values, whose identity is the interpreter's choice: it has one object for 5, and two for 1000."""
 
 
 def _is_same(value: Any, first: Any) -> bool:
@@ -112,17 +110,8 @@ def _is_same(value: Any, first: Any) -> bool:
         return True
     if type(value) is not type(first):
         return False
-    if isinstance(first, (float, complex)):
-        return _bits(value) == _bits(first)
-    return bool(value == first) if isinstance(first, _PLAIN) or _is_array_scalar(first) else False
-
-
-def _bits(number: complex) -> bytes:
-    """What tells 0.0 from -0.0, and a NaN from another."""
-    return struct.pack("dd", number.real, number.imag)
-
-
-def _is_array_scalar(value: Any) -> bool:
-    """Whether it is one of NumPy's numbers, of which True and False are one object each."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
+    if isinstance(first, (float, complex)):  # by their bits, which tell 0.0 from -0.0, and a NaN from another
+        return struct.pack("dd", value.real, value.imag) == struct.pack("dd", first.real, first.imag)
+    numpy = sys.modules.get("numpy")  # whose scalars are plain values too: True and False are one object each
+    is_plain = isinstance(first, _PLAIN) or (numpy is not None and isinstance(first, numpy.generic))
+    return is_plain and bool(value == first)

@@ -1,14 +1,14 @@
-"""What is read as a tensor wherever one is expected, as a ``tf.Variable`` is: a strategy's variable.
+"""The base class of a strategy's variables, which are read as a tensor wherever one is expected (``tf.Variable``).
 
-It stands below the replicas, whose collectives take it for the value that it has in the calling replica. It holds no
-value itself; ``mirroring.variable`` does.
+It stands below the replicas, whose collectives read a variable as its value in the calling replica. The values are in
+``mirroring.variable``.
 """
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,14 +19,14 @@ from lockstep.errors import UsageError
 
 _WRITE = "write it with assign, assign_add or assign_sub"
 _HANDLES = frozenset(["data", "grad", "grad_fn", "backward", "register_hook", "requires_grad_", "retain_grad"])
-"""What of a tensor makes sense for the very object alone, and not for a copy of its value."""
+"""Attributes of a tensor that make sense for the object itself only, not for a copy of its value."""
 _SAME_FOR_ALL = frozenset(
     [
         *("shape", "dtype", "device", "ndim", "size", "dim", "numel", "layout", "requires_grad", "is_leaf"),
         *("is_floating_point", "is_complex", "is_cuda", "is_sparse", "is_nested", "is_meta", "is_quantized"),
     ]
 )
-"""What every replica's value has alike, so that no replica has to be asked."""
+"""Attributes that are equal in all replicas."""
 
 
 def _unary(operation: Callable[[Any], Any]) -> Callable[[TensorLike], Any]:
@@ -36,7 +36,7 @@ def _unary(operation: Callable[[Any], Any]) -> Callable[[TensorLike], Any]:
 def _binary(
     operation: Callable[[Any, Any], Any],
 ) -> tuple[Callable[[TensorLike, Any], Any], Callable[[TensorLike, Any], Any]]:
-    """An operator of a variable, and its reflected form."""
+    """An operator, and its reflected form."""
     return (
         lambda self, other: operation(self.read_value(), other),
         lambda self, other: operation(other, self.read_value()),
@@ -44,22 +44,21 @@ def _binary(
 
 
 class TensorLike(ABC):
-    """Operators, conversions, and torch's functions and methods, all on the tensor that ``read_value`` gives.
+    """Operators, conversions, and torch's functions and methods, all applied to ``read_value()``.
 
-    Results are plain tensors. Nothing of this writes: what would write into the tensor is refused.
+    Results are plain tensors. Whatever would write into the tensor is refused.
     """
 
-    # NumPy's arrays leave "array * variable" to the variable, as they do for tensors.
-    __array_priority__ = 1000
+    __array_priority__ = 1000  # NumPy's arrays leave "array * variable" to the variable, as they do for tensors
 
     @abstractmethod
     def read_value(self) -> torch.Tensor:
-        """The value as a tensor of its own."""
+        """The value as a new tensor."""
 
     @property
     @abstractmethod
     def per_replica(self) -> PerReplica[torch.Tensor]:
-        """Each local replica's value, in tensors of their own."""
+        """Each local replica's value, as new tensors."""
 
     @property
     @abstractmethod
@@ -69,17 +68,12 @@ class TensorLike(ABC):
     @property
     @abstractmethod
     def _one(self) -> torch.Tensor:
-        """Any replica's value, for what all of them have alike."""
+        """Any replica's value, for attributes that are equal in all of them."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Calls one of torch's functions with the values.
-
-        Raises:
-            UsageError: it has written into one of them.
-        """
         read: list[tuple[torch.Tensor, int]] = []
 
         def value(leaf: Any) -> Any:
@@ -120,44 +114,23 @@ class TensorLike(ABC):
     __iand__ = __ior__ = __ixor__ = _in_place
 
     def numpy(self) -> Any:
-        """The value as a NumPy array of its own."""
+        """The value as a new NumPy array."""
         return self.read_value().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __bool__(self) -> bool:
-        return bool(self.read_value())
-
-    def __float__(self) -> float:
-        return float(self.read_value())
-
-    def __int__(self) -> int:
-        return int(self.read_value())
-
-    def __complex__(self) -> complex:
-        return complex(self.read_value())
-
-    def __index__(self) -> int:
-        return self.read_value().__index__()
-
     def __len__(self) -> int:
         return len(self._one)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.read_value())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.read_value()[index]
-
-    def __contains__(self, element: Any) -> bool:
-        return element in self.read_value()
 
     def __format__(self, format_spec: str) -> str:
         return format(self.read_value(), format_spec) if format_spec else str(self)
 
-    # Elementwise, as of tensors; so the hash is the object's own.
+    def __round__(self, digits: int = 0) -> Any:
+        return self.read_value().round(decimals=digits)
+
+    # Comparisons are elementwise, as for tensors, so the hash is the object's own.
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> Any:
@@ -166,6 +139,9 @@ class TensorLike(ABC):
     def __ne__(self, other: object) -> Any:
         return self.read_value() != other
 
+    __bool__, __float__, __int__, __complex__ = _unary(bool), _unary(float), _unary(int), _unary(complex)
+    __index__, __iter__ = _unary(operator.index), _unary(iter)
+    __getitem__, __contains__ = _binary(operator.getitem)[0], _binary(operator.contains)[0]
     __neg__ = _unary(operator.neg)
     __pos__ = _unary(operator.pos)
     __abs__ = _unary(operator.abs)
@@ -186,22 +162,19 @@ class TensorLike(ABC):
     __gt__ = _binary(operator.gt)[0]
     __ge__ = _binary(operator.ge)[0]
 
-    def __round__(self, digits: int = 0) -> Any:
-        return self.read_value().round(decimals=digits)
-
 
 def read_tensors(structure: Any) -> Any:
-    """``structure`` with the value, here and now, of each variable in it."""
+    """``structure`` with each variable replaced by its value in the calling replica."""
     return tree_map(lambda leaf: leaf.read_value() if isinstance(leaf, TensorLike) else leaf, structure)
 
 
 def read_per_replica(structure: Any) -> Any:
-    """``structure`` with the replicas' values of each variable in it."""
+    """``structure`` with each variable replaced by its values in all local replicas."""
     return tree_map(lambda leaf: leaf.per_replica if isinstance(leaf, TensorLike) else leaf, structure)
 
 
 def read_for_reduction(structure: Any) -> Any:
-    """The same, but with the bare value of a variable that is the same on all: a mean over replicas would round it."""
+    """The same, but the bare value of a variable that is equal in all replicas: a mean over them would round it."""
 
     def value(leaf: Any) -> Any:
         if not isinstance(leaf, TensorLike):

@@ -1,9 +1,9 @@
-"""One run: a body per replica, in the replicas' threads, to one result each or to one error.
+"""One run of a step: a body per replica, in the replicas' threads, to one result each or to one error.
 
     run -- a job to each thread -- slot, random numbers, caller's state, context -- body -- leave
      `---------------- waits until all have left; then results, or the first error -----------'
 
-It joins the parts of this package; what a body does is the strategy's business.
+``IssuePolicy`` decides how many replicas of one device issue work at once; the strategy decides what a body does.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ from lockstep.replicas.threads import ReplicaThreads
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
-
 WARM_UP_RUNS = 2
 TIMED_RUNS = 5
 SHORT_STEP_S = 0.02
 """Only steps shorter than this, in seconds, are tried one after another: longer ones are not bound by Python."""
+STOP_GRACE_S = 1.0
+"""Seconds that the others of a failed run get to reach a collective or their end before they are interrupted."""
+STOP_LIMIT_S = 30.0
+"""Seconds after the interrupt at which a replica that still runs is given up."""
 
 
 class _Trial:
-    """The runs of one step function so far: warm-up and timed runs at the widest, then the same at width 1."""
+    """The runs of one step function so far: warm-up and timed runs at the largest width, then the same at width 1."""
 
     def __init__(self, widest: int) -> None:
-        self.width = widest
+        self.width = self._widest = widest
         self.settled = widest == 1
         self._seconds: dict[int, list[float]] = {widest: [], 1: []}
-        self._widest = widest
 
     def record(self, seconds: float) -> None:
         """Adds a run at the present width and decides when enough have been seen."""
@@ -73,7 +75,7 @@ class _Trial:
 
 
 def code_of(fn: Callable[..., Any]) -> type | CodeType:
-    """By what a step function is known again: its code. A lambda or a bound method is a new object at every call."""
+    """The code of a step function, which identifies it: a lambda or bound method is a new object at every call."""
     code: type | CodeType = getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
     return code
 
@@ -82,7 +84,7 @@ class IssuePolicy:
     """Decides, per step function, how many replicas of one physical device issue at once.
 
     Args:
-        widest: how many may at most: the cores over a replica's share of them; 1 on a GPU.
+        widest: the largest number: the cores over a replica's share of them; 1 on a GPU.
     """
 
     def __init__(self, widest: int) -> None:
@@ -94,17 +96,11 @@ class IssuePolicy:
         return self._trial(fn).width
 
     def record(self, fn: Callable[..., Any], seconds: float) -> None:
-        """Notes that a run of ``fn`` at the width given took ``seconds``."""
+        """Notes how long a run of ``fn`` at that width took."""
         self._trial(fn).record(seconds)
 
     def _trial(self, fn: Callable[..., Any]) -> _Trial:
         return self._trials.setdefault(code_of(fn), _Trial(self._widest))
-
-
-STOP_GRACE_S = 1.0
-"""Seconds that the others of a failed run get to reach a collective or their end before they are interrupted."""
-STOP_LIMIT_S = 30.0
-"""Seconds after the interrupt at which a replica that still runs is given up."""
 
 
 def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]:
@@ -117,15 +113,16 @@ def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]
     return tuple(max(1, cores // on_cpu) if device.kind == "CPU" else 1 for device in devices)
 
 
-def _instead(device: LogicalDevice) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What a replica's calls of torch's functions are exchanged for."""
-    return {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
+def _make_rng(device: LogicalDevice, generator: torch.Generator) -> ReplicaRng:
+    # A device of kind "GPU" that computes on CPU tensors (the tests' stand-in) swaps the default generator by itself.
+    swaps = device.kind == "GPU" and device.torch_device.type == "cpu"
+    instead = {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
+    return ReplicaRng(generator, applies=(lambda: False) if swaps else in_replica, instead=instead)
 
 
-def _draws_apart(device: LogicalDevice) -> Callable[[], bool]:
-    """Where a replica's numbers on CPU tensors are its own: in its code, unless they are its device's to lend."""
-    lent = device.kind == "GPU" and device.torch_device.type == "cpu"
-    return (lambda: False) if lent else in_replica
+def _make_gpu(device: LogicalDevice, generator: torch.Generator) -> GpuReplica | None:
+    driver = driver_of(device)
+    return None if driver is None else GpuReplica(device, driver, generator.initial_seed())
 
 
 class ReplicaRunner:
@@ -133,10 +130,10 @@ class ReplicaRunner:
 
     Args:
         devices: one logical device per replica.
-        seed: of all replicas' random numbers.
+        seed: the seed of all replicas' random numbers.
         timeout_s: how many seconds a replica waits in one collective.
         first_replica: the number of the first of them among the replicas of all workers.
-        failing: hears of the error of a run that has failed at once, before its other replicas have stopped.
+        failing: called with the error of a failed run at once, before its other replicas have stopped.
     """
 
     def __init__(
@@ -156,19 +153,13 @@ class ReplicaRunner:
         self._timeout_s = timeout_s
         self._failing = failing
         generators = [replica_generator(seed, number) for number in numbers]
-        self._random = [
-            ReplicaRng(generator, applies=_draws_apart(device), instead=_instead(device))
-            for device, generator in zip(devices, generators, strict=True)
-        ]
-        self._gpu = [
-            None if (driver := driver_of(device)) is None else GpuReplica(device, driver, generator.initial_seed())
-            for device, generator in zip(devices, generators, strict=True)
-        ]
+        self._random = list(map(_make_rng, devices, generators))
+        self._gpu = list(map(_make_gpu, devices, generators))
         self._streams = RunStreams(devices)
-        sharing = Counter(device.physical.name for device in devices)
+        on_same = Counter(device.physical.name for device in devices)
         self._policies = {
             device.physical.name: IssuePolicy(
-                min(sharing[device.physical.name], max(1, cores // share)) if device.kind == "CPU" else 1
+                min(on_same[device.physical.name], max(1, cores // share)) if device.kind == "CPU" else 1
             )
             for device, share in zip(devices, shares, strict=True)
         }
@@ -191,8 +182,8 @@ class ReplicaRunner:
         """Runs one body per replica and returns their results in replica order.
 
         Args:
-            strategy: whose replicas these are.
-            fn: what the bodies call, by which the issue policy knows a step again.
+            strategy: the strategy of these replicas.
+            fn: the function that the bodies call, by which the issue policy knows a step again.
             bodies: one per replica, without arguments.
             rows: each replica's shard length, None where unknown; for messages.
 
@@ -217,12 +208,12 @@ class ReplicaRunner:
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             self._caller_team.end()
             began = time.perf_counter()
-            run = _Run(strategy, self._names, self._timeout_s, self._streams, modes)
+            run = _Run(self._names, self._timeout_s, self._streams, modes)
             self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, bodies, self._slots(fn, rows, alone=modes.one_at_a_time))
+                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=modes.one_at_a_time))
             took = time.perf_counter() - began
             self._caller_team.record(took)
             if not modes.one_at_a_time:
@@ -230,33 +221,32 @@ class ReplicaRunner:
                     policy.record(fn, took)
         return run.results
 
-    def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]) -> None:
+    def _complete(
+        self, run: _Run, strategy: Strategy, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]
+    ) -> None:
         """Hands out the bodies and waits for their ends."""
+        submitted = 0
         try:
             for replica, body in enumerate(bodies):
-                context = ReplicaContext(run.strategy, replica, self._devices[replica], run.barrier, slots[replica])
+                context = ReplicaContext(strategy, replica, self._devices[replica], run.barrier, slots[replica])
                 self._threads.submit(replica, run.job(context, slots[replica], self._random[replica], body))
-                run.submitted = replica + 1
+                submitted = replica + 1
             run.barrier.wait_until_settled()
         except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
             run.barrier.abort(interruption)
-            self._stop(run, interruption)
+            self._stop(run.barrier, submitted, interruption)
             raise
         if run.barrier.cause is not None:
-            self._stop(run, run.barrier.cause)
+            self._stop(run.barrier, submitted, run.barrier.cause)
             raise run.barrier.cause
 
     @property
     def generators(self) -> ReplicaGenerators:
-        """Where the replicas' random numbers stand."""
-        return ReplicaGenerators(self._devices, [random.generator for random in self._random], self._gpu)
+        """The generators of the replicas' random numbers."""
+        return ReplicaGenerators([random.generator for random in self._random], self._gpu)
 
     def guard(self, guards: Sequence[Guard | None]) -> None:
-        """Has each replica's calls of torch functions looked at from the next run on.
-
-        Args:
-            guards: one per replica, in replica order.
-        """
+        """Sets, per replica, the guard that sees its calls of torch functions from the next run on."""
         for random, guard in zip(self._random, guards, strict=True):
             random.guard = guard
 
@@ -266,7 +256,7 @@ class ReplicaRunner:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Runs inside the block leave no trace: in the replicas' random numbers, and in the peak of their memory."""
+        """A block whose runs leave no trace in the replicas' random numbers and in the peak of their memory."""
         drawn, peaks = self.generators.states(), [gpu.account.peak for gpu in self._on_gpus]
         try:
             yield
@@ -276,7 +266,7 @@ class ReplicaRunner:
                 gpu.account.peak = peak
 
     def abort(self, cause: BaseException) -> None:
-        """Ends the run under way, if there is one, with ``cause``. From any thread."""
+        """Ends the run in progress, if there is one, with ``cause``. From any thread."""
         if self._current is not None:
             self._current.abort(cause)
 
@@ -299,48 +289,38 @@ class ReplicaRunner:
     def _on_gpus(self) -> list[GpuReplica]:
         return [gpu for gpu in self._gpu if gpu is not None]
 
-    def _stop(self, run: _Run, cause: BaseException) -> None:
-        self._stopped = run.barrier
+    def _stop(self, barrier: ReplicaBarrier, submitted: int, cause: BaseException) -> None:
+        self._stopped = barrier
         if self._failing is not None:
             self._failing(cause)
-        for replica in range(run.submitted, len(self._devices)):
-            run.barrier.leave(replica, ReplicaStopped())
-        if run.barrier.wait_until_left(STOP_GRACE_S):
+        for replica in range(submitted, len(self._devices)):
+            barrier.leave(replica, ReplicaStopped())
+        if barrier.wait_until_left(STOP_GRACE_S):
             self._stopped = None
             return
-        interrupted = [self._names.index(name) for name in run.barrier.missing]
+        interrupted = [self._names.index(name) for name in barrier.missing]
         for replica in interrupted:
             self._threads.interrupt(replica, ReplicaStopped)
-        if run.barrier.wait_until_left(STOP_LIMIT_S):
+        if barrier.wait_until_left(STOP_LIMIT_S):
             for replica in interrupted:
                 self._threads.forget_interrupt(replica)
 
 
 class _Run:
-    """The state of one run: its meeting point and its results."""
+    """The state of one run: its barrier, its results, and the caller's state for each replica."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        names: Sequence[str],
-        timeout_s: float,
-        streams: RunStreams,
-        modes: CallerModes,
-    ) -> None:
-        self.strategy = strategy
+    def __init__(self, names: Sequence[str], timeout_s: float, streams: RunStreams, modes: CallerModes) -> None:
         self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
-        self.submitted = 0
-        self._names = names
-        self._modes = modes
+        self._names, self._modes = names, modes
         self._caller = [CallerState.capture() for _ in names]
 
     def job(
         self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
-        """What the replica's thread is given to do. It never raises; ``leave`` takes the error."""
-        replica = context.local_replica
-        caller, modes = self._caller[replica], self._modes
+        """The job of a replica's thread. It never raises; ``leave`` takes the error."""
+        replica, modes = context.local_replica, self._modes
+        caller = self._caller[replica]
         own = context.device.torch_device
 
         def in_slot() -> Any:

@@ -488,7 +488,7 @@ class DefaultStrategy(Strategy):
     @cached_property
     def generators(self) -> ReplicaGenerators:
         """The one replica draws from torch's own generators."""
-        return ReplicaGenerators([], [], [])
+        return ReplicaGenerators([], [])
 
     def trial(self) -> AbstractContextManager[None]:
         """There is nothing of its own to keep: the random numbers are torch's."""

@@ -1,9 +1,8 @@
 """What the engine needs of a GPU: streams, events, memory, CUDA graphs, and copies to and from the host.
 
-    driver         the interface to a GPU, and the choice of a driver for a logical device
-    cuda           the driver for CUDA
-    memory         what a logical device's memory pool has taken, against its ``memory_limit``
-    streams        how the replicas of GPUs take turns: their streams, generators and events
+    driver         the calls of torch.cuda, and the driver of a logical device
+    memory         the memory pool of a logical device, against its ``memory_limit``
+    streams        the order of work between replicas on GPUs: their slots, streams, generators and events
     async_scalars  numbers copied to the host without waiting for the device
     host_syncs     which operators make the host wait for the device
 

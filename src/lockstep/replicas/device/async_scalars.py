@@ -1,6 +1,6 @@
 """Scalars copied from a device to the host without waiting, and read later.
 
-    a step's sums on the device  -- stacked, copied to pinned memory, with an event behind -->  read(), a step later
+    a step's sums on the device  -- stacked, copied to pinned memory, an event recorded -->  read(), a step later
 
 On a CPU they are converted to floats at once.
 """
@@ -43,7 +43,7 @@ class AsyncScalars:
         return self._known is not None or bool(self._driver.query(self._event))
 
     def read(self) -> tuple[float, ...]:
-        """The numbers in the order of ``values``. Waits for those that are not there yet."""
+        """The numbers in the order of ``values``. Waits for those that have not arrived."""
         if self._known is None:
             if not self._driver.query(self._event):
                 self._driver.synchronize(self._event)

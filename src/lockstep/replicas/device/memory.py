@@ -1,8 +1,8 @@
 """The memory of a logical device: the size of its pool, its peak, and the error when it is above the limit.
 
-Pure bookkeeping on what a driver reports. ``reserved`` is what a pool has taken from the GPU: for tensors, and cached
-for later ones. Nobody else can use it, so it is first compared with the ``memory_limit``. Cached memory is no fault of
-the step, so only the peak of its tensors ends a step.
+Pure bookkeeping on what a driver reports. ``reserved`` is all memory that a pool has taken from the GPU: for tensors,
+and cached for later ones. No other program can use it, so it is compared with the ``memory_limit`` first. Cached memory
+is not the step's fault, so only the peak of its tensors ends a step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DeviceMemory:
     Args:
         name: the name of the logical device.
         limit: its ``memory_limit``; None without a limit.
-        in_use: the bytes in tensors.
-        reserved: the bytes taken from the GPU, for tensors and cached for later ones.
+        in_use: see ``PoolUse``.
+        reserved: see ``PoolUse``.
         peak: the maximum of ``reserved``.
     """
 
@@ -59,33 +59,26 @@ class MemoryAccount:
     Args:
         name: the name of the logical device.
         limit_mb: its ``memory_limit`` in MB; None for no limit.
+
+    Attributes:
+        limit: the limit in bytes.
+        reserved: the bytes taken from the GPU.
+        peak: the maximum of ``reserved``.
+        static: the bytes in tensors at the beginning of a run: weights and optimizer state.
+        moved: whether the size of the pool may have changed since ``begin``.
     """
 
     def __init__(self, name: str, limit_mb: int | None) -> None:
-        self._name = name
-        self._limit = None if limit_mb is None else limit_mb * MB
-        self._seen: int | None = None
+        self.name = name
+        self.limit = None if limit_mb is None else limit_mb * MB
+        self.reserved = self.peak = self.static = 0
         self.moved = True
-        """Whether the size of the pool may have changed since ``begin``."""
-        self.reserved = 0
-        self.peak = 0
-        self.static = 0
-        """The bytes in tensors at the beginning of a run: weights and optimizer state."""
-
-    @property
-    def name(self) -> str:
-        """The name of the logical device."""
-        return self._name
-
-    @property
-    def limit(self) -> int | None:
-        """The limit in bytes; None without a limit."""
-        return self._limit
+        self._seen: int | None = None
 
     @property
     def overdrawn(self) -> bool:
         """Whether the pool is larger than the limit."""
-        return self._limit is not None and self.reserved > self._limit
+        return self.limit is not None and self.reserved > self.limit
 
     def outdated(self, resizes: int) -> bool:
         """Whether the pool may have another size than at the last ``enter``."""
@@ -114,11 +107,11 @@ class MemoryAccount:
             DeviceMemoryError: it is above the limit. The message names the largest batch expected to fit, assuming that
                 what exceeds ``static`` is proportional to the rows.
         """
-        if self._limit is None or top <= self._limit:
+        if self.limit is None or top <= self.limit:
             return
         raise DeviceMemoryError(
-            f"{self._name} has a memory_limit of {self._limit // MB} MB, but the step took {top / MB:.0f} MB; "
-            f"{self._advice(self._limit, top, rows)}"
+            f"{self.name} has a memory_limit of {self.limit // MB} MB, but the step took {top / MB:.0f} MB; "
+            f"{self._advice(self.limit, top, rows)}"
         )
 
     def _advice(self, limit: int, top: int, rows: int | None) -> str:
@@ -132,15 +125,7 @@ class MemoryAccount:
 
 
 def out_of_memory(account: MemoryAccount, pool: PoolUse, *, free: int, total: int, rows: int | None) -> str:
-    """The error message if the GPU itself has no more memory.
-
-    Args:
-        account: the account of the logical device.
-        pool: the present size of its pool.
-        free: the free bytes of the GPU.
-        total: all bytes of the GPU.
-        rows: the examples in the replica's shard; None if unknown.
-    """
+    """The error message if the GPU itself, with ``free`` of ``total`` bytes free, has no more memory."""
     limit = "" if account.limit is None else f" of a memory_limit of {account.limit // MB} MB"
     batch = f" than the {rows} examples of this one" if rows else ""
     return (

@@ -1,4 +1,4 @@
-"""Replicas on GPUs: one issues work at a time, each on its own stream, and events keep the program's order.
+"""Replicas on GPUs: one at a time issues work, each on its own stream, and events keep the program's order.
 
     caller      --x.......................................x-->   x  an event is recorded, and others wait for it
     replica 0     '--forward--backward--x.......x--update-'      .  nothing is queued here meanwhile
@@ -8,9 +8,9 @@
 Replicas of one GPU issue one after another and hand over at collectives, so random numbers drawn from the GPU's
 generator during a slot are that replica's. The GPU works on all their streams at once.
 
-These events also make memory safe. torch reuses freed memory on the stream that it was allocated on. Other replicas use
-what a replica has allocated only while values are combined, and its stream continues behind that; replicas use what the
-combination has allocated, and the next one starts behind all of them. The same holds at both ends of a run.
+The events also make memory safe, since torch reuses freed memory on the stream on which it was allocated. Other
+replicas use memory of a replica only while values are combined, and its stream continues behind that; replicas use
+memory of the combination, and the next one starts behind all of them. The same holds at both ends of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.replica_barrier import DeviceEvent, IssueGate
+from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
 from lockstep.replicas.device.driver import DeviceDriver, StreamEvent, driver_of
@@ -29,7 +29,7 @@ from lockstep.replicas.device.memory import DeviceMemory, MemoryAccount, PoolUse
 
 
 class GpuReplica:
-    """What a replica on a GPU keeps between its slots: stream, its generator, the account of its memory.
+    """The state of a replica on a GPU between its slots: its stream, its generator, the account of its memory.
 
     Args:
         device: the logical device.
@@ -37,14 +37,14 @@ class GpuReplica:
         seed: the seed of its generator.
 
     Raises:
-        ConfigError: the device has a memory_limit, which another allocator than torch's own cannot report on.
+        ConfigError: the device has a memory_limit, and torch uses another allocator than its own.
     """
 
     def __init__(self, device: LogicalDevice, driver: DeviceDriver, seed: int) -> None:
         if device.memory_limit is not None and not driver.limits_pools():
             raise ConfigError(
-                f"{device.name} has a memory_limit, and torch has been told to use another allocator than its own, "
-                "whose memory cannot be told apart by share; leave PYTORCH_ALLOC_CONF's backend at native"
+                f"{device.name} has a memory_limit, and torch is set to use another allocator than its own, whose "
+                "memory cannot be attributed to shares; leave PYTORCH_ALLOC_CONF's backend at native"
             )
         self.device = device
         self.driver = driver
@@ -54,11 +54,8 @@ class GpuReplica:
 
     def memory(self) -> DeviceMemory:
         """The present and peak size of its memory pool."""
-        pool = self.look()
-        account = self.account
-        return DeviceMemory(
-            name=account.name, limit=account.limit, in_use=pool.in_use, reserved=pool.reserved, peak=account.peak
-        )
+        pool, own = self.look(), self.account
+        return DeviceMemory(name=own.name, limit=own.limit, in_use=pool.in_use, reserved=pool.reserved, peak=own.peak)
 
     def look(self) -> PoolUse:
         """Updates the account with the present size of the pool, and returns it."""
@@ -92,7 +89,7 @@ class GpuReplica:
         pool = self.look()
         if not self.account.overdrawn:
             return
-        # Nobody else computed on the GPU during this slot, so the GPU's peak above its present use is this replica's,
+        # No other replica computed on the GPU during this slot, so the GPU's peak above its present use is this one's,
         # but for batches that came or went. And its tensors cannot have taken more than its pool has.
         top = min(pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu), pool.reserved)
         self.account.check(top, rows)
@@ -100,23 +97,23 @@ class GpuReplica:
         self.look()
 
     def out_of_memory(self, rows: int | None) -> DeviceMemoryError:
-        """The error to raise if the GPU itself has no more memory, with the name and sizes of the logical device."""
+        """The error to raise if the GPU itself has no more memory."""
         free, total = self.driver.free_and_total(self.device.torch_device)
         return DeviceMemoryError(out_of_memory(self.account, self.look(), free=free, total=total, rows=rows))
 
 
 class GpuSlot:
-    """The issue slot of one replica on its GPU.
+    """The issue slot of one replica on its GPU; see ``IssueGate`` for its methods.
 
     Args:
-        slots: the gate of the physical device, of width 1.
+        gate: the gate of the physical device, of width 1.
         replica: the replica.
         rows: the length of the replica's shard, for messages; None if unknown.
         alone: whether this process has no other replica, so that no events are needed.
     """
 
-    def __init__(self, slots: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
-        self._slots = slots
+    def __init__(self, gate: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
+        self._gate = gate
         self._replica = replica
         self._rows = rows
         self._alone = alone
@@ -125,17 +122,16 @@ class GpuSlot:
 
     def acquire(self) -> None:
         """Waits for the slot, then makes the replica's stream and generator the GPU's current ones."""
-        self._slots.acquire()
+        self._gate.acquire()
         replica = self._replica
         with ExitStack() as held:
-            held.callback(self._slots.release)
+            held.callback(self._gate.release)
             held.enter_context(replica.driver.on_stream(replica.stream))
             held.enter_context(self._drawing())
             replica.begin_peak()
             self._held = held.pop_all()
 
     def release(self) -> None:
-        """Gives the slot up."""
         held, self._held = self._held, None
         if held is not None:
             held.close()
@@ -144,21 +140,14 @@ class GpuSlot:
         """Raises DeviceMemoryError if the slot took more memory than the limit of the device."""
         self._replica.check(self._rows)
 
-    def record_event(self) -> DeviceEvent | None:
-        """An event behind what the replica has queued so far; None for the only replica of the process."""
+    def record_event(self) -> StreamEvent | None:
         if self._alone:
             return None
         driver = self._replica.driver
         return StreamEvent(driver, self._replica.device.torch_device, driver.record(self._replica.stream))
 
-    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
-        """Lets the replica's stream, and what its thread queues on other GPUs, wait for ``events``."""
-        for event in events:
-            event.wait()
-
     @contextmanager
     def with_default_rng(self) -> Iterator[None]:
-        """A block in which the GPU's default generator is the one outside replicas."""
         replica, gpu = self._replica, self._replica.device.torch_device
         replica.driver.restore_generator(gpu, replica.generator, self._others)
         try:
@@ -169,11 +158,6 @@ class GpuSlot:
 
     @contextmanager
     def naming_device(self) -> Iterator[None]:
-        """A block in which an out-of-memory error names the logical device.
-
-        Raises:
-            DeviceMemoryError: in place of torch's own error.
-        """
         try:
             yield
         except DeviceMemoryError:
@@ -192,9 +176,10 @@ class GpuSlot:
 
 
 class RunStreams:
-    """All streams of a strategy's GPUs during one run, among them those on which values of all replicas are combined.
+    """All streams of a strategy's GPUs during one run, and those on which values of all replicas are combined.
 
-    A context manager around a run: replicas see what the caller queued before, and the caller sees all that they did.
+    A context manager around a run: replicas start behind the caller's earlier work, and the caller's later work runs
+    behind theirs.
 
     Args:
         devices: the logical device of each local replica. CPUs have no streams; a single replica combines on its own.
@@ -229,8 +214,11 @@ class RunStreams:
                 event.wait()
 
     @contextmanager
-    def after(self, events: Sequence[DeviceEvent]) -> Iterator[None]:
-        """See ``CombineStreams``. The current device is the first replica's, whichever thread runs this."""
+    def after(self, events: Sequence[StreamEvent]) -> Iterator[None]:
+        """A block in which the calling thread queues work on the streams for combining, behind ``events``.
+
+        The current device is the first replica's, whichever thread runs this.
+        """
         with ExitStack() as stack:
             for driver, _, stream in reversed(self._meeting):
                 stack.enter_context(driver.on_stream(stream))
@@ -238,7 +226,7 @@ class RunStreams:
                 event.wait()
             yield
 
-    def record_events(self) -> Sequence[DeviceEvent]:
+    def record_events(self) -> Sequence[StreamEvent]:
         """Events behind what has been queued on the streams for combining."""
         return self._record(self._meeting)
 
@@ -248,17 +236,14 @@ class RunStreams:
 
 
 def device_memory_of(device: LogicalDevice) -> DeviceMemory | None:
-    """The memory of a logical device that this process has taken, with any strategy; None for a CPU."""
+    """The memory that this process has taken on a logical device, with any strategy; None for a CPU."""
     driver = driver_of(device)
     return None if driver is None else GpuReplica(device, driver, seed=0).memory()
 
 
 @contextmanager
 def allocating_on(device: LogicalDevice) -> Iterator[None]:
-    """A block in which the calling thread allocates from the pool of ``device``, in order with its other work.
-
-    For use outside replicas. On a CPU it does nothing.
-    """
+    """A block outside replicas that allocates from the pool of ``device``, in order with the thread's other work."""
     driver = driver_of(device)
     if driver is None:
         yield
