@@ -67,7 +67,7 @@ def on_all(act: Callable[[MeshCommunicator], Any]) -> list[Any]:
     barrier = Barrier(4)
 
     def body(index: int) -> Any:
-        replica = GRID.place(index).replica
+        replica = GRID.coordinate(index).replica
         job = ThreadJob(index, table, barrier)
         return act(MeshCommunicator(job, replica=replica, leaders=GRID.leaders(GRID.pipeline - 1), chief=index == 0))
 
