@@ -49,12 +49,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        replica: int,
-        device: LogicalDevice,
-        barrier: ReplicaBarrier | None,
-        slot: IssueSlot,
+        self, strategy: Strategy, replica: int, device: LogicalDevice, barrier: ReplicaBarrier | None, slot: IssueSlot
     ) -> None:
         self.strategy = strategy
         self.device = device

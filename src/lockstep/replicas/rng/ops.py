@@ -34,11 +34,7 @@ def _dropout(function: Any, *, batched_ndim: int | None = None, alpha: bool = Fa
     drop = _alpha if alpha else _zero
 
     def dropout(
-        generator: torch.Generator,
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = default,
-        inplace: bool = False,
+        generator: torch.Generator, input: torch.Tensor, p: float = 0.5, training: bool = default, inplace: bool = False
     ) -> torch.Tensor:
         if not training or not 0 < p <= 1:
             untouched: torch.Tensor = function(input, p, training, inplace)
