@@ -101,7 +101,7 @@ class Communicator(ABC):
         """Gathers some numbers of every worker, in worker order. Every worker must call it.
 
         Args:
-            name: the purpose of the call; equal on all workers.
+            name: the purpose of the call; equal on all workers, as for all collectives.
             numbers: at most 16, the same count on every worker; sent in double precision.
 
         Raises:
@@ -149,11 +149,7 @@ class Communicator(ABC):
 
 
 class SingleWorkerCommunicator(Communicator):
-    """The communicator of a process by itself: each collective returns what it was given.
-
-    Args:
-        replicas: the number of local replicas.
-    """
+    """The communicator of a process by itself: each collective returns its argument."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(0, (replicas,), ("worker 0",))
@@ -197,10 +193,7 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
 
 
 def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | None:
-    """Runs ``act`` on the chief while the others wait. Every worker must call it.
-
-    Returns:
-        The result of ``act`` on the chief; None on the others.
+    """Runs ``act`` on the chief while the others wait; None on the others. Every worker must call it.
 
     Raises:
         Exception: on the chief, what ``act`` raised.
@@ -221,15 +214,10 @@ def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | 
 
 
 def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> None:
-    """Checks that every worker has the same ``lines``. Every worker must call it; all raise the same error.
-
-    Args:
-        workers: the communicator.
-        what: the name of what the lines describe, such as "the model".
-        lines: strings without line breaks.
+    """Checks that every worker has the same ``lines`` about ``what``, such as "the model". Every worker must call it.
 
     Raises:
-        ClusterError: a worker has other lines than the chief; the message shows the first difference.
+        ClusterError: a worker has other lines than the chief; all raise it, with the first difference.
     """
     if workers.is_single:
         return

@@ -1,11 +1,8 @@
 """The communicator of a job over ``torch.distributed``: gloo in host memory, NCCL between GPUs.
 
-    all_gather_numbers       one record of every worker to all: is it the same call, with the same data?
-    all_reduce, all_gather   such a record first, then the tensors
-    new_group                a process group without records, for sums that run while the program goes on
-
-A record costs one message to every worker and back. Sums have the same bits on all workers and in every run of the same
-layout: the order in which gloo's ring adds does not depend on who comes first.
+Before each collective every worker sends a record, so that calls or data that differ are an error and not a hang.
+``new_group`` makes a process group without records, for sums that run beside the program. Sums have the same bits on
+all workers and in every run of the same layout: the order in which gloo's ring adds does not depend on timing.
 """
 
 from __future__ import annotations
@@ -38,14 +35,8 @@ _DIGEST_FACTOR = 0x100000001B3
 class CallRecord:
     """A record of fixed size that every worker sends before each collective, to find calls or data that differ.
 
-    Args:
-        name: the call; equal on all workers.
-        where: the line of the program that made it, for messages.
-        sequence: the number of collectives before this one.
-        numbers: values for all workers.
-        length: the length of the payload that follows, in bytes.
-        flags: bits of ``ControlFlags``.
-        digest: 64 bits that must be equal on all workers.
+    Its name and digest must be equal on all workers; ``where`` is the line of the program that made the call, for
+    messages, ``sequence`` the number of collectives before it, and ``length`` the bytes of the payload that follows.
     """
 
     name: str
@@ -73,11 +64,7 @@ class CallRecord:
 
 
 def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> None:
-    """Checks that all workers are at the same call, with the same data.
-
-    Raises:
-        CollectiveError: they are not; the message says which worker is where.
-    """
+    """Raises a CollectiveError that says which worker is where, unless all are at the same call with the same data."""
     calls = {(record.name, record.sequence, len(record.numbers)) for record in records}
     if len(calls) > 1:
         places = "; ".join(f"{worker} is at {_place(record)}" for worker, record in zip(workers, records, strict=True))
@@ -97,11 +84,11 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
 
 
 class DistributedCommunicator(Communicator):
-    """This worker among the workers of a job. Calls are made one at a time, in program order.
+    """The communicator of a job that all workers have joined, or of some of them. Calls are made one at a time.
 
     Args:
-        membership: the job, which all workers have joined.
-        replicas: the number of local replicas of each worker, in worker order.
+        membership: the job.
+        replicas: see ``Communicator``.
         nccl: whether tensors on GPUs are summed with NCCL.
         timeout_s: how many seconds a collective waits for a worker that is alive and does not come.
         members: the ranks of the workers that take part, ascending, this one among them; None for all.
@@ -138,12 +125,10 @@ class DistributedCommunicator(Communicator):
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         with self._one_call:
-            lengths = [record.length for record in self._exchange_records(name, length=len(payload))]
-            padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-            if payload:
-                padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            gathered = self._gather(padded, name)
-        return [bytes(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
+            records = self._exchange_records(name, length=len(payload))
+            own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
+            gathered = self._gather_padded(own, records, name)
+        return [each[: record.length].numpy().tobytes() for each, record in zip(gathered, records, strict=True)]
 
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._one_call:
@@ -154,16 +139,11 @@ class DistributedCommunicator(Communicator):
         axis %= tensor.ndim
         rest = [str(length) for dim, length in enumerate(tensor.shape) if dim != axis]
         call = f"{name} of {tensor.dtype} ({', '.join(rest)}) and axis {axis}"
+        flat = as_bytes(tensor)
         with self._one_call:
-            lengths = [int(record.numbers[0]) for record in self._exchange_records(call, (tensor.shape[axis],))]
-            flat = as_bytes(tensor)
-            # An empty tensor does not have the length of a row, so the workers gather that too.
-            longest = flat.numel() // max(1, tensor.shape[axis]) * max(lengths) if flat.numel() else 0
-            longest = max(1, *(int(each) for each in self._gather(torch.tensor([longest]), name)))
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: flat.numel()] = flat
-            gathered = self._gather(padded, name)
-        shapes = [(*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]) for length in lengths]
+            records = self._exchange_records(call, (tensor.shape[axis],), length=flat.numel())
+            gathered = self._gather_padded(flat, records, name)
+        shapes = [(*tensor.shape[:axis], int(each.numbers[0]), *tensor.shape[axis + 1 :]) for each in records]
         return [
             from_bytes(each, tensor.dtype, shape).to(tensor.device)
             for each, shape in zip(gathered, shapes, strict=True)
@@ -212,6 +192,12 @@ class DistributedCommunicator(Communicator):
         self._digest = 0
         self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), sent=flags)
         return records
+
+    def _gather_padded(self, flat: torch.Tensor, records: Sequence[CallRecord], name: str) -> list[torch.Tensor]:
+        """Gathers uint8 tensors of the lengths in the records, each padded to the longest."""
+        padded = torch.zeros(max(1, *(record.length for record in records)), dtype=torch.uint8)
+        padded[: flat.numel()] = flat
+        return self._gather(padded, name)
 
     def _gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         into = [torch.empty_like(tensor) for _ in self.replicas]

@@ -57,10 +57,6 @@ class CommunicationOptions:
 
 
 def check_waiting_time(name: str, seconds: float) -> None:
-    """Checks that a waiting time is above 0.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raises a ConfigError unless a waiting time is above 0."""
     if not seconds > 0:
         raise ConfigError(f"{name}={seconds!r} is no waiting time; give a number of seconds above 0")

@@ -20,10 +20,7 @@ T = TypeVar("T")
 
 
 class PerReplica(Generic[T]):
-    """One value per replica, free to differ.
-
-    Args:
-        values: the values in the order of the replicas; at least one.
+    """One value per replica, in the order of the replicas; they are free to differ.
 
     Example:
         >>> import lockstep as ls
@@ -60,11 +57,7 @@ class PerReplica(Generic[T]):
 
 
 def select(structure: Any, replica: int, num_replicas: int) -> Any:
-    """Replica ``replica``'s view of ``structure``: each PerReplica is replaced by that replica's value.
-
-    Raises:
-        ConfigError: a PerReplica holds another number of values than there are replicas.
-    """
+    """Replica ``replica``'s view of ``structure``: each PerReplica is replaced by that replica's value."""
 
     def pick(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica):

@@ -49,7 +49,7 @@ class ProcessGroup:
         membership: the job.
         name: equal on all members, and different from that of any other group of theirs.
         gpu: this worker's GPU, for NCCL; None for gloo, in host memory.
-        timeout_s: how many seconds a wait takes at most while all workers are alive.
+        timeout_s: the longest wait while all workers are alive.
         members: the ranks of the members, ascending; None for all workers.
     """
 
@@ -228,12 +228,6 @@ class GroupConnections:
     gloo does not expose its sockets. But each member publishes the address on which it listens in the store: a
     connection that this worker accepted is at its own address, and one that it opened leads to another's. No other
     socket of the process is touched.
-
-    Args:
-        store: the store of the group.
-        rank: this worker's rank in the group.
-        size: the number of members.
-        seconds: how long a connection may stay without an acknowledgement.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
@@ -269,11 +263,10 @@ def _published(store: Store, rank: int) -> bytes:
 
 def _connects(each: socket.socket, own: bytes, others: list[bytes]) -> bool:
     try:
-        here, there = each.getsockname(), each.getpeername()
+        here, there = (_sockaddr(each.family, address) for address in (each.getsockname(), each.getpeername()))
     except OSError:  # it listens, or is closed already
         return False
-    remote = _sockaddr(each.family, there)
-    return _sockaddr(each.family, here) in own or any(remote in published for published in others)
+    return here in own or any(there in published for published in others)
 
 
 def _sockaddr(family: int, address: tuple[str, int]) -> bytes:

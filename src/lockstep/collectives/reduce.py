@@ -29,11 +29,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """The operation named ``op``, "sum" or "mean" in any case.
-
-        Raises:
-            ConfigError: no such operation.
-        """
+        """The operation named ``op``, "sum" or "mean" in any case."""
         if isinstance(op, cls):
             return op
         try:
@@ -49,8 +45,8 @@ def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], ax
     Args:
         workers: this worker's communicator.
         op: sum or mean.
-        values: tensors, numbers or lists of numbers, one per local replica, in replica order. Without an axis tensors
-            must have one shape; with an axis that dimension may differ in length.
+        values: tensors, numbers or lists of numbers, one per local replica, in replica order; of one shape, except in
+            dimension ``axis``.
         axis: None adds the values elementwise. A dimension adds within each value along it first; the mean is then
             the total sum over the total count, so that uneven shards come out right.
 
@@ -81,11 +77,7 @@ def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], ax
 
 
 def gather_across(workers: Communicator, name: str, values: Sequence[Any], axis: int) -> torch.Tensor:
-    """Concatenates the values of all replicas of all workers, in replica order. Every worker must call it.
-
-    Raises:
-        ConfigError: a value without that dimension, or shapes that differ in another one.
-    """
+    """Concatenates the values of all replicas of all workers, in replica order. Every worker must call it."""
     tensors = [_as_tensor(value) for value in values]
     for tensor in tensors:
         _length(tensor, axis)
@@ -103,11 +95,7 @@ def sum_across(workers: Communicator, name: str, tensors: Sequence[torch.Tensor]
 
 
 def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elementwise sum, on the first tensor's device, added in the order given. Booleans are counted.
-
-    Raises:
-        ConfigError: the shapes differ.
-    """
+    """The elementwise sum, on the first tensor's device, added in the order given. Booleans are counted."""
     first = tensors[0]
     if any(tensor.shape != first.shape for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -149,11 +137,7 @@ def mark_summed(gradient: torch.Tensor) -> None:
 
 
 def refuse_summed(what: str, values: Iterable[Any]) -> None:
-    """Checks, before ``what`` adds up values over the replicas, that none of them is such a sum already.
-
-    Raises:
-        UsageError: one of them is.
-    """
+    """Raises a UsageError if a value that ``what`` is about to add up over the replicas is such a sum already."""
     for value in values:
         if isinstance(value, torch.Tensor) and getattr(value, _MARK, False):
             raise UsageError(
@@ -164,12 +148,7 @@ def refuse_summed(what: str, values: Iterable[Any]) -> None:
 
 
 def all_reduce(replica: ReplicaContext, op: ReduceOp, value: Any) -> Any:
-    """Sums or averages ``value`` over all replicas; each gets its own copy. Every replica must call it.
-
-    Raises:
-        ConfigError: the shapes differ between replicas.
-        UsageError: the sum of a gradient that is a sum over all replicas already.
-    """
+    """Sums or averages ``value`` over all replicas; each gets its own copy. Every replica must call it."""
     value, name = read_tensors(value), f"all_reduce({op.value})"
     if op is ReduceOp.SUM:
         refuse_summed(name, [value])
@@ -180,11 +159,7 @@ def all_reduce(replica: ReplicaContext, op: ReduceOp, value: Any) -> Any:
 
 
 def all_gather(replica: ReplicaContext, value: Any, axis: int) -> torch.Tensor:
-    """Concatenates ``value`` of all replicas along ``axis``; lengths may differ there. Every replica must call it.
-
-    Raises:
-        ConfigError: shapes differ in another dimension, or there is no such dimension.
-    """
+    """Concatenates ``value`` of all replicas along ``axis``; lengths may differ there. Every replica must call it."""
     gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(read_tensors(value)), replica, axis)  # type: ignore[no-untyped-call]
     return gathered
 

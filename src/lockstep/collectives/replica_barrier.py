@@ -35,12 +35,9 @@ IssueSlot: TypeAlias = "IssueGate | GpuSlot"
 
 
 class IssueGate:
-    """A first-come, first-served gate, and the issue slot of replicas on a CPU.
+    """A first-come, first-served gate for ``width`` replicas, and the issue slot of replicas on a CPU.
 
     It is made anew for every run, so that an aborted run cannot leave it closed.
-
-    Args:
-        width: how many replicas may issue at once; at least 1.
     """
 
     def __init__(self, width: int) -> None:
@@ -143,7 +140,6 @@ class ReplicaBarrier:
 
     @property
     def missing(self) -> list[str]:
-        """The replicas that have neither returned nor failed."""
         with self._lock:
             return [name for replica, name in enumerate(self._replicas) if replica not in self._left]
 
@@ -192,11 +188,7 @@ class ReplicaBarrier:
             self._changed.notify_all()
 
     def stop_if_ended(self) -> None:
-        """Stops a replica that has waited elsewhere, if the run has ended meanwhile.
-
-        Raises:
-            ReplicaStopped: the run has ended because of another replica.
-        """
+        """Raises ReplicaStopped in a replica that has waited elsewhere, if the run has ended meanwhile."""
         with self._lock:
             self._stop_if_ended()
 

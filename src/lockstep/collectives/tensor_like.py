@@ -36,7 +36,6 @@ def _unary(operation: Callable[[Any], Any]) -> Callable[[TensorLike], Any]:
 def _binary(
     operation: Callable[[Any, Any], Any],
 ) -> tuple[Callable[[TensorLike, Any], Any], Callable[[TensorLike, Any], Any]]:
-    """An operator, and its reflected form."""
     return (
         lambda self, other: operation(self.read_value(), other),
         lambda self, other: operation(other, self.read_value()),
@@ -114,7 +113,6 @@ class TensorLike(ABC):
     __iand__ = __ior__ = __ixor__ = _in_place
 
     def numpy(self) -> Any:
-        """The value as a new NumPy array."""
         return self.read_value().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

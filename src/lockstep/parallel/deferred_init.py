@@ -28,12 +28,7 @@ _OVERWRITING = frozenset(
 
 
 class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Prevents writes into all tensors of a model but one, and records which tensors would be written.
-
-    Args:
-        tensors: the tensors of the model, by name; each has its own storage.
-        only: the name of the one that may be written; None for none.
-    """
+    """Prevents writes into all ``tensors`` of a model but ``only`` one, and records which would be written."""
 
     def __init__(self, tensors: Mapping[str, Tensor], only: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,7 +39,6 @@ class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def written(self) -> frozenset[str]:
-        """The names of all tensors that are written, at least in part."""
         return frozenset(self._adjusted | self._overwritten.keys())
 
     def overwritten(self, name: str) -> int:
@@ -70,7 +64,6 @@ class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes into."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -250,7 +243,6 @@ def _run(module: str, run: Callable[[], None]) -> None:
 
 @contextmanager
 def _drawing_from(number: int) -> Iterator[None]:
-    """A block with this seed in torch's default generator, whose state is restored afterwards."""
     with DEFAULT_GENERATOR_LOCK:
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(number)
@@ -264,7 +256,7 @@ def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Ten
     """This worker's shard of a tensor, as a plain one, which may be ``whole`` itself. Nothing is sent.
 
     Args:
-        whole: the tensor, of any device and dtype.
+        whole: the tensor.
         like: the worker's own, which may be a DTensor, and on the meta device.
         order: the column that stands in each place, if the model's columns were reordered.
     """
@@ -282,11 +274,11 @@ def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Ten
 def materialize(
     module: nn.Module, weights: DeferredInit, orders: Mapping[str, Tensor], device: torch.device | None = None
 ) -> None:
-    """Gives all tensors of a divided module that are on the meta device their initial values, one after another.
+    """Gives all tensors of a worker's part that are on the meta device their initial values, one after another.
 
     Args:
-        module: a part of the model; its ties stay.
-        weights: the whole model's.
+        module: the part; its ties stay.
+        weights: the initial values of the whole model.
         orders: see ``TensorSharding.orders``.
         device: the device of the tensors; None is the CPU.
     """

@@ -51,12 +51,6 @@ def shard_stages(
 ) -> StageWeights | None:
     """Shards a worker's stages over the workers of ``mesh``, in place. All must call it; nothing is sent.
 
-    Args:
-        module: the model, cut down to the stages.
-        stages: this worker's.
-        pipelining: the schedule.
-        mesh: the workers that hold the same stages.
-
     Returns:
         What goes around each pass; None where FSDP's own hooks unshard each part.
 
@@ -132,11 +126,8 @@ class StageWeights:
     def during(self, *, backward: bool) -> Iterator[None]:
         """Goes around a pass of a shard; all who share must make it, with or without rows.
 
-        Inside the block the weights, and their gradients, are plain and whole; afterwards each worker has the sums of
-        the gradients for its share.
-
-        Args:
-            backward: whether gradients are computed.
+        Inside the block the weights, and their gradients, are plain and whole; after a ``backward`` pass each worker
+        has the sums of the gradients for its share.
         """
         with torch.no_grad():
             self._root(torch.zeros(()))  # torch finds the root of the units in the first forward pass

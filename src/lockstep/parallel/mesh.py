@@ -88,10 +88,7 @@ class WorkerMesh:
             process_group.abort(self._on_gpus)
 
     def close(self) -> None:
-        """Ends the groups, and every wait in them. Idempotent.
-
-        Their threads and sockets end with the last part of a model that holds a group.
-        """
+        """Ends the groups, and every wait in them. Their threads and sockets end with the last holder. Idempotent."""
         atexit.unregister(self.close)
         backends, self._backends = self._backends, []
         for connections in self._connections:

@@ -38,7 +38,6 @@ class MeshLayout:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return self.data * self.pipeline * self.tensor
 
     @property
@@ -47,13 +46,11 @@ class MeshLayout:
         return self.pipeline, self.data, self.tensor
 
     def coordinate(self, rank: int) -> MeshCoordinate:
-        """The coordinate of a worker."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.data)
         return MeshCoordinate(stage=stage, replica=replica, tensor=tensor)
 
     def rank(self, at: MeshCoordinate) -> int:
-        """The rank of the worker at a coordinate."""
         return (at.stage * self.data + at.replica) * self.tensor + at.tensor
 
     def data_group(self, rank: int) -> tuple[int, ...]:
@@ -122,11 +119,7 @@ def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, ten
 
 
 def check_divides(name: str, degree: int, sizes: Sequence[tuple[str, int]]) -> None:
-    """Checks that the degree called ``name`` divides all of a model's sizes, given with their names.
-
-    Raises:
-        ConfigError: it does not; the message has the degrees that would.
-    """
+    """Raises a ConfigError if the degree called ``name`` does not divide all of a model's sizes, given with names."""
     for size_name, size in sizes:
         if size % degree:
             fitting = [number for number in range(1, size + 1) if all(other % number == 0 for _, other in sizes)]

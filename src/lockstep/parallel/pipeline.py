@@ -207,7 +207,6 @@ class Pipeline:
             self._examine = None
 
     def _inputs(self, x: Any, rows: int) -> tuple[Tensor, dict[str, Any]]:
-        """The token ids, and the other inputs by name."""
         given = self._arguments.of_inputs(x)
         named = dict(given) if rows else with_dummy_row(given)
         tokens = named.pop(_TOKENS, None)

@@ -6,11 +6,12 @@ split is the one whose largest cost is the smallest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from operator import add
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from lockstep.errors import ConfigError
@@ -26,9 +27,11 @@ zero_bubble: the backward pass in two, for the inputs and for the weights; no wo
 idle time ("ZB1P" of Qi et al. 2023, arXiv 2401.10241).
 zero_bubble_v: the same with two stages on each worker, the second ones in reverse order, so that the first worker has
 the embeddings and the outputs ("ZB-V", section 6 there)."""
-_ONE_STAGE = ("1f1b", "gpipe")
+_STAGES_PER_WORKER: Mapping[ScheduleName, tuple[int, float]] = MappingProxyType(
+    {"1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (2, inf), "zero_bubble": (1, inf), "zero_bubble_v": (2, 2)}
+)
+"""The least and the most."""
 _IN_ROUNDS = ("interleaved", "zero_bubble")
-_SEVERAL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,6 @@ class PipelineConfig:
 
     @property
     def stages(self) -> int:
-        """The number of stages of all workers."""
         return self.workers * self.stages_per_worker
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
@@ -104,7 +106,7 @@ def choose_pipeline_config(
             f"stages_per_worker={stages_per_worker} is about pipelines, and pipeline=1 is none; leave it out"
         )
     if stages_per_worker is None:
-        stages_per_worker = 1 if workers == 1 or schedule in _ONE_STAGE else _SEVERAL
+        stages_per_worker = 1 if workers == 1 or _STAGES_PER_WORKER.get(schedule, (1, 1))[1] == 1 else 2
     if microbatches is None:
         microbatches = 2 * workers if workers > 1 else 1
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < workers:
@@ -118,11 +120,7 @@ def choose_pipeline_config(
 
 
 def check_layers(pipelining: PipelineConfig, layers: int) -> None:
-    """Checks that several stages per worker are no more stages than a model has layers.
-
-    Raises:
-        ConfigError: they are; the message has the numbers that fit.
-    """
+    """Raises a ConfigError if several stages per worker are more stages than a model has layers."""
     each, workers = pipelining.stages_per_worker, pipelining.workers
     if each == 1 or pipelining.stages <= layers:
         return
@@ -138,19 +136,12 @@ def check_layers(pipelining: PipelineConfig, layers: int) -> None:
 
 
 def _check_stages(schedule: ScheduleName, each: int) -> None:
-    given = f"stages_per_worker={each!r}"
-    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        raise ConfigError(f"{given} is no number of stages; give one from 1, or leave it out")
-    if schedule in _ONE_STAGE and each > 1:
+    least, most = _STAGES_PER_WORKER[schedule]
+    if isinstance(each, bool) or not isinstance(each, int) or not least <= each <= most:
         raise ConfigError(
-            f"{given} goes with schedule={schedule!r}, which has one stage on each worker; choose interleaved or "
-            "zero_bubble"
-        )
-    if schedule == "interleaved" and each == 1:
-        raise ConfigError(f"{given} is what schedule='1f1b' has; choose that, or give interleaved at least 2")
-    if schedule == "zero_bubble_v" and each != _SEVERAL:
-        raise ConfigError(
-            f"{given} goes with schedule='zero_bubble_v', which has two stages on each worker; leave it out"
+            f"stages_per_worker={each!r} goes with schedule={schedule!r}, which has "
+            f"{least if least == most else f'{least} or more'} stages on each worker; leave it out, or choose another "
+            f"schedule of {', '.join(SCHEDULES)}"
         )
 
 
@@ -223,11 +214,7 @@ def _best(
 
 
 def check_split(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
-    """Checks a user's number of layers of each stage, and returns it.
-
-    Raises:
-        ConfigError: another number of stages or of layers, or a stage without any.
-    """
+    """Returns a user's number of layers of each stage; raises a ConfigError if they do not fit."""
     if len(given) != stages or sum(given) != layers or min(given) < 1:
         raise ConfigError(
             f"pipeline_split={tuple(given)!r} does not divide {layers} layers into {stages} stages; give {stages} "

@@ -223,7 +223,6 @@ class TraceRecorder:
 
     @contextmanager
     def recording(self, action: Action) -> Iterator[None]:
-        """A block whose time is recorded as an action."""
         begin = time.perf_counter()
         try:
             yield
@@ -237,7 +236,7 @@ class TraceRecorder:
 
 
 class TracedStage(PipelineStage):
-    """torch's stage for microbatches of one shape.
+    """torch's stage for microbatches of one shape, which records its actions.
 
     Args:
         stage: the module.
@@ -245,7 +244,7 @@ class TracedStage(PipelineStage):
         group: the workers of the pipeline, in their order.
         takes: the shape and dtype of the input, on the meta device.
         gives: the same of the output; not used on the last stage.
-        recorder: records the stage's actions.
+        recorder: records the actions.
         device: the device of the hidden states.
     """
 

@@ -54,7 +54,6 @@ class PipelineTrace:
 
     @property
     def begin(self) -> float:
-        """The begin of the first action of all."""
         return min(slot.begin for slots in self.workers for slot in slots)
 
     @property

@@ -27,12 +27,9 @@ TOKENS = 1
 
 
 class SequenceSharding:
-    """Has the first layer of each stage divide the sequences, and the last one gather them.
+    """Has the first layer of each stage divide the sequences among the ranks of ``mesh``, and the last one gather them.
 
-    Args:
-        mesh: the tensor ranks.
-        model: the model.
-        layers: all its layers, before any is cut off.
+    It takes all ``layers`` of the model, before any is cut off.
     """
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module, layers: Iterable[nn.Module]) -> None:

@@ -87,11 +87,9 @@ class ShardedModule(nn.Module):
         return [self._plain[id(self.inside.get_parameter(name))] for name in self._tied]
 
     def first_name(self, name: str) -> str:
-        """The first of a parameter's names in the whole model."""
         return self._firsts.get(name, name)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """This worker's tensors of the model's state, by name."""
         return {name: _local(value.detach()) for name, value in self.inside.state_dict().items()}
 
     def regions(self) -> dict[str, Region]:
@@ -99,11 +97,7 @@ class ShardedModule(nn.Module):
         return {name: self._region(name, value) for name, value in self.inside.state_dict().items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, whole, on all workers that hold a replica together; all must call it.
-
-        Raises:
-            UsageError: this is one stage of several.
-        """
+        """The model's outputs, whole, on all workers that hold a replica together; all must call it."""
         if self._pipeline_group is not None:
             raise UsageError(
                 "a pipeline cannot be called like a module, since this worker has one of its stages; train and run it "
@@ -189,12 +183,9 @@ class ShardedModule(nn.Module):
         return IncompatibleKeys(sorted(missing), sorted(unknown))
 
     def pipeline_trace(self) -> PipelineTrace:
-        """The actions of all workers of this pipeline in the last pass, in seconds. All of them must call it.
+        """The actions of all workers of this pipeline in the last pass. All of them must call it.
 
-        Times are those of each host's ``time.perf_counter()``, so they compare between workers of one host.
-
-        Raises:
-            UsageError: there is no pipeline.
+        Times are in seconds of each host's ``time.perf_counter()``, so they compare between workers of one host.
         """
         if self.pipeline is None or self._pipeline_group is None:
             raise UsageError("this model is no pipeline; ask for a pipeline trace where pipeline is above 1")
@@ -202,11 +193,7 @@ class ShardedModule(nn.Module):
 
     @torch.no_grad()
     def take(self, name: str, whole: Tensor) -> None:
-        """Loads this worker's part, if any, of one tensor of a whole model's state_dict.
-
-        Raises:
-            CheckpointError: it has another shape.
-        """
+        """Loads this worker's part, if any, of one tensor of a whole model's state_dict."""
         own = self.inside.state_dict().get(name)
         if own is not None:
             self._take(name, own, whole)
@@ -242,16 +229,15 @@ class ShardedModule(nn.Module):
         return next((each for each in stages if each.numel()), flat).view(described.shape)
 
     def _region(self, name: str, value: Tensor) -> Region:
-        if not isinstance(value, DTensor):
-            region = whole_region(value.shape)
-        else:
+        region = whole_region(value.shape)
+        if isinstance(value, DTensor):
             (chunk,) = dtensor_chunks(value)
-            region = Region(whole=tuple(value.shape), sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
-        if name not in self._orders:
-            return region
-        begin = region.offsets[-1]
-        columns = self._orders[name][begin : begin + region.sizes[-1]]
-        return replace(region, columns=tuple(columns.tolist()))
+            region = replace(region, sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
+        if name in self._orders:
+            begin = region.offsets[-1]
+            columns = self._orders[name][begin : begin + region.sizes[-1]]
+            region = replace(region, columns=tuple(columns.tolist()))
+        return region
 
     def _in_plain_order(self, name: str, value: Tensor) -> Tensor:
         return value[..., torch.argsort(self._orders[name])] if name in self._orders else value

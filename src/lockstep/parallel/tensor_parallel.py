@@ -87,7 +87,6 @@ class SpecNames:
         self._layers = [f"{self._base}{spec.layers}.{number}." for number, _ in layers.named_children()]
 
     def layers(self) -> list[nn.Module]:
-        """The layers, in order."""
         return [self._module.get_submodule(name.removesuffix(".")) for name in self._layers]
 
     def in_layers(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -96,15 +95,10 @@ class SpecNames:
         return tuple(full for layer in self._layers for name in names if (full := layer + name) in modules)
 
     def heads(self) -> tuple[str, ...]:
-        """The heads of this stage."""
         return self._with_weights(self._spec.heads)
 
     def styles(self, *, sequences: bool) -> dict[str, ParallelStyle]:
-        """How each linear layer and embedding that the model has is divided.
-
-        Args:
-            sequences: whether the modules between the divided layers work on this rank's part of the sequences.
-        """
+        """How each linear layer and embedding is divided; with ``sequences``, the modules between them too."""
         output = Shard(TOKENS) if sequences else Replicate()
         found: dict[str, ParallelStyle] = {}
         for name in self.in_layers(self._spec.column_linears):
@@ -170,8 +164,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
         module: the model, or a stage of it.
         plan: "auto", or the user's own.
         mesh: the tensor ranks.
-        sequences: whether the modules between the divided layers work on this rank's part of the sequences; with
-            "auto".
+        sequences: whether modules between divided layers work on this rank's part of the sequences; with "auto".
 
     Raises:
         ConfigError: a module without a spec, or sizes that the number of ranks does not divide.

@@ -20,12 +20,7 @@ from lockstep.replicas.rng.state import companion_generators
 
 
 class DeviceRng:
-    """Switches a GPU's default generator between the seed of all ranks and that of this one. For one thread at a time.
-
-    Args:
-        default: returns the generator.
-        rank: a number that differs between ranks.
-    """
+    """Switches a GPU's default generator between the seed of all ranks and that of this one. Not thread-safe."""
 
     def __init__(self, default: Callable[[], torch.Generator], rank: int) -> None:
         self._default = default
@@ -61,12 +56,7 @@ def _seed(generator: torch.Generator, seed: int) -> None:
 
 
 class TensorParallelRng:
-    """Has some of a model's modules draw random numbers of the tensor rank's own.
-
-    Args:
-        generator: the generator of this rank.
-        on_gpu: the random numbers on this worker's GPU; None without a GPU.
-    """
+    """Has some of a model's modules draw the tensor rank's own numbers: of ``generator``, and ``on_gpu``."""
 
     def __init__(self, generator: torch.Generator, on_gpu: DeviceRng | None = None) -> None:
         self.generator = generator

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,12 +69,10 @@ class VocabShard:
         parts = [torch.empty_like(padded) for _ in range(self.ranks)]
         if padded.numel():
             dist.all_gather(parts, padded, group=self.group)
-        begins = [min(rank * self.most, self.size) for rank in range(self.ranks + 1)]
-        lengths = [end - begin for begin, end in pairwise(begins)]
-        return torch.cat([each[:own].movedim(0, dim) for each, own in zip(parts, lengths, strict=True)], dim)
+        whole = torch.cat([each.movedim(0, dim) for each in parts], dim)
+        return whole.narrow(dim, 0, self.size).contiguous()  # the padding is at the end
 
     def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """All-reduces values in place. All ranks must call it."""
         if values.numel():
             dist.all_reduce(values, op, group=self.group)
         return values
@@ -213,10 +210,7 @@ def keep_logits_sharded() -> Iterator[None]:
 def vocab_parallel_logits(part: Tensor, vocabulary: VocabShard) -> Tensor:
     """The whole logits, divided or gathered, of this rank's ``part`` [.., own range]. All ranks must call it."""
     dim = part.ndim - 1
-    if _may_stay_divided.get():
-        return _divided(part, vocabulary, dim, [0, 0])
-    whole: Tensor = _Gathered.apply(part, vocabulary, dim)  # type: ignore[no-untyped-call]
-    return whole
+    return _divided(part, vocabulary, dim, [0, 0]) if _may_stay_divided.get() else _gathered(part, vocabulary, dim)
 
 
 class VocabParallelLogits(Tensor):
@@ -243,9 +237,8 @@ class VocabParallelLogits(Tensor):
     def over(part: Tensor, vocabulary: VocabShard, dim: int, counts: list[int]) -> VocabParallelLogits:
         """Makes a tensor with the whole shape and no memory of its own."""
         sizes = [*part.shape[:dim], vocabulary.size, *part.shape[dim + 1 :]]
-        made: VocabParallelLogits = make_wrapper_subclass(
-            VocabParallelLogits, sizes, dtype=part.dtype, device=part.device
-        )
+        made: VocabParallelLogits
+        made = make_wrapper_subclass(VocabParallelLogits, sizes, dtype=part.dtype, device=part.device)
         made.part, made.vocabulary, made.vocab_dim, made.counts, made.known_whole = part, vocabulary, dim, counts, None
         return made
 
@@ -258,11 +251,10 @@ class VocabParallelLogits(Tensor):
         """The gathered logits as a plain tensor, the same one at each call. All ranks must call it."""
         if self.known_whole is None:
             with torch.enable_grad():  # as for the part, whatever the mode of the first caller
-                self.known_whole = _Gathered.apply(self.part, self.vocabulary, self.vocab_dim)  # type: ignore[no-untyped-call]
+                self.known_whole = _gathered(self.part, self.vocabulary, self.vocab_dim)
         return self.known_whole
 
     def values(self) -> Tensor:
-        """The gathered logits without autograd."""
         if self.known_whole is not None:
             return self.known_whole.detach()
         return self.vocabulary.gather(self.part, self.vocab_dim)
@@ -320,34 +312,29 @@ class VocabParallelLogits(Tensor):
         return func(*args, **given)
 
 
-class _Divided(torch.autograd.Function):
-    """A part as a tensor with the whole shape; backwards, this rank's range of the gradient."""
+class _Whole(torch.autograd.Function):
+    """A part as the whole logits, gathered or divided; backwards, this rank's range of the gradient.
+
+    All ranks compute the same from gathered logits, so each has the whole gradient, without a reduction.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
+    def forward(ctx: Any, part: Tensor, vocabulary: VocabShard, dim: int, gathered: bool) -> Tensor:
         ctx.vocabulary, ctx.dim = vocabulary, dim
-        return VocabParallelLogits.over(part, vocabulary, dim, [0, 0])
+        return vocabulary.gather(part, dim) if gathered else VocabParallelLogits.over(part, vocabulary, dim, [0, 0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.vocabulary.cut(gradient, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.vocabulary.cut(gradient, ctx.dim), None, None, None
 
 
-class _Gathered(torch.autograd.Function):
-    """All-gather. All ranks compute the same from it, so each has the whole gradient, without a reduction."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
-        ctx.vocabulary, ctx.dim = vocabulary, dim
-        return vocabulary.gather(part, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.vocabulary.cut(gradient, ctx.dim), None, None
+def _gathered(part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
+    whole: Tensor = _Whole.apply(part, vocabulary, dim, True)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _divided(part: Tensor, vocabulary: VocabShard, dim: int, counts: list[int]) -> VocabParallelLogits:
-    made: VocabParallelLogits = _Divided.apply(part, vocabulary, dim)  # type: ignore[no-untyped-call]
+    made: VocabParallelLogits = _Whole.apply(part, vocabulary, dim, False)  # type: ignore[no-untyped-call]
     made.part, made.counts = part, counts  # the part with its autograd history, which a Function's forward does not see
     return made
 

@@ -168,17 +168,10 @@ class CallerState:
 
 @dataclass(frozen=True)
 class CallerModes:
-    """The caller's modes and hooks: ``capture`` takes them, and ``applied`` sets them in another thread.
+    """The caller's modes, the outermost first, and saved-tensor hooks: ``applied`` sets them in another thread.
 
     They are the caller's own objects, and not made for threads: replicas that have them run one at a time, each until
     it meets the others or has ended (``one_at_a_time``).
-
-    Args:
-        functions: the function modes, the outermost first.
-        operators: the dispatch modes, the outermost first.
-        saved: the hooks for saved tensors.
-        no_saved: why such hooks are disabled, if they are.
-        device: that of ``torch.set_default_device``, or of ``with torch.device(...)``.
     """
 
     functions: tuple[TorchFunctionMode, ...] = ()

@@ -97,16 +97,9 @@ class ReplicaContext:
     ) -> Any:
         """Runs ``fn(strategy, *args, **kwargs)`` once for all local replicas, in cross-replica context.
 
-        Every replica must call it.
-
-        Args:
-            fn: takes the strategy, as in TensorFlow, and then the arguments of all replicas: a PerReplica of them, or
-                the bare argument where it is the same for all (see ``strategy.run``).
-            args: this replica's positional arguments.
-            kwargs: this replica's keyword arguments.
-
-        Returns:
-            The result of ``fn``, with this replica's value in place of each PerReplica.
+        Every replica must call it, with its own arguments. ``fn`` gets those of all replicas: a PerReplica of them, or
+        the bare argument where it is the same for all (see ``strategy.run``). Each replica gets the result, with its
+        own value in place of each PerReplica.
 
         Raises:
             TypeError: ``fn`` does not take the strategy and these arguments.

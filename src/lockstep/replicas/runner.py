@@ -81,18 +81,13 @@ def code_of(fn: Callable[..., Any]) -> type | CodeType:
 
 
 class IssuePolicy:
-    """Decides, per step function, how many replicas of one physical device issue at once.
-
-    Args:
-        widest: the largest number: the cores over a replica's share of them; 1 on a GPU.
-    """
+    """Decides, per step function, how many replicas of one physical device issue at once: ``widest``, or one."""
 
     def __init__(self, widest: int) -> None:
         self._widest = widest
         self._trials: WeakKeyDictionary[type | CodeType, _Trial] = WeakKeyDictionary()
 
     def width(self, fn: Callable[..., Any]) -> int:
-        """The width for the next run of ``fn``."""
         return self._trial(fn).width
 
     def record(self, fn: Callable[..., Any], seconds: float) -> None:
@@ -190,8 +185,7 @@ class ReplicaRunner:
         Raises:
             BaseException: the first failing replica's own exception, with the replica and device as a note.
             CollectiveError: the replicas did not meet at the same collective.
-            UsageError: the strategy has been closed, or was made by a process that this one was forked from; or a
-                replica of it asks, from a ``merge_call``.
+            UsageError: the strategy is closed, belongs to another process, or is called in its own ``merge_call``.
         """
         self._threads.check_process()
         if self._threads.closed:
@@ -242,7 +236,6 @@ class ReplicaRunner:
 
     @property
     def generators(self) -> ReplicaGenerators:
-        """The generators of the replicas' random numbers."""
         return ReplicaGenerators([random.generator for random in self._random], self._gpu)
 
     def guard(self, guards: Sequence[Guard | None]) -> None:
@@ -271,7 +264,6 @@ class ReplicaRunner:
             self._current.abort(cause)
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
         self._threads.close()
 
     def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:

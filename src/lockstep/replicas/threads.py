@@ -31,11 +31,10 @@ class ReplicaThreads:
 
     Args:
         cores: each thread's number of intra-op threads.
-        name: the prefix of the threads' names.
         first: the number of the first replica among those of all workers, for the threads' names in a profile.
     """
 
-    def __init__(self, cores: Sequence[int], name: str = "lockstep-replica", *, first: int = 0) -> None:
+    def __init__(self, cores: Sequence[int], *, first: int = 0) -> None:
         self._process = os.getpid()
         self._inboxes: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in cores]
         self._threads: list[threading.Thread] = []
@@ -45,9 +44,8 @@ class ReplicaThreads:
             for replica, (inbox, share) in enumerate(zip(self._inboxes, cores, strict=True)):
                 ready = threading.Event()
                 # Daemons, so that a program can end without closing its strategy; the finalizer joins them then.
-                thread = threading.Thread(
-                    target=_work, args=(inbox, share, ready, first + replica), name=f"{name}-{replica}", daemon=True
-                )
+                thread = threading.Thread(target=_work, args=(inbox, share, ready, first + replica), daemon=True)
+                thread.name = f"lockstep-replica-{replica}"
                 thread.start()
                 self._threads.append(thread)
                 if not ready.wait(START_LIMIT_S):
@@ -57,20 +55,14 @@ class ReplicaThreads:
 
     @property
     def closed(self) -> bool:
-        """Whether the threads have been ended."""
         return not self._finalizer.alive
 
     @property
     def has_current(self) -> bool:
-        """Whether the calling thread is one of these."""
         return threading.current_thread() in self._threads
 
     def check_process(self) -> None:
-        """Checks that the threads are of this process: a fork copies none, and a job would wait forever.
-
-        Raises:
-            UsageError: another process made them.
-        """
+        """Raises a UsageError if another process made the threads: a fork copies none, and a job would wait forever."""
         if os.getpid() != self._process:
             raise UsageError(
                 f"process {os.getpid()} was forked from process {self._process}, which made this strategy and has its "
@@ -114,8 +106,7 @@ def _settle_interrupts() -> None:
         pass
 
 
-class _Settled(BaseException):
-    """Raised by a thread in itself."""
+class _Settled(BaseException): ...
 
 
 def _work(inbox: queue.SimpleQueue[Job | None], cores: int, ready: threading.Event, number: int) -> None:

@@ -38,9 +38,8 @@ def onednn_is_faster() -> bool:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``, through oneDNN for large float32 products on the CPU.
 
-    Everything else is left to torch: other dtypes, autocast, subclasses of Tensor, functorch; and where a dispatch mode
-    inspects operators, as FlopCounterMode does, which knows torch's own. ``torch.backends.mkldnn.flags(enabled=False)``
-    leaves all of it to torch.
+    Left to torch are other dtypes, autocast, subclasses of Tensor, functorch; dispatch modes that inspect operators, as
+    FlopCounterMode does; and everything under ``torch.backends.mkldnn.flags(enabled=False)``.
     """
     if not _suits(input, weight, bias):
         return F.linear(input, weight, bias)

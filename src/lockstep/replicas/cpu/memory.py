@@ -68,10 +68,9 @@ def available_mb(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup
 
 
 class ResidentPeak:
-    """Measures the peak resident memory inside a ``with`` block: ``peak_mb``, afterwards.
+    """Measures the peak resident memory inside a ``with`` block, in ``peak_mb``, by the kernel's high-water mark.
 
-    By the kernel's high-water mark, which misses nothing. Where it cannot be reset, a thread samples every two
-    milliseconds.
+    Where that cannot be reset, a thread samples every two milliseconds.
     """
 
     def __init__(self) -> None:
@@ -93,8 +92,6 @@ class ResidentPeak:
 
 
 class _Sampler:
-    """A thread that samples the resident memory until it is ended."""
-
     def __init__(self) -> None:
         self._peak_mb = resident_mb()
         self._ended = threading.Event()

@@ -25,12 +25,7 @@ _SOFT = 1  # omp_pause_soft in <omp.h>
 
 
 class CallerOpenMPTeam:
-    """The teams of the threads that call ``run``.
-
-    Args:
-        shares: each replica's intra-op threads; a replica with one has no team that could fall asleep.
-        end: ends the calling thread's team, if it has one.
-    """
+    """The teams of the threads that call ``run``, for replicas with these ``shares`` of the intra-op threads."""
 
     def __init__(self, shares: Sequence[int], end: Callable[[], None] | None = None) -> None:
         self._end = (end or end_openmp_team) if max(shares, default=1) > 1 else None
@@ -47,7 +42,6 @@ class CallerOpenMPTeam:
         self._ending_s += time.perf_counter() - began
 
     def record(self, seconds: float) -> None:
-        """Notes that a run took ``seconds``."""
         self._runs_s += seconds
 
 

@@ -28,13 +28,15 @@ class AsyncScalars:
     def __init__(self, values: Sequence[Any], device: LogicalDevice | None) -> None:
         self._known: tuple[float, ...] | None = None
         driver = None if device is None else driver_of(device)
-        if driver is None or device is None or not any(isinstance(value, Tensor) for value in values):
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if driver is None or device is None or not tensors:
             self._known = tuple(map(float, values))
             return
-        tensors = [value for value in values if isinstance(value, Tensor)]
         self._driver: DeviceDriver = driver
+        gpu = device.torch_device
         with torch.no_grad():
-            self._host, self._event = driver.to_host(torch.stack([_double(each, device) for each in tensors]))
+            flat = [each.detach().reshape(()).to(gpu, torch.float64, non_blocking=True) for each in tensors]
+            self._host, self._event = driver.to_host(torch.stack(flat))
         self._values = tuple(None if isinstance(value, Tensor) else float(value) for value in values)
 
     @property
@@ -54,8 +56,3 @@ class AsyncScalars:
 
 
 NO_SCALARS = AsyncScalars((), None)
-"""No scalars at all."""
-
-
-def _double(value: Tensor, device: LogicalDevice) -> Tensor:
-    return value.detach().reshape(()).to(device.torch_device, torch.float64, non_blocking=True)

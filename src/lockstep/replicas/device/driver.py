@@ -31,7 +31,7 @@ from lockstep.replicas.device.memory import PoolUse
 
 
 class DeviceGraph:
-    """A CUDA graph.
+    """A CUDA graph of one device.
 
     Args:
         device: the GPU.
@@ -55,10 +55,8 @@ class DeviceGraph:
     def recording(self) -> Iterator[None]:
         """A block whose work is captured, on streams that fork from the current one and join it.
 
-        Other threads may use the device meanwhile, to copy data ahead of time.
-
-        Raises:
-            RuntimeError: something in the block cannot be captured. The device can be used as before then.
+        Other threads may copy data to the device meanwhile. After a RuntimeError, because something cannot be
+        captured, the device can be used as before.
         """
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
@@ -129,7 +127,6 @@ class DeviceDriver:
             return self._streams[key]
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on which the calling thread queues work."""
         return torch.cuda.current_stream(device)
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
@@ -205,7 +202,6 @@ class DeviceDriver:
         torch.cuda.empty_cache()  # of all GPUs: torch has no other
 
     def limits_pools(self) -> bool:
-        """Whether ``pool`` and ``resizes`` are reliable."""
         return torch.cuda.get_allocator_backend() == "native"
 
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:

@@ -16,12 +16,7 @@ MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
-    """The size of a pool, in bytes.
-
-    Args:
-        in_use: the bytes in tensors.
-        reserved: the bytes taken from the GPU, for tensors and cached for later ones.
-    """
+    """The bytes of a pool in tensors, and all bytes that it has taken from the GPU, cached ones included."""
 
     in_use: int
     reserved: int
@@ -29,15 +24,7 @@ class PoolUse:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """The memory of one logical device, in bytes.
-
-    Args:
-        name: the name of the logical device.
-        limit: its ``memory_limit``; None without a limit.
-        in_use: see ``PoolUse``.
-        reserved: see ``PoolUse``.
-        peak: the maximum of ``reserved``.
-    """
+    """The memory of one logical device, in bytes: see ``PoolUse``; ``peak`` is the maximum of ``reserved``."""
 
     name: str
     limit: int | None
@@ -54,16 +41,9 @@ class DeviceMemory:
 
 
 class MemoryAccount:
-    """The account of one logical device's pool.
-
-    Args:
-        name: the name of the logical device.
-        limit_mb: its ``memory_limit`` in MB; None for no limit.
+    """The account of one logical device's pool. Sizes are in bytes.
 
     Attributes:
-        limit: the limit in bytes.
-        reserved: the bytes taken from the GPU.
-        peak: the maximum of ``reserved``.
         static: the bytes in tensors at the beginning of a run: weights and optimizer state.
         moved: whether the size of the pool may have changed since ``begin``.
     """
@@ -77,7 +57,6 @@ class MemoryAccount:
 
     @property
     def overdrawn(self) -> bool:
-        """Whether the pool is larger than the limit."""
         return self.limit is not None and self.reserved > self.limit
 
     def outdated(self, resizes: int) -> bool:
@@ -92,20 +71,13 @@ class MemoryAccount:
         self.peak = max(self.peak, pool.reserved)
 
     def begin(self, pool: PoolUse) -> None:
-        """Notes the size of the pool before a run."""
         self.static = pool.in_use
         self.moved = False
 
     def check(self, top: int, rows: int | None) -> None:
-        """Compares the peak of the step's tensors with the limit.
+        """Raises a DeviceMemoryError if ``top``, the peak of the step's tensors, is above the limit.
 
-        Args:
-            top: the peak in bytes.
-            rows: the examples in the replica's shard; None if unknown.
-
-        Raises:
-            DeviceMemoryError: it is above the limit. The message names the largest batch expected to fit, assuming that
-                what exceeds ``static`` is proportional to the rows.
+        It names the largest batch expected to fit, if all but ``static`` is proportional to the shard's ``rows``.
         """
         if self.limit is None or top <= self.limit:
             return

@@ -31,11 +31,6 @@ from lockstep.replicas.device.memory import DeviceMemory, MemoryAccount, PoolUse
 class GpuReplica:
     """The state of a replica on a GPU between its slots: its stream, its generator, the account of its memory.
 
-    Args:
-        device: the logical device.
-        driver: the driver of the device.
-        seed: the seed of its generator.
-
     Raises:
         ConfigError: the device has a memory_limit, and torch uses another allocator than its own.
     """
@@ -78,11 +73,7 @@ class GpuReplica:
             self.driver.reset_peak(self.device.torch_device)
 
     def check(self, rows: int | None) -> None:
-        """Checks the memory of the slot that ends against the limit of the device.
-
-        Raises:
-            DeviceMemoryError: its tensors took more.
-        """
+        """Raises a DeviceMemoryError if the tensors of the slot that ends took more than the device's limit."""
         gpu = self.device.torch_device
         if self.device.memory_limit is None or not self.account.outdated(self.driver.resizes(gpu)):
             return
@@ -137,7 +128,6 @@ class GpuSlot:
             held.close()
 
     def check(self) -> None:
-        """Raises DeviceMemoryError if the slot took more memory than the limit of the device."""
         self._replica.check(self._rows)
 
     def record_event(self) -> StreamEvent | None:
@@ -179,10 +169,7 @@ class RunStreams:
     """All streams of a strategy's GPUs during one run, and those on which values of all replicas are combined.
 
     A context manager around a run: replicas start behind the caller's earlier work, and the caller's later work runs
-    behind theirs.
-
-    Args:
-        devices: the logical device of each local replica. CPUs have no streams; a single replica combines on its own.
+    behind theirs. CPUs have no streams, and a single replica combines values on its own.
     """
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:

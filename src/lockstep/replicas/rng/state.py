@@ -26,12 +26,12 @@ def replica_generator(seed: int, replica: int) -> torch.Generator:
 
 
 class ReplicaGenerators:
-    """The generators of one worker's replicas. Use it between runs.
+    """The generators of one worker's replicas, to be used between runs.
 
     Args:
         generators: each replica's own.
         on_gpu: each replica's state on its GPU; None for a replica on a CPU.
-        apart: this worker's own generator for the part of a model that it alone holds; None where it holds all.
+        apart: this worker's own generator, for the part of a model that it alone holds.
     """
 
     def __init__(
