@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.communicator import Communicator, ControlFlags, all_gather_object, run_on_chief
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import (
+    Communicator,
+    ControlFlags,
+    MeshCommunicator,
+    all_gather_object,
+    run_on_chief,
+)
 from lockstep.parallel.mesh_layout import MeshLayout
 
 GRID = MeshLayout(data=2, pipeline=2)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.tensor_like import read_tensors
+from lockstep.collectives.per_replica import read_tensors
 from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
