@@ -27,7 +27,7 @@ def test_without_a_degree_nothing_is_divided():
 )
 def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: MeshFlags, workers: int):
     assert flags.fewest_workers == workers
-    assert flags.choose(workers).workers == workers
+    assert flags.choose(workers).size == workers
 
 
 def test_data_takes_what_the_others_leave():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep._torch_compat import TorchDispatchMode
 from lockstep.errors import ConfigError
-from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK
+from lockstep.replicas.rng.mode import default_generator_as
 
 _OVERWRITING = frozenset(
     f"aten::{name}"
@@ -241,15 +241,8 @@ def _run(module: str, run: Callable[[], None]) -> None:
         ) from error
 
 
-@contextmanager
-def _drawing_from(number: int) -> Iterator[None]:
-    with DEFAULT_GENERATOR_LOCK:
-        before = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(number)
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(before)
+def _drawing_from(number: int) -> AbstractContextManager[None]:
+    return default_generator_as(torch.Generator().manual_seed(number))
 
 
 def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor:

@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from lockstep._torch_compat import tree_map, tree_unflatten
@@ -46,11 +40,11 @@ Examine = Callable[[Any, slice], Tensor]
 
 _KINDS: Mapping[ScheduleName, type[Schedule]] = MappingProxyType(
     {
-        "gpipe": ScheduleGPipe,
-        "1f1b": Schedule1F1B,
-        "interleaved": ScheduleInterleaved1F1B,
-        "zero_bubble": ScheduleInterleavedZeroBubble,
-        "zero_bubble_v": ScheduleZBVZeroBubble,
+        "gpipe": torch_pipelining.ScheduleGPipe,
+        "1f1b": torch_pipelining.Schedule1F1B,
+        "interleaved": torch_pipelining.ScheduleInterleaved1F1B,
+        "zero_bubble": torch_pipelining.ScheduleInterleavedZeroBubble,
+        "zero_bubble_v": torch_pipelining.ScheduleZBVZeroBubble,
     }
 )
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
@@ -242,7 +236,7 @@ class Pipeline:
         kind, microbatches = _KINDS[self._pipelining.schedule], self._pipelining.microbatches
         if issubclass(kind, PipelineScheduleSingle):
             # Without a backward pass GPipe lets every stage go on at once.
-            single = kind if backward else ScheduleGPipe
+            single = kind if backward else torch_pipelining.ScheduleGPipe
             return single(stages[0], microbatches, loss_fn=self._loss, scale_grads=False)
         made = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)
         if not backward:

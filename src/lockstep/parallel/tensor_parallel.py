@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
 from lockstep.errors import ConfigError
@@ -33,7 +26,7 @@ from lockstep.parallel.sequence_parallel import TOKENS
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
 
-class Conv1DParallel(ParallelStyle):
+class Conv1DParallel(tp.ParallelStyle):
     """Divides a Conv1D of transformers, which is a linear layer with a transposed weight.
 
     Args:
@@ -97,31 +90,31 @@ class SpecNames:
     def heads(self) -> tuple[str, ...]:
         return self._with_weights(self._spec.heads)
 
-    def styles(self, *, sequences: bool) -> dict[str, ParallelStyle]:
+    def styles(self, *, sequences: bool) -> dict[str, tp.ParallelStyle]:
         """How each linear layer and embedding is divided; with ``sequences``, the modules between them too."""
         output = Shard(TOKENS) if sequences else Replicate()
-        found: dict[str, ParallelStyle] = {}
+        found: dict[str, tp.ParallelStyle] = {}
         for name in self.in_layers(self._spec.column_linears):
             conv1d = Conv1DParallel(Shard(1), Shard(0), inputs=Replicate(), outputs=Shard(-1))
-            found[name] = ColwiseParallel() if self._is_linear(name) else conv1d
+            found[name] = tp.ColwiseParallel() if self._is_linear(name) else conv1d
         for name in self.in_layers(self._spec.row_linears):
             conv1d = Conv1DParallel(Shard(0), Replicate(), inputs=Shard(-1), outputs=output)
-            found[name] = RowwiseParallel(output_layouts=output) if self._is_linear(name) else conv1d
+            found[name] = tp.RowwiseParallel(output_layouts=output) if self._is_linear(name) else conv1d
         for name in self._with_weights([self._base + self._spec.embedding]):
-            found[name] = RowwiseParallel(input_layouts=Replicate())
-        found |= {name: ColwiseParallel() for name in self.heads()}
+            found[name] = tp.RowwiseParallel(input_layouts=Replicate())
+        found |= {name: tp.ColwiseParallel() for name in self.heads()}
         return {**found, **self._sequence_styles()} if sequences else found
 
-    def _sequence_styles(self) -> dict[str, ParallelStyle]:
+    def _sequence_styles(self) -> dict[str, tp.ParallelStyle]:
         """The modules between divided layers take this rank's tokens, and the divided layers take all."""
         spec, tokens, whole = self._spec.sequence, Shard(TOKENS), Replicate()
-        found: dict[str, ParallelStyle] = {}
+        found: dict[str, tp.ParallelStyle] = {}
         for name in self.in_layers(spec.norms):
-            found[name] = SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
+            found[name] = tp.SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
         for name in self.in_layers(spec.regions):
-            found[name] = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+            found[name] = tp.PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
         for name in self.in_layers(spec.regions_by_name):
-            found[name] = PrepareModuleInput(
+            found[name] = tp.PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
             )
         return found
@@ -135,7 +128,7 @@ class SpecNames:
         return isinstance(self._module.get_submodule(name), nn.Linear)
 
 
-TensorPlan = Literal["auto"] | Mapping[str, ParallelStyle]
+TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]
 """Names of modules, with "*" for any, and how each is divided; or "auto"."""
 
 
@@ -176,7 +169,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
     if plan != "auto":
         if not isinstance(plan, Mapping):
             raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
-        parallelize_module(module, mesh, dict(plan), src_data_rank=None)
+        tp.parallelize_module(module, mesh, dict(plan), src_data_rank=None)
         _tie(module, ties)
         return WHOLE
     spec = require_model_spec(module, 'tensor_plan="auto"')
@@ -187,7 +180,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
     for short, parts in spec.fused:
         for linear in names.in_layers([short]):
             orders |= _reorder(module, linear, parts, degree)
-    parallelize_module(module, mesh, names.styles(sequences=sequences), src_data_rank=None)
+    tp.parallelize_module(module, mesh, names.styles(sequences=sequences), src_data_rank=None)
     for short, attribute in spec.scaled:
         for part in map(module.get_submodule, names.in_layers([short])):
             setattr(part, attribute, getattr(part, attribute) // degree)

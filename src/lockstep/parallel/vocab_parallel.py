@@ -21,15 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep._torch_compat import (
-    GET_BASE,
-    DisableTorchFunctionSubclass,
-    assert_async,
-    is_fsdp_hook,
-    make_wrapper_subclass,
-    tree_leaves,
-    tree_map,
-)
+from lockstep import _torch_compat as compat
 from lockstep.errors import UsageError
 
 
@@ -184,7 +176,7 @@ def _lowest(logits: Tensor, dim: int) -> Tensor:
 
 def _check(targets: Tensor, counts: Tensor, size: int) -> None:
     if targets.is_cuda:  # as F.cross_entropy: the host does not wait for the device
-        assert_async((~counts | ((targets >= 0) & (targets < size))).all())
+        compat.assert_async((~counts | ((targets >= 0) & (targets < size))).all())
         return
     wrong = targets[counts & ((targets < 0) | (targets >= size))]
     if len(wrong):
@@ -238,7 +230,7 @@ class VocabParallelLogits(Tensor):
         """Makes a tensor with the whole shape and no memory of its own."""
         sizes = [*part.shape[:dim], vocabulary.size, *part.shape[dim + 1 :]]
         made: VocabParallelLogits
-        made = make_wrapper_subclass(VocabParallelLogits, sizes, dtype=part.dtype, device=part.device)
+        made = compat.make_wrapper_subclass(VocabParallelLogits, sizes, dtype=part.dtype, device=part.device)
         made.part, made.vocabulary, made.vocab_dim, made.counts, made.known_whole = part, vocabulary, dim, counts, None
         return made
 
@@ -271,7 +263,7 @@ class VocabParallelLogits(Tensor):
         self.part = self.part.detach()
         if self.known_whole is not None:
             self.known_whole = self.known_whole.detach()
-        with DisableTorchFunctionSubclass():
+        with compat.DisableTorchFunctionSubclass():
             self.detach_()
         return self
 
@@ -281,7 +273,7 @@ class VocabParallelLogits(Tensor):
     ) -> Any:
         given = dict(kwargs or {})
         if func in _ABOUT_THE_SHAPE:
-            with DisableTorchFunctionSubclass():
+            with compat.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         on_parts = _ON_PARTS.get(func)
         if on_parts is not None and args and isinstance(args[0], VocabParallelLogits) and args[0].divided:
@@ -306,7 +298,7 @@ class VocabParallelLogits(Tensor):
             return VocabParallelLogits.over(logits.part.detach(), logits.vocabulary, logits.vocab_dim, [0, 0])
         if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
             raise UsageError(_NO_CHANGE)
-        args, given = tree_map(
+        args, given = compat.tree_map(
             lambda leaf: leaf.values() if isinstance(leaf, VocabParallelLogits) else leaf, (args, dict(kwargs or {}))
         )
         return func(*args, **given)
@@ -341,12 +333,12 @@ def _divided(part: Tensor, vocabulary: VocabShard, dim: int, counts: list[int]) 
 
 def has_sharded_logits(values: Any) -> bool:
     """Whether any of the values are divided logits."""
-    return any(isinstance(leaf, VocabParallelLogits) for leaf in tree_leaves(values))
+    return any(isinstance(leaf, VocabParallelLogits) for leaf in compat.tree_leaves(values))
 
 
 def gather_logits(values: Any) -> Any:
     """The same structure with all logits gathered. All ranks must call it."""
-    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, VocabParallelLogits) else leaf, values)
+    return compat.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, VocabParallelLogits) else leaf, values)
 
 
 _NO_CHANGE = (
@@ -455,14 +447,14 @@ def _hooked(func: Any, logits: VocabParallelLogits, hook: Any) -> Any:
 
     With logits gathered for it, 4 sequences of 128 tokens took 128 MB instead of 48 (vocabulary of 16,384).
     """
-    return func(logits.part, hook) if is_fsdp_hook(hook) else NotImplemented
+    return func(logits.part, hook) if compat.is_fsdp_hook(hook) else NotImplemented
 
 
 _ABOUT_THE_SHAPE = frozenset(
     [
         *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
         *(Tensor.layout.__get__, Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__),  # type: ignore[attr-defined]
-        GET_BASE,
+        compat.GET_BASE,
         *(Tensor.size, Tensor.dim, Tensor.numel, torch.numel, Tensor.__len__),
         *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     ]

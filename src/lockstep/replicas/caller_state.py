@@ -21,22 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lockstep._torch_compat import (
-    DeviceContext,
-    TorchDispatchMode,
-    dispatch_mode_key,
-    dispatch_modes,
-    function_modes,
-    is_profiled,
-    num_dispatch_modes,
-    num_function_modes,
-    pop_dispatch_mode,
-    pop_function_mode,
-    push_dispatch_mode,
-    push_function_mode,
-    saved_tensors_hooks,
-    saved_tensors_hooks_disabled,
-)
+from lockstep import _torch_compat as compat
 from lockstep.replicas.device.host_syncs import recording_host_syncs
 
 _SYMBOLS = {
@@ -72,7 +57,7 @@ class Profile:
     @classmethod
     def of_caller(cls) -> Profile | None:
         """The calling thread's; None where it is not profiled, or, with a warning, where torch cannot hand it on."""
-        if not is_profiled():
+        if not compat.is_profiled():
             return None
         library = _library()
         if library is None:
@@ -87,7 +72,7 @@ class Profile:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """In the other thread: a block that the profile records, on that thread's own track."""
-        if is_profiled():  # by a profiler of the replica's own, or one of all threads
+        if compat.is_profiled():  # by a profiler of the replica's own, or one of all threads
             yield
             return
         before = _SharedPtr()
@@ -175,7 +160,7 @@ class CallerModes:
     """
 
     functions: tuple[TorchFunctionMode, ...] = ()
-    operators: tuple[TorchDispatchMode, ...] = ()
+    operators: tuple[compat.TorchDispatchMode, ...] = ()
     saved: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     no_saved: str | None = None
     device: torch.device | None = None
@@ -183,18 +168,20 @@ class CallerModes:
     @classmethod
     def capture(cls) -> CallerModes:
         """The calling thread's modes, without those of this package, which handle their replicas themselves."""
-        functions: list[Any] = function_modes() if num_function_modes() else []
-        operators: list[Any] = dispatch_modes() if num_dispatch_modes() else []
-        saved: Any = saved_tensors_hooks(False)
-        no_saved: str | None = saved_tensors_hooks_disabled()
+        functions: list[Any] = compat.function_modes() if compat.num_function_modes() else []
+        operators: list[Any] = compat.dispatch_modes() if compat.num_dispatch_modes() else []
+        saved: Any = compat.saved_tensors_hooks(False)
+        no_saved: str | None = compat.saved_tensors_hooks_disabled()
         if not (functions or operators or saved or no_saved):
             return NO_MODES
         return cls(
-            functions=tuple(each for each in functions if not isinstance(each, DeviceContext) and _is_theirs(each)),
+            functions=tuple(
+                each for each in functions if not isinstance(each, compat.DeviceContext) and _is_theirs(each)
+            ),
             operators=tuple(each for each in operators if _is_theirs(each)),
             saved=saved,
             no_saved=no_saved,
-            device=next((each.device for each in functions if isinstance(each, DeviceContext)), None),
+            device=next((each.device for each in functions if isinstance(each, compat.DeviceContext)), None),
         )
 
     @property
@@ -208,11 +195,11 @@ class CallerModes:
         if self.device is None:
             yield
             return
-        push_function_mode(DeviceContext(own if own.type == self.device.type else self.device))
+        compat.push_function_mode(compat.DeviceContext(own if own.type == self.device.type else self.device))
         try:
             yield
         finally:
-            pop_function_mode()
+            compat.pop_function_mode()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -224,11 +211,11 @@ class CallerModes:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved))
             # Pushed and not entered: entering may do more, and the caller has done it.
             for function_mode in self.functions:
-                push_function_mode(function_mode)
-                stack.callback(pop_function_mode)
+                compat.push_function_mode(function_mode)
+                stack.callback(compat.pop_function_mode)
             for mode in self.operators:
-                push_dispatch_mode(mode)
-                stack.callback(pop_dispatch_mode, dispatch_mode_key(mode))
+                compat.push_dispatch_mode(mode)
+                stack.callback(compat.pop_dispatch_mode, compat.dispatch_mode_key(mode))
             yield
 
 

@@ -12,7 +12,8 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Token
 from types import MappingProxyType
 from typing import Any
@@ -175,22 +176,25 @@ class ReplicaRng(TorchFunctionMode):
                 return _body(func)(*args, **kwargs)
         if func in _RECURRENT and not _drops_between_layers(*args):
             return func(*args, **kwargs)
-        return self._lend(func, args, kwargs)
+        with default_generator_as(self.generator):
+            return func(*args, **kwargs)
 
     def _generator_here(self) -> torch.Generator | None:
         return self.generator if self._applies is None or self._applies() else None
 
-    def _lend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        default = torch.default_generator
-        with DEFAULT_GENERATOR_LOCK:
-            others = default.get_state()
-            default.set_state(self.generator.get_state())
-            try:
-                result = func(*args, **kwargs)
-                self.generator.set_state(default.get_state())
-            finally:
-                default.set_state(others)
-        return result
+
+@contextmanager
+def default_generator_as(own: torch.Generator) -> Iterator[None]:
+    """A block in which torch's default generator draws the numbers of ``own``; one thread at a time."""
+    default = torch.default_generator
+    with DEFAULT_GENERATOR_LOCK:
+        others = default.get_state()
+        default.set_state(own.get_state())
+        try:
+            yield
+            own.set_state(default.get_state())
+        finally:
+            default.set_state(others)
 
 
 def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
