@@ -5,11 +5,9 @@
     replica 2 --- returned -----------'   (or: "replica 2 has returned; replicas 0, 1 wait in all_reduce")
 
 The barrier knows what every replica is doing, so it reports a meeting that cannot take place at once, not after a
-timeout. On GPUs it also keeps the order of work: each replica records an event behind its work, the combination is
-queued behind all these events, and what the replicas queue next runs behind the combination.
-
-A replica holds an issue slot while it computes and gives it up while it waits at the barrier. With as many slots as
-replicas all issue work in parallel; with one they take turns between collectives. The numbers are the same.
+timeout. On GPUs each replica records an event behind its work, the combination is queued behind all these events, and
+what the replicas queue next runs behind the combination. A replica gives its issue slot up while it waits at the
+barrier: with as many slots as replicas all issue work in parallel, with one they take turns. The numbers are the same.
 """
 
 from __future__ import annotations

@@ -102,14 +102,10 @@ class _Call:
 
 
 class DeferredInit:
-    """The initial values of a whole model.
+    """The initial values of a whole model, some of whose tensors are on the meta device.
 
     A tensor that has several names is initialised by the first of them. Only transformers' ``_init_weights`` and
-    torch's ``reset_parameters`` are run, not what a model's constructors did besides.
-
-    Args:
-        module: the whole model, some of its tensors on the meta device. It is left as it is.
-        seed: the seed of the random numbers, beside the names.
+    torch's ``reset_parameters`` are run, not what a model's constructors did besides. The model is left as it is.
 
     Raises:
         ConfigError: a tensor that no function of the model initialises.
@@ -136,10 +132,8 @@ class DeferredInit:
     def make(self, name: str, memory: Tensor | None = None) -> Tensor:
         """The initial values of a parameter or buffer, whole, on the CPU; equal in every call.
 
-        Args:
-            name: any of its names in the whole model.
-            memory: [bytes or more] uint8, in which it is made; None is new memory. Made in the same memory one after
-                another, tensors leave no holes among those that are kept.
+        They are made in ``memory``, [bytes or more] uint8, if it is given: made in the same memory one after another,
+        tensors leave no holes among those that are kept.
 
         Raises:
             ConfigError: they are computed from other tensors of the model.
@@ -246,13 +240,7 @@ def _drawing_from(number: int) -> AbstractContextManager[None]:
 
 
 def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor:
-    """This worker's shard of a tensor, as a plain one, which may be ``whole`` itself. Nothing is sent.
-
-    Args:
-        whole: the tensor.
-        like: the worker's own, which may be a DTensor, and on the meta device.
-        order: the column that stands in each place, if the model's columns were reordered.
-    """
+    """This worker's plain shard of ``whole``, placed as its own tensor ``like``, with columns in ``order``."""
     if not isinstance(like, DTensor):
         return whole if order is None else whole[..., order]
     if order is None:
@@ -267,14 +255,7 @@ def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Ten
 def materialize(
     module: nn.Module, weights: DeferredInit, orders: Mapping[str, Tensor], device: torch.device | None = None
 ) -> None:
-    """Gives all tensors of a worker's part that are on the meta device their initial values, one after another.
-
-    Args:
-        module: the part; its ties stay.
-        weights: the initial values of the whole model.
-        orders: see ``TensorSharding.orders``.
-        device: the device of the tensors; None is the CPU.
-    """
+    """Gives all tensors of a worker's part that are on the meta device their initial values, one after another."""
     blanks = list(_blanks(module))
     most = max((weights.bytes_of(name) for name, _, _ in blanks), default=0)
     memory = torch.empty(most, dtype=torch.uint8, device="cpu")

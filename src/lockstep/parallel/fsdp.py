@@ -7,8 +7,8 @@
     zero_bubble_v   a weight pass may come long after the others, and its hooks know a layer's weights, not the layer
 
 The first holds a layer's weights and gradients at a time, as without a pipeline, and sends as much for each microbatch.
-The second holds a stage's for the length of a pass, and sends once. torch's schedules know of neither: they would keep
-everything unsharded from a stage's first microbatch on, whatever the schedule.
+The second holds a stage's for the length of a pass, and sends once. torch's schedules by themselves would keep
+everything unsharded from a stage's first microbatch on.
 """
 
 from __future__ import annotations

@@ -34,11 +34,7 @@ _numbers = itertools.count()
 class WorkerMesh:
     """torch's process groups over all workers of a job, and the DeviceMesh of a layout. Every worker must make one.
 
-    Args:
-        membership: the job.
-        layout: the degrees.
-        timeout_s: how many seconds an operation waits for a worker that is alive and does not come.
-        device: the device of this worker's part of the model; a GPU becomes the current one of this process.
+    An operation waits ``timeout_s`` for a worker that is alive and does not come. A GPU becomes the current one.
 
     Attributes:
         mesh: the DeviceMesh, with the axes "pipeline", "data" and "tensor".

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -119,8 +119,7 @@ class Pipeline:
         stage_weights: unshards the stages' weights around a pass; None where nothing has to be done.
 
     Attributes:
-        after_backward: called after each backward pass: schedules with a split backward leave gradients for which
-            autograd has called no hooks.
+        after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
     """
 
     def __init__(
@@ -168,12 +167,14 @@ class Pipeline:
 
     def trace(self, group: Communicator) -> PipelineTrace:
         """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
-        own = [
-            [slot.action.kind, slot.action.stage, slot.action.microbatch, slot.begin, slot.end]
-            for slot in self._recorder.slots
-        ]
+        own = [asdict(slot) for slot in self._recorder.slots]
         every = all_gather_object(group, "the pipeline trace", own)
-        return PipelineTrace(workers=tuple(tuple(_slot(*each) for each in slots) for slots in every))
+        return PipelineTrace(
+            workers=tuple(
+                tuple(Slot(action=Action(**each["action"]), begin=each["begin"], end=each["end"]) for each in slots)
+                for slots in every
+            )
+        )
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         tokens, named = self._inputs(x, rows)
@@ -264,10 +265,6 @@ def _leave_out_backward(made: Any) -> None:
 
     for computation in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
         made.register_custom_function(computation, skip)
-
-
-def _slot(kind: ActionKind, stage: int, microbatch: int, begin: float, end: float) -> Slot:
-    return Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
 
 
 def _padded(leaf: Any, rows: int, length: int) -> Any:

@@ -72,13 +72,11 @@ class Stage(nn.Module):
         model: the model, cut down to this worker's stages by ``cut_to_stages``.
         base: its body, which is the model itself where it has no head.
         parts: the modules of the model that are this stage's own.
-        number: the number of the stage.
+        number: the number of the stage, of ``stages`` in all.
         stages: the number of all stages.
         active: which of this worker's stages computes now.
 
     Attributes:
-        first: whether it begins with the token ids.
-        last: whether it ends with the model's outputs.
         outputs: the structure of the model's outputs, whose tensors the last stage returns.
     """
 
@@ -238,14 +236,7 @@ class TraceRecorder:
 class TracedStage(PipelineStage):
     """torch's stage for microbatches of one shape, which records its actions.
 
-    Args:
-        stage: the module.
-        stages: the number of all stages.
-        group: the workers of the pipeline, in their order.
-        takes: the shape and dtype of the input, on the meta device.
-        gives: the same of the output; not used on the last stage.
-        recorder: records the actions.
-        device: the device of the hidden states.
+    ``takes`` and ``gives`` have the shapes and dtypes of the input and output, on the meta device.
     """
 
     def __init__(

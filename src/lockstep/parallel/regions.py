@@ -17,7 +17,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a whole tensor, at these ``offsets`` and of these ``sizes``, and its place among the worker's elements.
+    """A box of a whole tensor, and the place of its elements among the worker's own.
 
     Args:
         offsets: the index of its first element in the whole tensor.

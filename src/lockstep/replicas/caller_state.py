@@ -2,7 +2,6 @@
 
 ``with torch.no_grad(): strategy.run(step)`` must work although the step runs in other threads. Carried are the grad
 mode, inference mode, autocast, context variables, function and dispatch modes, saved-tensor hooks, and the profiler.
-torch's process-wide settings, such as the default dtype or anomaly detection, hold anyway.
 """
 
 from __future__ import annotations
@@ -108,9 +107,6 @@ def _library() -> dict[str, Any] | None:
     return found
 
 
-_OUR_OWN = "lockstep."
-
-
 @dataclass(frozen=True)
 class CallerState:
     """A snapshot of one thread's state: ``capture`` takes it, and ``applied`` sets it in another thread."""
@@ -174,14 +170,13 @@ class CallerModes:
         no_saved: str | None = compat.saved_tensors_hooks_disabled()
         if not (functions or operators or saved or no_saved):
             return NO_MODES
+        devices = [each for each in functions if isinstance(each, compat.DeviceContext)]
         return cls(
-            functions=tuple(
-                each for each in functions if not isinstance(each, compat.DeviceContext) and _is_theirs(each)
-            ),
-            operators=tuple(each for each in operators if _is_theirs(each)),
+            functions=tuple(each for each in functions if each not in devices and _is_theirs(each)),
+            operators=tuple(filter(_is_theirs, operators)),
             saved=saved,
             no_saved=no_saved,
-            device=next((each.device for each in functions if isinstance(each, compat.DeviceContext)), None),
+            device=devices[0].device if devices else None,
         )
 
     @property
@@ -223,7 +218,7 @@ NO_MODES = CallerModes()
 
 
 def _is_theirs(mode: object) -> bool:
-    return not type(mode).__module__.startswith(_OUR_OWN)
+    return not type(mode).__module__.startswith("lockstep.")
 
 
 @contextmanager

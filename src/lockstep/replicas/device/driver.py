@@ -294,11 +294,10 @@ def _driver() -> DeviceDriver:
 
 
 class AsyncScalars:
-    """Scalars, some of which a device may still be computing.
+    """Numbers, and tensors of one element, that a device may still be computing.
 
-    Args:
-        values: numbers, and tensors of one element of any dtype and device.
-        device: where the tensors are gathered. If it is a GPU, only ``read`` waits for it; None converts at once.
+    If ``device`` is a GPU, the tensors are gathered there, copied to pinned memory without waiting, and only ``read``
+    waits; otherwise they are converted at once.
     """
 
     def __init__(self, values: Sequence[Any], device: LogicalDevice | None) -> None:

@@ -6,11 +6,9 @@
     meeting                             '--sum--'
 
 Replicas of one GPU issue one after another and hand over at collectives, so random numbers drawn from the GPU's
-generator during a slot are that replica's. The GPU works on all their streams at once; events keep the order.
-
-The events also make memory safe, since torch reuses freed memory on the stream on which it was allocated. Other
-replicas use memory of a replica only while values are combined, and its stream continues behind that; replicas use
-memory of the combination, and the next one starts behind all of them. The same holds at both ends of a run.
+generator during a slot are that replica's. The GPU works on all their streams at once; events keep the order. They also
+make memory safe, since torch reuses freed memory on the stream on which it was allocated: other replicas use memory of
+a replica only while values are combined, and its stream continues behind that.
 
 A pool's cached memory can be used by no other program, so all memory that it has taken is compared with the
 ``memory_limit`` first; but cached memory is not the step's fault, so only the peak of its tensors ends a step.
@@ -184,10 +182,10 @@ class GpuReplica:
 
 
 class GpuSlot:
-    """The issue slot of one replica on its GPU; see ``IssueGate`` for its methods.
+    """The issue slot of one replica on its GPU, whose gate has width 1; see ``IssueGate`` for its methods.
 
     Args:
-        gate: the gate of the physical device, of width 1.
+        gate: the gate of the physical device.
         replica: the replica.
         rows: the length of the replica's shard, for messages; None if unknown.
         alone: whether this process has no other replica, so that no events are needed.
