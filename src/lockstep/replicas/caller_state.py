@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import Context, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,28 +108,42 @@ def _library() -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class CallerState:
-    """A snapshot of one thread's state: ``capture`` takes it, and ``applied`` sets it in another thread."""
+    """A snapshot of the calling thread's state, but for its context variables and profile.
+
+    The modes, the outermost first, and the hooks are the caller's own objects, and not made for threads: replicas that
+    have them run one at a time, each until it meets the others or has ended (``one_at_a_time``).
+    """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
-    context: Context
-    profile: Profile | None
+    functions: tuple[TorchFunctionMode, ...]
+    operators: tuple[compat.TorchDispatchMode, ...]
+    saved: tuple[Callable[..., Any], Callable[..., Any]] | None
+    no_saved: str | None
+    device: torch.device | None
 
     @classmethod
     def capture(cls) -> CallerState:
+        """The state now, without modes of this package, which handle their replicas themselves."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        functions: list[Any] = compat.function_modes() if compat.num_function_modes() else []
+        operators: list[Any] = compat.dispatch_modes() if compat.num_dispatch_modes() else []
+        devices = [each for each in functions if isinstance(each, compat.DeviceContext)]
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
-            context=copy_context(),
-            profile=Profile.of_caller(),
+            functions=tuple(each for each in functions if each not in devices and _is_theirs(each)),
+            operators=tuple(filter(_is_theirs, operators)),
+            saved=compat.saved_tensors_hooks(False),
+            no_saved=compat.saved_tensors_hooks_disabled(),
+            device=devices[0].device if devices else None,
         )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A block with torch's part of the state. The context variables are not in it: see ``context.run``."""
+        """A block with the grad mode, inference mode and autocast."""
         with ExitStack() as stack:
             stack.enter_context(_no_shared_casts())
             if self.inference:
@@ -142,42 +155,7 @@ class CallerState:
             # wait for each other in a collective's backward pass. So they run in the calling thread.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recording_host_syncs())
-            if self.profile is not None:
-                stack.enter_context(self.profile.shown())
             yield
-
-
-@dataclass(frozen=True)
-class CallerModes:
-    """The caller's modes, the outermost first, and saved-tensor hooks: ``applied`` sets them in another thread.
-
-    They are the caller's own objects, and not made for threads: replicas that have them run one at a time, each until
-    it meets the others or has ended (``one_at_a_time``).
-    """
-
-    functions: tuple[TorchFunctionMode, ...] = ()
-    operators: tuple[compat.TorchDispatchMode, ...] = ()
-    saved: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    no_saved: str | None = None
-    device: torch.device | None = None
-
-    @classmethod
-    def capture(cls) -> CallerModes:
-        """The calling thread's modes, without those of this package, which handle their replicas themselves."""
-        functions: list[Any] = compat.function_modes() if compat.num_function_modes() else []
-        operators: list[Any] = compat.dispatch_modes() if compat.num_dispatch_modes() else []
-        saved: Any = compat.saved_tensors_hooks(False)
-        no_saved: str | None = compat.saved_tensors_hooks_disabled()
-        if not (functions or operators or saved or no_saved):
-            return NO_MODES
-        devices = [each for each in functions if isinstance(each, compat.DeviceContext)]
-        return cls(
-            functions=tuple(each for each in functions if each not in devices and _is_theirs(each)),
-            operators=tuple(filter(_is_theirs, operators)),
-            saved=saved,
-            no_saved=no_saved,
-            device=devices[0].device if devices else None,
-        )
 
     @property
     def one_at_a_time(self) -> bool:
@@ -197,8 +175,8 @@ class CallerModes:
             compat.pop_function_mode()
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """A block with the others, above the modes that the calling thread has."""
+    def modes_applied(self) -> Iterator[None]:
+        """A block with the modes and hooks, above the modes that the calling thread has."""
         with ExitStack() as stack:
             if self.no_saved is not None:
                 stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(self.no_saved))
@@ -212,9 +190,6 @@ class CallerModes:
                 compat.push_dispatch_mode(mode)
                 stack.callback(compat.pop_dispatch_mode, compat.dispatch_mode_key(mode))
             yield
-
-
-NO_MODES = CallerModes()
 
 
 def _is_theirs(mode: object) -> bool:

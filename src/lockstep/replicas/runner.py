@@ -13,7 +13,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
-from lockstep.replicas.caller_state import CallerModes, CallerState
+from lockstep.replicas.caller_state import CallerState, Profile
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
@@ -194,22 +195,22 @@ class ReplicaRunner:
                 "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
                 "in the replicas, before or after the merge_call"
             )
-        modes = CallerModes.capture()
+        caller = CallerState.capture()
         with self._one_run:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             self._caller_team.end()
             began = time.perf_counter()
-            run = _Run(self._names, self._timeout_s, self._streams, modes)
+            run = _Run(self._names, self._timeout_s, self._streams, caller)
             self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=modes.one_at_a_time))
+                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
             took = time.perf_counter() - began
             self._caller_team.record(took)
-            if not modes.one_at_a_time:
+            if not caller.one_at_a_time:
                 for policy in self._policies.values():
                     policy.record(fn, took)
         return run.results
@@ -298,20 +299,21 @@ class ReplicaRunner:
 
 
 class _Run:
-    """The state of one run: its barrier, its results, and the caller's state for each replica."""
+    """The state of one run: its barrier, its results, and the caller's state."""
 
-    def __init__(self, names: Sequence[str], timeout_s: float, streams: RunStreams, modes: CallerModes) -> None:
+    def __init__(self, names: Sequence[str], timeout_s: float, streams: RunStreams, caller: CallerState) -> None:
         self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
-        self._names, self._modes = names, modes
-        self._caller = [CallerState.capture() for _ in names]
+        self._names, self._caller = names, caller
+        self._contexts = [copy_context() for _ in names]
+        self._profiles = [Profile.of_caller() for _ in names]
 
     def job(
         self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
         """The job of a replica's thread. It never raises; ``leave`` takes the error."""
-        replica, modes = context.local_replica, self._modes
-        caller = self._caller[replica]
+        replica, caller = context.local_replica, self._caller
+        profile = self._profiles[replica]
         own = context.device.torch_device
 
         def in_slot() -> Any:
@@ -319,11 +321,12 @@ class _Run:
             try:
                 self.barrier.stop_if_ended()
                 with (
-                    modes.default_device(own),
+                    caller.default_device(own),
                     caller.applied(),
+                    nullcontext() if profile is None else profile.shown(),
                     random,
                     in_context(context),
-                    modes.applied(),
+                    caller.modes_applied(),
                     slot.naming_device(),
                 ):
                     result = body()
@@ -334,7 +337,7 @@ class _Run:
 
         def outcome() -> BaseException | None:
             try:
-                self.results[replica] = caller.context.run(in_slot)
+                self.results[replica] = self._contexts[replica].run(in_slot)
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
                 if not isinstance(raised, ReplicaStopped):
                     raised.add_note(f"raised in {self._names[replica]}")

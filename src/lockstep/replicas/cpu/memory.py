@@ -75,37 +75,29 @@ class ResidentPeak:
 
     def __init__(self) -> None:
         self.peak_mb = 0.0
-        self._sampler: _Sampler | None = None
+        self._ended = threading.Event()
+        self._sampler: threading.Thread | None = None
 
     def __enter__(self) -> ResidentPeak:
         if not _reset_high_water_mark():
-            self._sampler = _Sampler()
+            self.peak_mb = resident_mb()
+            self._sampler = threading.Thread(target=self._sample, name="lockstep-resident-memory", daemon=True)
+            self._sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._sampler is not None:
-            self.peak_mb = self._sampler.end()
+            self._ended.set()
+            self._sampler.join()
+            self.peak_mb = max(self.peak_mb, resident_mb())
         else:
             status = Path("/proc/self/status").read_text().splitlines()
             (mark,) = (int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
             self.peak_mb = mark / _KB_PER_MB
 
-
-class _Sampler:
-    def __init__(self) -> None:
-        self._peak_mb = resident_mb()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="lockstep-resident-memory", daemon=True)
-        self._thread.start()
-
-    def end(self) -> float:
-        self._ended.set()
-        self._thread.join()
-        return max(self._peak_mb, resident_mb())
-
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._ended.wait(_SAMPLED_EVERY_S):
-            self._peak_mb = max(self._peak_mb, resident_mb())
+            self.peak_mb = max(self.peak_mb, resident_mb())
 
 
 def _reset_high_water_mark() -> bool:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +29,7 @@ _BETWEEN = (
     str(Path(__file__).parents[2] / "train" / "loss"),
 )
 
-# Their result, or its shape, is known to the host only when the device has computed it. _local_scalar_dense: .item(),
-# float(tensor), if tensor:
+# Their result, or its shape, is known to the host only when the device has computed it.
 _READING = frozenset(
     {
         *("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.bincount"),
@@ -78,9 +77,9 @@ class HostSyncs(BesideCompiledCode):
         ['aten._local_scalar_dense']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, syncs: list[HostSync] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.syncs: list[HostSync] = []
+        self.syncs: list[HostSync] = [] if syncs is None else syncs
         self._tokens: list[Token[HostSyncs | None]] = []
 
     def __enter__(self) -> HostSyncs:
@@ -101,25 +100,10 @@ class HostSyncs(BesideCompiledCode):
         return func(*args, **kwargs)
 
 
-class _InReplica(BesideCompiledCode):
-    """The mode of one replica's thread: modes are thread-local, and count their own entries."""
-
-    def __init__(self, caller: HostSyncs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._caller = caller
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._caller.__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def recording_host_syncs() -> Iterator[None]:
-    """In a replica's thread: records its waits too, if its caller has them recorded."""
+def recording_host_syncs() -> AbstractContextManager[Any]:
+    """In a replica's thread: a block whose waits are recorded too, if its caller has them recorded."""
     caller = _watching.get()
-    with nullcontext() if caller is None else _InReplica(caller):
-        yield
+    return nullcontext() if caller is None else HostSyncs(caller.syncs)
 
 
 def _waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -151,10 +135,8 @@ def _copies_to_host(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> b
         into, source = args[0], args[1]
         late = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         return bool(into.device.type == "cpu" != source.device.type and not late)
-    into = kwargs.get("device")
-    return bool(
-        into is not None and into.type == "cpu" != args[0].device.type and not kwargs.get("non_blocking", False)
-    )
+    into, late = kwargs.get("device"), kwargs.get("non_blocking", False)
+    return bool(into is not None and into.type == "cpu" != args[0].device.type and not late)
 
 
 def _name(func: Any) -> str:
