@@ -103,11 +103,15 @@ class ResidentPeak:
 def _reset_high_water_mark() -> bool:
     """Sets the process's high-water mark to what is resident now; False where that is not allowed."""
     try:
-        with Path("/proc/self/clear_refs").open("wb", buffering=0) as control:
-            control.write(b"5")
+        control = os.open("/proc/self/clear_refs", os.O_WRONLY)
     except OSError:
         return False
-    return True
+    try:
+        return os.write(control, b"5") > 0
+    except OSError:
+        return False
+    finally:
+        os.close(control)
 
 
 def _group_headrooms(proc: Path, groups: Path) -> Iterator[float]:
