@@ -108,19 +108,16 @@ class MirroredObjects:
         module = self._partition.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
-            peers = self._partition.peers(workers)
             self.follow()
             mirrored = mirror_module(
                 owner,
                 module,
                 devices,
-                peers,
+                self._partition.peers(workers),
+                self._partition,
+                self._propagations,
                 sync_batchnorm=sync_batchnorm,
                 memory_format=memory_format,
-                pipeline=self._partition.pipeline(module),
-                is_part=self._partition.parts,
-                shards_weights=self._partition.shards_weights,
-                peers=self._propagations,
             )
             mirrored.optimizers = self.optimizers
             self._made += 1
@@ -260,23 +257,13 @@ class MirroredObjects:
     def _stepped(self) -> set[int]:
         return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
-    def note(self) -> None:
-        """After a run: changes of the modules from here on were made outside replicas."""
-        for module in self.modules:
-            module.outside_changes.note()
-
     @contextmanager
     def changes_spread(self) -> Iterator[None]:
         """Around a function that runs once for all replicas during a run: what it sets reaches all copies."""
-        self.note()
-        try:
-            with ExitStack() as stack:
-                for module in self.modules:
-                    stack.enter_context(module.propagation.paused())
-                yield
-        finally:
+        with ExitStack() as stack:
             for module in self.modules:
-                module.outside_changes.run_begins()
+                stack.enter_context(module.propagation.paused())
+            yield
 
     def follow(self) -> None:
         """Between runs: brings new submodules, weights and buffers to all copies."""
@@ -297,8 +284,9 @@ class MirroredObjects:
             failed = False
         finally:
             release(self._held_hooks)
-            for module in self.modules:
-                module.propagation.end(failed=failed)
+            with ExitStack() as stack:
+                for module in self.modules:
+                    stack.callback(module.propagation.end, failed=failed)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """The guards of the local replicas in the next run. Called after ``align``.

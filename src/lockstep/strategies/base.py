@@ -167,16 +167,13 @@ class Strategy(Executor):
             distributed = any(isinstance(leaf, PerReplica) for leaf in given)
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
-        try:
-            with (
-                entered(self),
-                looking,
-                self._mirrored.settled(),
-                self._mirrored.clearing_after_failure(len(self.devices)),
-            ):
-                results = merge(self._execute(fn, bodies, rows))
-        finally:
-            self._mirrored.note()
+        with (
+            entered(self),
+            looking,
+            self._mirrored.settled(),
+            self._mirrored.clearing_after_failure(len(self.devices)),
+        ):
+            results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
 
