@@ -220,7 +220,7 @@ class Claims:
         """Has a gradient that a replica's backward pass brings to ``tensor`` refused, as long as the run lasts."""
         if (id(tensor), replica) not in self._watched:
 
-            def refuse(_: torch.Tensor) -> None:
+            def refuse() -> None:
                 context = get_replica_context()
                 if context is not None and context.local_replica == replica:
                     raise UsageError(message)

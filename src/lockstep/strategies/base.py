@@ -27,7 +27,7 @@ from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_empty_shard
 from lockstep.data.structure import replica_leaves, rows_of
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.local import LocalExchange
+from lockstep.mirroring.gradients.exchange import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer

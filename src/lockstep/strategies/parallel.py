@@ -23,8 +23,7 @@ from lockstep.collectives.mesh_communicator import MeshCommunicator
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
-from lockstep.mirroring.gradients.local import Copies, GradientExchange
-from lockstep.mirroring.gradients.partitioned import PartExchange
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy, Pipelined

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.local import Copies, GradientExchange
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
 from lockstep.mirroring.gradients.user import GivenSums, forget
 from lockstep.mirroring.optim.kernels import HeldState
 from lockstep.mirroring.optim.misuse import guard_groups
@@ -28,10 +28,18 @@ from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, Up
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
+"""Returns, by the id of each parameter of a mirrored module, its copies."""
 MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
 """Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
-
 _SCALER = "torch.amp.grad_scaler"
+
+
+def _on_plain(name: str) -> Callable[..., Any]:
+    def register(self: MirroredOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.plain, name)(*args, **kwargs)
+
+    register.__doc__ = "Registers the hook on the plain optimizer, which the hook receives; a step hook runs once."
+    return register
 
 
 class Owner(Protocol):
@@ -55,10 +63,11 @@ class MirroredOptimizer(Optimizer):
         owner: the strategy.
         optimizer: the plain optimizer over parameters of mirrored modules.
         groups: the replicas that share a storage of the weights.
-        find_copies: returns a mapping from the id of each parameter of a mirrored module to its copies.
+        find_copies: returns the copies of each parameter of a mirrored module.
         make_exchange: makes the exchange of gradients.
 
     Attributes:
+        plain: the user's own optimizer.
         sums_after_runs: whether gradients that a run leaves are summed after it, so that a program outside replicas
             sees those of one device. ``Model`` calls ``update`` itself and does not need it.
     """
@@ -77,7 +86,7 @@ class MirroredOptimizer(Optimizer):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its closure many times a step; choose a first-order optimizer")
         self._owner = owner
-        self._plain = optimizer
+        self.plain = optimizer
         self._groups = groups
         self._find_copies = find_copies
         self._make_exchange = make_exchange
@@ -92,11 +101,6 @@ class MirroredOptimizer(Optimizer):
         self._prepare()
 
     @property
-    def plain(self) -> Optimizer:
-        """The user's own optimizer."""
-        return self._plain
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The plain optimizer's groups. In a replica they are read-only.
 
@@ -109,17 +113,17 @@ class MirroredOptimizer(Optimizer):
                 "scaler.scale(loss).backward() and call optimizer.sum_gradients(), and after strategy.run "
                 "scaler.step(optimizer), scaler.update() and optimizer.zero_grad()"
             )
-        return self._plain.param_groups
+        return self.plain.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The plain optimizer's state; with ZeRO-1, that of this worker's pieces of the parameters."""
-        return self._plain.state
+        return self.plain.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The plain optimizer's defaults."""
-        return self._plain.defaults
+        return self.plain.defaults
 
     @property
     def times(self) -> tuple[UpdateTimes | None, ...]:
@@ -146,8 +150,7 @@ class MirroredOptimizer(Optimizer):
         context = get_replica_context()
         if context is None:
             return self._step_outside(closure)
-        self._check_owner(context)
-        self._check_whole()
+        self._check(context)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -193,8 +196,7 @@ class MirroredOptimizer(Optimizer):
         if context is None:
             self._owner.run(self.sum_gradients)
             return
-        self._check_owner(context)
-        self._check_whole()
+        self._check(context)
         self._given.take_back(context.local_replica)
         self._update.sum(context)
         self._holds_sums = True
@@ -236,7 +238,7 @@ class MirroredOptimizer(Optimizer):
         """
         if get_replica_context() is not None:
             raise UsageError("clip_sums affects all replicas; call it outside strategy.run, after sum_gradients")
-        norms = self._owner.run(self._clip, (clip_norm,))
+        norms = self._run_in_replicas(self._update.clip, clip_norm)
         norm: torch.Tensor = self._owner.local_results(norms)[0]
         return norm
 
@@ -265,8 +267,7 @@ class MirroredOptimizer(Optimizer):
             NonFiniteLossError: the summed loss is NaN or infinite; no weight has changed. It is not raised if the total
                 of the result is a tensor, which the reader must check.
         """
-        self._check_owner(context)
-        self._check_whole()
+        self._check(context)
         self._given.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
@@ -279,12 +280,12 @@ class MirroredOptimizer(Optimizer):
     @property
     def of_storages(self) -> tuple[Optimizer, ...]:
         """The plain optimizer and its copies for other storages of the weights."""
-        return self._update.updaters.of_storages
+        return self._update.optimizers.of_storages
 
     @property
     def not_fused(self) -> str | None:
         """Why torch's fused kernels for GPUs are not used; None if they are."""
-        return self._update.updaters.not_fused
+        return self._update.optimizers.not_fused
 
     def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which backward passes of these local replicas send no gradients to other workers.
@@ -327,7 +328,7 @@ class MirroredOptimizer(Optimizer):
         if any(copy.grad is not None for copies in self._parameters for copy in copies[1:]):
             for replica in replicas:  # one that had no backward pass since may still have sums of before
                 self._given.take_back(replica)
-            self._owner.run(self._sum)
+            self._run_in_replicas(self._update.sum)
             self._summed_after_run = True
 
     def note_left(self) -> None:
@@ -352,10 +353,8 @@ class MirroredOptimizer(Optimizer):
                 "changed, and optimizer.zero_grad() to clear those of all replicas"
             )
 
-    def _sum(self) -> None:
-        context = get_replica_context()
-        if context is not None:
-            self._update.sum(context)
+    def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
+        return self._owner.run(_in_replica, (half, *args))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current replica; outside replicas, of all."""
@@ -404,8 +403,8 @@ class MirroredOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state. With ZeRO-1 it is gathered, and all workers must call it."""
-        with self._update.updaters.whole_state():
-            return self._plain.state_dict()
+        with self._update.optimizers.whole_state():
+            return self.plain.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state into the plain optimizer and its copies. With ZeRO-1 each worker keeps its pieces.
@@ -415,20 +414,20 @@ class MirroredOptimizer(Optimizer):
         """
         if get_replica_context() is not None:
             raise UsageError("load_state_dict affects all replicas; call it outside strategy.run")
-        self._plain.load_state_dict(dict(state_dict))
-        self._update.updaters.reset()
+        self.plain.load_state_dict(dict(state_dict))
+        self._update.optimizers.reset()
 
     def held_state(self) -> list[HeldState]:
         """The state that this worker keeps: of whole parameters, or of its pieces."""
-        return self._update.updaters.held()
+        return self._update.optimizers.held()
 
     def take_held_state(self, held: Sequence[HeldState]) -> None:
         """Sets the state that ``held_state`` returned to other values."""
-        self._update.updaters.take_held(held)
+        self._update.optimizers.take_held(held)
 
     def align_copies(self) -> None:
         """Copies the plain optimizer's state, which was changed by hand, to the other storages."""
-        self._update.updaters.reset()
+        self._update.optimizers.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer.
@@ -436,38 +435,21 @@ class MirroredOptimizer(Optimizer):
         Raises:
             UsageError: its parameters belong to no mirrored module; the optimizer is unchanged.
         """
-        self._update.updaters.join()
-        self._plain.add_param_group(param_group)
+        self._update.optimizers.join()
+        self.plain.add_param_group(param_group)
         try:
             self._prepare()
         except UsageError:
-            del self._plain.param_groups[-1]
+            del self.plain.param_groups[-1]
             self._prepare()
             raise
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_load_state_dict_post_hook(hook, prepend)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Registers the hook on the plain optimizer; it runs once for each update."""
-        return self._plain.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Registers the hook on the plain optimizer; it runs once for each update."""
-        return self._plain.register_step_post_hook(hook)
+    register_state_dict_pre_hook = _on_plain("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _on_plain("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _on_plain("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _on_plain("register_load_state_dict_post_hook")
+    register_step_pre_hook = _on_plain("register_step_pre_hook")
+    register_step_post_hook = _on_plain("register_step_post_hook")
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the plain optimizer. Its methods affect all storages of the weights.
@@ -475,7 +457,7 @@ class MirroredOptimizer(Optimizer):
         Raises:
             UsageError: such a method was called in one of several replicas.
         """
-        plain = self.__dict__.get("_plain")
+        plain = self.__dict__.get("plain")
         if plain is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(plain, name)
@@ -484,13 +466,13 @@ class MirroredOptimizer(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets attributes that only the plain optimizer has on it."""
         own = self.__dict__
-        if "_update" in own and name not in own and name in vars(self._plain) and not hasattr(type(self), name):
-            setattr(self._plain, name, value)
+        if "_update" in own and name not in own and name in vars(self.plain) and not hasattr(type(self), name):
+            setattr(self.plain, name, value)
         else:
             object.__setattr__(self, name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._plain)})
+        return sorted({*object.__dir__(self), *dir(self.plain)})
 
     def __getstate__(self) -> NoReturn:
         raise UsageError(
@@ -498,14 +480,14 @@ class MirroredOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"MirroredOptimizer({self._plain!r})"
+        return f"MirroredOptimizer({self.plain!r})"
 
     def _prepare(self) -> None:
-        guard_groups(self._plain)
+        guard_groups(self.plain)
         # Parameters of a layer that the user has replaced stay, as they do in a plain optimizer.
         mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
         found: list[Sequence[nn.Parameter]] = []
-        for group in self._plain.param_groups:
+        for group in self.plain.param_groups:
             for parameter in group["params"]:
                 copies = mirrored.get(id(parameter))
                 if copies is None:
@@ -519,7 +501,7 @@ class MirroredOptimizer(Optimizer):
         exchange = self._make_exchange(self._parameters, self._groups)
         self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
         self._update = LockstepUpdate(
-            self._plain,
+            self.plain,
             self._parameters,
             self._groups,
             exchange,
@@ -538,38 +520,31 @@ class MirroredOptimizer(Optimizer):
             self._holds_sums = True
             for replica in replicas:
                 self._given.take_back(replica, all_but_first=True)
-        if self._holds_sums:
-            self._check_only_sums()
-        else:
+        if not self._holds_sums:
             self.sum_gradients()
-        self._owner.run(self._apply)
-        self._holds_sums = False
-
-    def _apply(self) -> None:
-        context = get_replica_context()
-        if context is not None:
-            self._update.apply(context)
-
-    def _clip(self, clip_norm: float) -> torch.Tensor | None:
-        context = get_replica_context()
-        return None if context is None else self._update.clip(context, clip_norm)
-
-    def _check_only_sums(self) -> None:
-        if any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):
+        elif any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):
             raise UsageError(
                 "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "
                 "before the next backward pass"
             )
+        self._run_in_replicas(self._update.apply)
+        self._holds_sums = False
 
     def _check_whole(self) -> None:
         if self._lost:
             raise UsageError(self._lost)
 
-    def _check_owner(self, context: ReplicaContext) -> None:
+    def _check(self, context: ReplicaContext) -> None:
         if context.strategy is not self._owner:
             raise UsageError(
                 "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
             )
+        self._check_whole()
+
+
+def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
+    """Called in a replica."""
+    return half(get_replica_context(), *args)
 
 
 class _OfAllStorages:
