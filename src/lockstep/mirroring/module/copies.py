@@ -112,7 +112,7 @@ class Copyings(dict[int, Copying]):
         self._module = module
         self._devices = devices
         self._leaders = {member: group[0] for group in groups for member in group}
-        self._peers = tuple(peers)
+        self._peers = tuple(dict.fromkeys(peers))
 
     def __missing__(self, replica: int) -> Copying:
         leader, known = self._leaders[replica], dict[int, Any]()

@@ -45,6 +45,7 @@ _NO_ATTRIBUTES = frozenset([*_REGISTRIES, *_HOOK_FLAGS, *_OF_USER_ALONE])
 _DEPTH = 4
 """How many containers and objects deep a change in place is seen."""
 _MAX_NODES = 20_000
+_COMPARED_NODES = 64
 _MAX_ITEMS = 10_000
 """Larger containers are not looked into: comparing one would take more than 0.1 ms at every run."""
 _COMPARED_BYTES = 4096
@@ -277,15 +278,14 @@ class Propagation:
         for mine, theirs in zip(self._parts[0], self._parts[replica], strict=True):
             known.setdefault(id(mine), theirs)
         for node in self._nodes:
-            content = self._twin(node, replica)
-            if content is None:
-                continue
             if node.home is not None:
-                known.setdefault(id(node.value), _item(self._twin(node.home, replica), node.key))
+                if self._twin(node, replica) is not None:
+                    known.setdefault(id(node.value), _item(self._twin(node.home, replica), node.key))
             elif node.registry in ("_parameters", "_buffers"):
+                theirs = self._twin(node, replica) if node.kept else {}
                 for name, tensor in node.kept.items():
-                    if tensor is not None and content.get(name) is not None:
-                        known.setdefault(id(tensor), content[name])
+                    if tensor is not None and theirs.get(name) is not None:
+                        known.setdefault(id(tensor), theirs[name])
         for node, key in self._arrays:
             array, theirs = _item(node.kept, key), _item(self._twin(node, replica), key)
             if _is_array(array) and type(theirs) is type(array):
@@ -355,7 +355,9 @@ class Propagation:
         ]
         self._others = [place for _, others in self._slots for place in others]
         self._windows: tuple[list[Any], list[Any]] = ([], [])
-        self._collect()
+        self._live = [node.live for node in self._nodes]
+        self._kept = [node.kept for node in self._nodes]
+        self._kinds = list(map(type, self._parts[0]))
 
     def _look_at(self, node: _Node, key: Any, value: Any, seen: set[int]) -> None:
         """Adds an attribute or item to the snapshot, if its content can change."""
@@ -372,12 +374,6 @@ class Propagation:
             seen.add(id(value))
             self._nodes.append(_Node(content, _shallow(content), node, key, value, node.depth + 1))
 
-    def _collect(self) -> None:
-        """Puts side by side what is compared at every run."""
-        self._live = [node.live for node in self._nodes]
-        self._kept = [node.kept for node in self._nodes]
-        self._kinds = list(map(type, self._parts[0]))
-
     def _is_as_kept(self) -> bool:
         with _IdentityOfTensors():
             if not _equal(self._live, self._kept) or list(map(type, self._parts[0])) != self._kinds:
@@ -386,8 +382,14 @@ class Propagation:
 
     def _differing(self) -> list[_Node]:
         replaced = {id(container) for container, key, value in self._held if _item(container, key) is not value}
+        found = []
         with _IdentityOfTensors():
-            return [node for node in self._nodes if id(node.live) in replaced or not _equal(node.live, node.kept)]
+            for begin in range(0, len(self._nodes), _COMPARED_NODES):
+                some = slice(begin, begin + _COMPARED_NODES)
+                if replaced or not _equal(self._live[some], self._kept[some]):
+                    nodes = self._nodes[some]
+                    found += [node for node in nodes if id(node.live) in replaced or not _equal(node.live, node.kept)]
+        return found
 
     def _keep(self, differing: Sequence[_Node]) -> None:
         """Takes the nodes as they are; makes a new snapshot if other things hang on them."""
@@ -401,15 +403,17 @@ class Propagation:
             if not node.registry and len(tensors | atoms) < len(pairs):
                 self._look()
                 return
-            node.kept = _shallow(node.live)
-        self._collect()
+            node.kept.clear()
+            (node.kept.extend if isinstance(node.kept, (list, deque)) else node.kept.update)(node.live)
+        self._kinds = list(map(type, self._parts[0]))
 
     def _leave_to_replicas(self) -> None:
         """The run begins. Does not keep alive the tensors that it may give up."""
         for node, key in self._arrays:
             if not isinstance(node.kept, tuple):
                 node.kept[key] = None
-        self._windows = ([], [])
+        if self._arrays:
+            self._windows = ([], [])
         self._in_run = True
 
     def _take_arrays_back(self) -> None:
