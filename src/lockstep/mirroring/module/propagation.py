@@ -275,14 +275,14 @@ class Propagation:
 
     def fill(self, replica: int, known: dict[int, Any]) -> None:
         """Adds the id of all that the last snapshot has, with its counterpart in the replica's copy."""
-        for mine, theirs in zip(self._parts[0], self._parts[replica], strict=True):
-            known.setdefault(id(mine), theirs)
+        for part, duplicate in zip(self._parts[0], self._parts[replica], strict=True):
+            known.setdefault(id(part), duplicate)
         for node in self._nodes:
             if node.home is not None:
                 if self._twin(node, replica) is not None:
                     known.setdefault(id(node.value), _item(self._twin(node.home, replica), node.key))
             elif node.registry in ("_parameters", "_buffers"):
-                theirs = self._twin(node, replica) if node.kept else {}
+                theirs = (self._twin(node, replica) if node.kept else None) or {}
                 for name, tensor in node.kept.items():
                     if tensor is not None and theirs.get(name) is not None:
                         known.setdefault(id(tensor), theirs[name])

@@ -134,11 +134,8 @@ class MirroredOptimizer(Optimizer):
         """Sums the gradients over all replicas and updates all copies of the weights. Every replica must call it.
 
         Afterwards replica 0's parameters have the summed gradients and the other replicas' have none, so that without
-        ``zero_grad`` further gradients are added as on one device.
-
-        It may also be called outside replicas, on every worker. It then uses the gradients that ``sum_gradients`` left
-        on the user's module, with any changes since; if ``sum_gradients`` was not called since the last step, it sums
-        the gradients first.
+        ``zero_grad`` further gradients are added as on one device. Outside replicas every worker must call it; it then
+        uses the gradients that ``sum_gradients`` left on the user's module, or sums them first.
 
         Args:
             closure: called in each replica first; its result is returned. Only in a replica.
@@ -202,9 +199,9 @@ class MirroredOptimizer(Optimizer):
         self._holds_sums = True
 
     def give_sums(self, context: ReplicaContext) -> None:
-        """Gives the parameters of the calling replica the summed gradients, for a step that reads them.
+        """Gives the calling replica the summed gradients, for a step that reads them; ``step`` then uses replica 0's.
 
-        Every replica must call it. It does nothing in a replica that has the sums. ``step`` then uses replica 0's.
+        Every replica must call it. It does nothing in a replica that has the sums.
         """
         replica = context.local_replica
         if not self._given.given_to(replica):
@@ -228,10 +225,7 @@ class MirroredOptimizer(Optimizer):
 
         It gives what ``torch.nn.utils.clip_grad_norm_`` gives after ``sum_gradients``, but runs in the replicas'
         threads, since OpenMP threads of the caller would keep the replicas' cores busy for some milliseconds. Call it
-        outside replicas, on every worker.
-
-        Args:
-            clip_norm: the largest norm; infinity does not clip.
+        outside replicas, on every worker. A norm of infinity does not clip.
 
         Raises:
             UsageError: it was called in a replica.
@@ -252,10 +246,9 @@ class MirroredOptimizer(Optimizer):
     ) -> StepResult:
         """A step that divides the summed gradients by the summed count. Every replica must call it.
 
-        All gradients are None afterwards. A summed count of 0 skips the update.
-
-        On GPUs the host reads nothing if torch has a fused kernel for the optimizer. The numbers of the result are then
-        tensors, and an update with a non-finite total is skipped, and all later ones until ``reset_nonfinite``.
+        All gradients are None afterwards. A summed count of 0 skips the update. On GPUs the host reads nothing if torch
+        has a fused kernel for the optimizer. The numbers of the result are then tensors, and an update with a
+        non-finite total is skipped, and all later ones until ``reset_nonfinite``.
 
         Args:
             context: the context of the calling replica.
@@ -290,9 +283,7 @@ class MirroredOptimizer(Optimizer):
     def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which backward passes of these local replicas send no gradients to other workers.
 
-        Args:
-            module: the user's module. If this optimizer has none of its parameters, the block has no effect.
-            replicas: the numbers of the local replicas.
+        It has no effect if this optimizer has no parameter of ``module``, the user's.
         """
         own = {id(copies[0]) for copies in self._parameters}
         steps = any(id(parameter) in own for parameter in module.parameters())
@@ -310,20 +301,13 @@ class MirroredOptimizer(Optimizer):
             self._held.discard(block)
 
     def sum_after_run(self) -> None:
-        """After a run: sums the gradients of the replicas, so that the user's module has those of one device.
+        """After a run of the only worker: sums the gradients, so that the user's module has those of one device.
 
-        A program outside replicas can then read, change or clear them, and later backward passes add to them. Called
-        where one worker has all replicas.
+        A program outside replicas can then read, change or clear them, and later backward passes add to them.
         """
         held, self._was_held = self._was_held, bool(self._held)
         replicas = range(len(self._owner.devices))
-        if (
-            held
-            or not self.sums_after_runs
-            or self._holds_sums
-            or self._lost
-            or all(map(self._given.given_to, replicas))
-        ):
+        if held or self._sums_elsewhere() or all(map(self._given.given_to, replicas)):
             return
         if any(copy.grad is not None for copies in self._parameters for copy in copies[1:]):
             for replica in replicas:  # one that had no backward pass since may still have sums of before
@@ -333,8 +317,10 @@ class MirroredOptimizer(Optimizer):
 
     def note_left(self) -> None:
         """After a run with several workers: notes which gradients this worker's replicas have."""
-        summed = not self.sums_after_runs or self._holds_sums or self._lost
-        self._left = None if summed or self._given.given_to(0) else self.gradient_marks()
+        self._left = None if self._sums_elsewhere() or self._given.given_to(0) else self.gradient_marks()
+
+    def _sums_elsewhere(self) -> bool:
+        return not self.sums_after_runs or self._holds_sums or bool(self._lost)
 
     def check_left(self) -> None:
         """Before the next run: checks that the gradients of the last one were not changed.
@@ -359,8 +345,7 @@ class MirroredOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current replica; outside replicas, of all."""
         context = get_replica_context()
-        # Otherwise the replica's function mode sees every access to ".grad".
-        with DisableTorchFunction():
+        with DisableTorchFunction():  # otherwise the replica's function mode sees every access to ".grad"
             for copies in self._parameters:
                 for parameter in copies if context is None else [copies[context.local_replica]]:
                     if set_to_none or parameter.grad is None:
@@ -388,11 +373,7 @@ class MirroredOptimizer(Optimizer):
         return [(id(each), each._version) for each in gradients if each is not None]
 
     def run_failed(self, before: list[tuple[int, int]] | None) -> None:
-        """After a failed run: clears the gradients that replicas have added. Outside replicas only.
-
-        Args:
-            before: the ``gradient_marks`` before the run.
-        """
+        """After a failed run: clears the gradients that replicas have added since ``gradient_marks`` was ``before``."""
         if before is None or self.gradient_marks() != before:
             self.zero_grad()
             if before is not None:
@@ -548,12 +529,7 @@ def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
 
 
 class _OfAllStorages:
-    """A method of the plain optimizer, such as schedule-free's ``train()`` and ``eval()``.
-
-    Args:
-        mirrored: the mirrored optimizer.
-        method: the method of the plain optimizer.
-    """
+    """A method of the plain optimizer, such as schedule-free's ``train()`` and ``eval()``."""
 
     def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
         self._mirrored = mirrored
@@ -561,10 +537,11 @@ class _OfAllStorages:
         functools.update_wrapper(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if get_replica_context() is not None and len(self._mirrored._owner.devices) > 1:
+        replicas = len(self._mirrored._owner.devices)
+        if get_replica_context() is not None and replicas > 1:
             raise UsageError(
-                f"{self._method.__qualname__} affects all replicas and was called in one of "
-                f"{len(self._mirrored._owner.devices)}; call it outside strategy.run"
+                f"{self._method.__qualname__} affects all replicas and was called in one of {replicas}; call it "
+                "outside strategy.run"
             )
         result = self._method(*args, **kwargs)
         if len(self._mirrored.of_storages) > 1:
