@@ -1,7 +1,7 @@
 """The mirrored objects of one strategy, and what happens to all of them before and after a run.
 
-before   align: brings what was set outside to all copies    guards: what looks at each replica's calls
-after    settled, sum_after_run, note: gradients are summed, and what changes from here on changes outside replicas
+before   align: brings what was set outside to all copies    guards: look at each replica's calls
+after    settled, sum_after_run: changes by replicas are their own, and gradients are summed
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
 from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
-from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer, Owner
+from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
@@ -138,7 +138,7 @@ class MirroredObjects:
                 self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
-        self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
+        self, owner: Strategy, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredOptimizer:
         """Makes an optimizer whose step updates all replicas.
 
@@ -298,7 +298,7 @@ class MirroredObjects:
         if self._guarded != len(self._modules):
             self._without_optimizer_cache = None
             ownership = Ownership(self.modules, replicas)
-            gradients = _Gradients(self)
+            gradients = StepGradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards
@@ -342,14 +342,15 @@ class MirroredObjects:
         return {id(copies[0]): copies for module in every for copies in module}
 
 
-class _Gradients:
-    """Gives a step that reads the gradient of a parameter the sums of all gradients of its optimizer."""
+class StepGradients:
+    """Called when a step reads or assigns the ".grad" of its weights, before the optimizer's step."""
 
     def __init__(self, objects: MirroredObjects) -> None:
         self._objects = ref(objects)
         self._optimizers: dict[int, ref[MirroredOptimizer]] = {}
 
     def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
+        """Gives the replica the sums of all gradients of the parameter's optimizer."""
         optimizer = self._of(parameter)
         if optimizer is None:
             context.meet("sums of gradients without an optimizer", parameter, partial(self._adopt, context))
@@ -358,6 +359,7 @@ class _Gradients:
             optimizer.give_sums(context)
 
     def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
+        """A replica is about to assign the ".grad" of one of its weights."""
         optimizer = self._of(parameter)
         if optimizer is not None:
             optimizer.gradient_assigned(context, parameter, value)

@@ -317,7 +317,8 @@ class ModelParts(PartitionPolicy):
     ) -> None:
         self._groups, self._grid, self._place, self._mesh = groups, groups.grid, groups.place, mesh
         self._pipelining = pipelining
-        self._shard_parameters = shard_parameters and groups.grid.data > 1
+        self.parts = mesh is not None
+        self.shards_weights = shard_parameters and groups.grid.data > 1
         self._device = device
         self._draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
@@ -331,16 +332,6 @@ class ModelParts(PartitionPolicy):
     def take(self, module: nn.Module) -> nn.Module:
         """This worker's part; of a plain module that by "auto"."""
         return module if isinstance(module, ShardedModule) else self.divide(module, "auto", "auto")
-
-    @property
-    def parts(self) -> bool:
-        """Where there are several workers."""
-        return self._mesh is not None
-
-    @property
-    def shards_weights(self) -> bool:
-        """Where they are divided among several replicas."""
-        return self._shard_parameters
 
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         """The schedules of a part that is one stage of several."""
@@ -412,7 +403,7 @@ class ModelParts(PartitionPolicy):
             sequences.bound([stage.parts for stage in stages] or [module.modules()])
         _fill(module, first, division, self._device)
         self._draws.give(module, division.apart, division.together)
-        borrowing = self._shared(module, stages, self._mesh) if self._shard_parameters else None
+        borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep._torch_compat import DisableTorchFunction
-from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
 from lockstep.mirroring.gradients.user import GivenSums, forget
@@ -26,6 +25,9 @@ from lockstep.mirroring.optim.kernels import HeldState
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
 from lockstep.replicas.context import ReplicaContext, get_replica_context
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
 
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
 """Returns, by the id of each parameter of a mirrored module, its copies."""
@@ -40,20 +42,6 @@ def _on_plain(name: str) -> Callable[..., Any]:
 
     register.__doc__ = "Registers the hook on the plain optimizer, which the hook receives; a step hook runs once."
     return register
-
-
-class Owner(Protocol):
-    """The part of a strategy that an optimizer needs."""
-
-    @property
-    def devices(self) -> tuple[LogicalDevice, ...]:
-        """The devices of the local replicas."""
-
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), /) -> Any:
-        """Runs ``fn`` in every replica."""
-
-    def local_results(self, value: Any, /) -> tuple[Any, ...]:
-        """The values that ``run`` returned, one for each local replica."""
 
 
 class MirroredOptimizer(Optimizer):
@@ -76,7 +64,7 @@ class MirroredOptimizer(Optimizer):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Strategy,
         optimizer: Optimizer,
         groups: Sequence[Sequence[int]],
         find_copies: FindCopies,
