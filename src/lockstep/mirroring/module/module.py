@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.streams import allocating_on
 
+if TYPE_CHECKING:
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+
 _SETTLED = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
 _MADE = "_made"
 
@@ -47,6 +50,16 @@ def _member(name: str) -> property:
     return property(lambda self: getattr(self._here(), name), put)
 
 
+def _method(name: str) -> Callable[..., Any]:
+    """A method of the current copy; outside replicas, of the user's module, which all copies follow."""
+
+    def call(self: MirroredModule, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._here(), name)(*args, **kwargs)
+
+    call.__doc__ = f"{name} of the current replica's copy; outside replicas, of the user's module."
+    return call
+
+
 def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     """An operator on the current copy: containers such as Sequential have items."""
 
@@ -54,13 +67,6 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(self._here(), *args)
 
     return call
-
-
-class HoldsBack(Protocol):
-    """The part of a mirrored optimizer that ``no_sync`` needs."""
-
-    def held(self, module: nn.Module, replicas: Sequence[int], /) -> AbstractContextManager[None]:
-        """Inside the block no backward pass through ``module`` in these local replicas sends gradients."""
 
 
 class MirroredModule(nn.Module):
@@ -117,7 +123,7 @@ class MirroredModule(nn.Module):
         on = [device.torch_device for device in devices]
         self.propagation = Propagation(self._copies, on, self._groups, peers, alone=alone)
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
-        self.optimizers: Iterable[HoldsBack] = ()
+        self.optimizers: Iterable[MirroredOptimizer] = ()
         self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
@@ -180,9 +186,7 @@ class MirroredModule(nn.Module):
             yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
-        """Compiles all copies with ``torch.compile`` at their first call in replicas; None undoes it.
-
-        Calls outside replicas are not compiled.
+        """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it.
 
         Raises:
             ConfigError: the module's forward is a collective, or it is part of a divided model.
@@ -215,30 +219,24 @@ class MirroredModule(nn.Module):
             self._workers.all_gather_numbers("comparison of the weights")
 
     def align(self) -> bool:
-        """Before a run: brings what was set on the user's module, its training mode and frozen weights to all copies.
-
-        Every worker must call it.
+        """Before a run: brings what was set on the user's module to all copies. Every worker must call it.
 
         Returns:
-            Whether any copy has new weights or submodules, or weights in other memory.
+            Whether any copy has new weights, buffers or submodules, or weights in other memory.
         """
         moved = self.propagation.begin()
         fresh = self.propagation.take_fresh()
-        if fresh and not self._workers.is_single and not self.shards_weights:
-            self._take_from_chief(fresh)
-        return moved
-
-    def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Gives tensors that were added after mirroring the chief's values on all workers."""
-        check_agreement(
-            self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh]
-        )
+        if not fresh or self._workers.is_single or self.shards_weights:
+            return moved
+        shapes = [f"{first.dtype} {tuple(first.shape)}" for first, *_ in fresh]
+        check_agreement(self._workers, "what was set on the model", shapes)
         with torch.no_grad():
             self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
-            for mine, *others in fresh:
+            for first, *others in fresh:
                 for other in others:
-                    if other.data_ptr() != mine.data_ptr():
-                        other.copy_(mine)
+                    if other.data_ptr() != first.data_ptr():
+                        other.copy_(first)
+        return moved
 
     def begin_run(self) -> None:
         """Before each run: synchronises buffers if this run evaluates and the last one trained."""
@@ -248,10 +246,8 @@ class MirroredModule(nn.Module):
     def sync_buffers(self) -> None:
         """Writes the averages of floating-point buffers, and replica 0's other buffers, to all copies.
 
-        Every worker must call it. Afterwards each worker may read the state by itself until replicas train again.
-
-        Raises:
-            UsageError: called inside a replica.
+        Every worker must call it, outside replicas. Afterwards each worker may read the state by itself until replicas
+        train again.
         """
         self._outside("sync_buffers")
         self.propagation.follow()
@@ -263,9 +259,7 @@ class MirroredModule(nn.Module):
         self.propagation.note()
 
     def exchange_buffers(self, *, always: bool = True) -> None:
-        """Averages the buffers of all workers for later reads, without changing the replicas' buffers.
-
-        Every worker must call it.
+        """Averages the buffers of all workers for later reads, without changing them. Every worker must call it.
 
         Args:
             always: exchange even if no run since the last exchange can have changed buffers.
@@ -297,11 +291,11 @@ class MirroredModule(nn.Module):
             self.sync_buffers()
         return self
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the current copy by name; outside replicas, of the user's module."""
-        return self._here().named_parameters(prefix, recurse, remove_duplicate)
+    named_parameters = _method("named_parameters")
+    named_modules = _method("named_modules")
+    named_children = _method("named_children")
+    add_module = _method("add_module")
+    register_buffer = _method("register_buffer")
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -319,16 +313,6 @@ class MirroredModule(nn.Module):
         averages = self._averages()
         for name, buffer in named:
             yield name, averages.get(id(buffer), buffer)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The current copy's modules by name."""
-        yield from self._here().named_modules(memo, prefix, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The current copy's children by name."""
-        return self._here().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state of the current copy, with the plain module's keys; outside replicas, with averaged buffers.
@@ -350,11 +334,7 @@ class MirroredModule(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state into every copy.
-
-        Raises:
-            UsageError: it was called in a replica, or with ``assign=True``, which would separate the copies' weights.
-        """
+        """Loads a state into every copy. Outside replicas only, and not with ``assign=True``."""
         self._outside("load_state_dict")
         if assign:
             raise UsageError("load_state_dict(assign=True) would separate the replicas' weights; use assign=False")
@@ -364,8 +344,7 @@ class MirroredModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current copy; outside replicas, of all copies."""
-        # Otherwise the step guard takes this access to ".grad" for the step's own and waits for all replicas.
-        with DisableTorchFunction():
+        with DisableTorchFunction():  # otherwise the step guard takes this for an access by the step
             for duplicate in self._copies if get_replica_context() is None else [self._here()]:
                 duplicate.zero_grad(set_to_none)
 
@@ -377,11 +356,7 @@ class MirroredModule(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> MirroredModule:
-        """Does nothing if the module has this device and dtype.
-
-        Raises:
-            UsageError: it has another device or dtype.
-        """
+        """Does nothing if the module has this device and dtype; otherwise raises UsageError."""
         device, dtype, *_ = parse_to(*args, **kwargs)
         for tensor in self.module.parameters():
             converts = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
@@ -420,18 +395,10 @@ class MirroredModule(nn.Module):
         else:
             delattr(self._here(), name)
 
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Registers it on the current replica's copy; outside replicas, on all copies."""
-        self._here().register_buffer(name, tensor, persistent)
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers it on all copies. Outside replicas only."""
         self._outside("register_parameter")
         self._here().register_parameter(name, param)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Registers it on the current replica's copy; outside replicas, on all copies."""
-        self._here().add_module(name, module)
 
     __getitem__ = _operator(operator.getitem)
     __setitem__ = _operator(operator.setitem)
@@ -517,7 +484,7 @@ def mirror_module(
         devices: the devices of the local replicas.
         workers: all workers; they get the chief's weights.
         partition: which part of the model this worker holds.
-        peers: returns the propagations of all modules of the owner, so that modules that share a layer still share it.
+        peers: returns the propagations of all modules of the owner, which may have submodules in common.
         sync_batchnorm: batch norms take their statistics from the global batch; torch.nn.SyncBatchNorm always does.
         memory_format: "auto" is channels_last if there are 2-d convolutions; "preserve" leaves the weights as they are.
 
