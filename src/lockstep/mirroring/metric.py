@@ -54,7 +54,7 @@ def states_of(metric: Any) -> list[dict[str, Any]]:
 
 
 def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
-    """One metric with the states of all replicas; the replicas' own metrics stay as they are.
+    """One new metric with the states of all replicas.
 
     Args:
         local: the same metric on each local replica, in replica order.
@@ -177,11 +177,7 @@ class MirroredMetric(nn.Module):
         return (self._merged() if outside and persistent else self._here()).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Sets the persistent states, and forgets all others.
-
-        Raises:
-            UsageError: called in a replica.
-        """
+        """Sets the persistent states, and forgets all others. Outside replicas only."""
         if get_replica_context() is not None:
             raise UsageError(
                 "load_state_dict reaches all replicas; call it outside strategy.run, in cross-replica context"
@@ -332,13 +328,9 @@ def metric_being_updated() -> Any:
 def mirror_metric(
     owner: object, metric: Any, devices: Sequence[LogicalDevice], workers: Communicator
 ) -> MirroredMetric:
-    """Makes one copy of ``metric`` for each device. What it has counted so far is counted once.
+    """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one.
 
-    Args:
-        owner: the strategy.
-        metric: the user's; from now on its methods are those of the mirrored one.
-        devices: the devices of the local replicas.
-        workers: the workers whose rows are counted.
+    What it has counted so far is counted once.
 
     Raises:
         UsageError: merged states cannot give the metric's value.
@@ -358,11 +350,7 @@ def mirror_metric(
 
 
 def check_kind(metric: Any) -> None:
-    """Refuses a metric that looks at values over time, which merged states cannot give.
-
-    Raises:
-        UsageError: it has such a wrapper.
-    """
+    """Raises UsageError for a metric that looks at values over time, which merged states cannot give."""
     wrappers = sys.modules["torchmetrics"].wrappers
     kinds = (wrappers.MinMaxMetric, wrappers.Running, wrappers.MetricTracker)
     for part in metric.modules():

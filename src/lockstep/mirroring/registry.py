@@ -75,11 +75,7 @@ class MirroredObjects:
     def mirror_metric(
         self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredMetric:
-        """Returns the mirrored metric of a torchmetrics metric; makes it if there is none.
-
-        Raises:
-            UsageError: the values of the replicas cannot be merged.
-        """
+        """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
         mirrored = self._metrics.get(id(metric))
         if mirrored is None:
             mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
@@ -140,11 +136,7 @@ class MirroredObjects:
     def mirror_optimizer(
         self, owner: Strategy, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredOptimizer:
-        """Makes an optimizer whose step updates all replicas.
-
-        Raises:
-            UsageError: it holds parameters of modules that this strategy has not mirrored.
-        """
+        """Makes an optimizer whose step updates all replicas."""
         self._partition.check(optimizer)
         check_agreement(workers, "the optimizer", plain_settings(optimizer))
         mirrored = MirroredOptimizer(
@@ -203,12 +195,7 @@ class MirroredObjects:
         )
 
     def adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
-        """Makes an optimizer that only sums gradients, for a module whose weights a step updates by hand.
-
-        Args:
-            strategy: the strategy of these objects.
-            parameter: any weight of the module.
-        """
+        """Makes an optimizer that only sums gradients, for the module of a parameter that a step updates by hand."""
         stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
@@ -273,11 +260,7 @@ class MirroredObjects:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Around a run: afterwards takes what replicas have set on their copies as their own.
-
-        Raises:
-            UsageError: a replica has given its copy new weights, or submodules that other copies lack.
-        """
+        """Around a run: afterwards takes what replicas have set on their copies as their own."""
         failed = True
         try:
             yield
@@ -289,11 +272,7 @@ class MirroredObjects:
                     stack.callback(module.propagation.end, failed=failed)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
-        """The guards of the local replicas in the next run. Called after ``align``.
-
-        Args:
-            replicas: the number of local replicas.
-        """
+        """The guards of the local replicas in the next run. Called after ``align``."""
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
             self._without_optimizer_cache = None
@@ -305,11 +284,7 @@ class MirroredObjects:
 
     @contextmanager
     def clearing_after_failure(self, replicas: int) -> Iterator[None]:
-        """Around a run: if a replica fails, removes the gradients that the run has added.
-
-        Args:
-            replicas: the number of local replicas. A single one keeps its gradients, as a plain program does.
-        """
+        """Around a run: if a replica fails, removes the gradients that the run has added; a single one keeps them."""
         if replicas == 1:
             yield
             return

@@ -112,12 +112,7 @@ class _Known:
 
 
 class Ownership:
-    """Which replica each tensor of the mirrored modules belongs to. Made anew when a module was mirrored or changed.
-
-    Args:
-        modules: the strategy's mirrored modules.
-        replicas: how many local replicas there are.
-    """
+    """Which replica each tensor of the mirrored modules belongs to. Made again when a module has changed."""
 
     def __init__(self, modules: Iterable[MirroredModule], replicas: int) -> None:
         self.known: dict[int, _Known] = {}
@@ -250,13 +245,9 @@ class StepGuard:
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Looks at a call of a torch function.
+        """Looks at a call of a torch function; returns PROCEED, or the result if the call was made here.
 
-        Returns:
-            PROCEED, or the result of the call where it has been made here.
-
-        Raises:
-            UsageError: the call would give other numbers than one device.
+        Raises UsageError if the call would give other numbers than one device.
         """
         for arg in args:  # written out: this runs at every call of a torch function
             kind = type(arg)

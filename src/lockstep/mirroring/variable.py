@@ -130,11 +130,7 @@ class MirroredVariable(TensorLike):
         return first
 
     def check_unchanged(self) -> None:
-        """Checks that the replicas' values, if all must have the same, were only written by ``assign`` and its like.
-
-        Raises:
-            UsageError: ``values`` were changed in place, and now differ.
-        """
+        """Raises UsageError if all values must be the same, and were changed in place so that they differ."""
         if not self.is_mirrored or self._versions == [each._version for each in self._values]:
             return
         if not _equal(self._values):
@@ -169,11 +165,7 @@ class MirroredVariable(TensorLike):
         self._note_versions()
 
     def assign_add(self, value: Any) -> None:
-        """Adds ``value``, which is reduced over the replicas first if ``assign`` would reduce it.
-
-        Raises:
-            ConfigError: as ``assign``; also outside a replica for an "on_read" "sum" variable.
-        """
+        """Adds ``value``, reduced as in ``assign``; not outside a replica for an "on_read" "sum" variable."""
         self._add(value, 1, "assign_add")
 
     def assign_sub(self, value: Any) -> None:

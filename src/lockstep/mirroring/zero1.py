@@ -169,15 +169,7 @@ _Described = Mapping[int, Mapping[str, tuple[Any, str]]]
 
 
 class ShardedOptimizer:
-    """The pieces of one optimizer's parameters.
-
-    Args:
-        parameters: in the optimizer's order, the same on all workers that share.
-        sharing: those workers.
-
-    Attributes:
-        shares: the pieces of each worker.
-    """
+    """The pieces of one optimizer's parameters, which are the same on all workers. ``shares``: those of each worker."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sharing: ShardingGroup) -> None:
         self._parameters = tuple(parameters)
@@ -234,10 +226,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def whole(self, state: State) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state as an unsharded optimizer has it, in new tensors, given that of the own pieces.
-
-        All workers must call it.
-        """
+        """The state as an unsharded optimizer has it, from that of the pieces, in new tensors. A collective."""
         described = self._gather_descriptions(state)
         found = {number: {name: value for name, (value, _) in values.items()} for number, values in described.items()}
         sharded = {(name, dtype) for values in described.values() for name, (_, dtype) in values.items() if dtype}

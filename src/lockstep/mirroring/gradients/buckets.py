@@ -83,11 +83,7 @@ def plan_buckets(
 
 
 class GradientMarks:
-    """The last recorded event of each local replica on a GPU.
-
-    Args:
-        devices: the devices of the local replicas.
-    """
+    """The last event that each local replica on a GPU has recorded."""
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
         self._sources = [(driver_of(device), device.torch_device) for device in devices] if len(devices) > 1 else []
@@ -171,10 +167,9 @@ class BucketExchange(GradientExchange):
         return sum(totals), sum(counts)
 
     def _digest(self, settings: Settings) -> int:
-        """Of what must be equal on all workers before an update: settings, frozen weights, and bytes of the weights.
+        """Of what must be equal on all workers: settings, frozen weights, and the first bytes of weights on a CPU.
 
-        The first bytes of weights on a CPU are enough: a program that writes weights on one worker alone rarely leaves
-        them unchanged. Weights on GPUs are not read, since the host would wait.
+        A program that writes weights on one worker alone rarely leaves these unchanged. Reading GPUs would wait.
         """
         weights = [copies[0] for copies in self._parameters]
         digest = zlib.crc32("\n".join(settings()).encode())
@@ -187,7 +182,6 @@ class BucketExchange(GradientExchange):
 
     @contextmanager
     def held(self, replicas: Sequence[int]) -> Iterator[None]:
-        """A block in which no backward pass of these local replicas sends gradients: it is not the last one."""
         with self._lock:
             self._held.update(replicas)
         try:
@@ -197,15 +191,13 @@ class BucketExchange(GradientExchange):
                 self._held.subtract(replicas)
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        """Nothing: the sums are there since ``open``."""
+        pass
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The norm of all of them."""
         return joined_norm(norms)
 
     @property
     def keeps_sums(self) -> bool:
-        """Replica 0 is local on the chief."""
         return self._workers.is_chief
 
     def _finish(self, *, changed: bool, outdated: bool) -> None:

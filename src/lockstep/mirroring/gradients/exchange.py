@@ -84,12 +84,7 @@ class GradientExchange(ABC):
 
 
 class LocalExchange(GradientExchange):
-    """Between the replicas of one process.
-
-    Args:
-        parameters: for each parameter its copies.
-        groups: the replicas that share a storage of the weights; the first of each leads it.
-    """
+    """Between the replicas of one process; the first replica of each group leads it."""
 
     def __init__(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> None:
         self._parameters = parameters
@@ -100,27 +95,22 @@ class LocalExchange(GradientExchange):
         self._sum_between = NcclSums() if over_nccl else sum_by_copies
 
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
-        """The same: there are no other workers."""
         return total, count
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        """Sums a slice within the replica's storage group, then all slices between groups."""
         _sum_within_group([self._parameters[index] for index in mine], self._groups[context.local_replica])
         if len(self._leaders) > 1:
             context.meet("gradient exchange", None, lambda _: self._sum_between(self._parameters, self._leaders))
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The norm of all of them."""
         return joined_norm(norms)
 
     @property
     def keeps_sums(self) -> bool:
-        """Replica 0 is local."""
         return True
 
     @property
     def stays_on_device(self) -> bool:
-        """All replicas are local."""
         return True
 
 
@@ -161,18 +151,16 @@ class PartExchange(GradientExchange):
         self._counted = counted
 
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
-        """Exchanges the sums, and completes the exchange of gradients. Every worker must call it."""
         gathered = self._workers.all_gather_numbers("optimizer update", [total, count])
         self._between_replicas.open(0.0, 0.0, settings)
         self._sum_tied()
         return sum(each for each, _ in gathered), sum(each for _, each in gathered)
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        """Between local replicas, of which there is one."""
         self._between_replicas.run(context, mine)
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The norm over all parts of the model; the same bits on all workers."""
+        """The same bits on all workers."""
         counted = [norms[index].double() for index in sorted(norms) if index in self._counted]
         # One stacked tensor is read, so that the host waits for a GPU once.
         own = sum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
@@ -189,26 +177,19 @@ class PartExchange(GradientExchange):
             parameter.grad = gradient
 
     def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
-        """As between the replicas."""
         return self._between_replicas.held(replicas)
 
     @property
     def keeps_sums(self) -> bool:
-        """Every worker keeps those of its own part."""
         return self._workers.is_chief
 
     @property
     def sharing(self) -> ShardingGroup | None:
-        """The workers that hold this part, if the state is sharded among them."""
         return self._sharing
 
 
 def choose_sum(devices: Sequence[torch.device], *, nccl: bool) -> Literal["nccl", "copies"]:
-    """How gradients are summed between storages.
-
-    Args:
-        devices: the device of each storage's leader.
-        nccl: whether this torch has NCCL.
+    """How gradients are summed between storages, given the device of each one's leader.
 
     Example:
         >>> choose_sum([torch.device("cuda", 0), torch.device("cuda", 1)], nccl=True)
@@ -274,12 +255,7 @@ def _sum_into_new(copies: Copies, leaders: Sequence[int]) -> None:
 
 
 class NcclSums:
-    """Sums over NCCL. It is called once, while all replicas wait.
-
-    Args:
-        all_reduce: the sum of flat tensors; another one where there is no GPU.
-        bucket_bytes: the largest flat tensor, except for one gradient that is larger.
-    """
+    """Sums over NCCL, in flat tensors of at most ``bucket_bytes``, except for one gradient that is larger."""
 
     def __init__(self, all_reduce: AllReduce | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._all_reduce = all_reduce or _all_reduce_over_nccl
@@ -287,7 +263,7 @@ class NcclSums:
         self._works: bool | None = None
 
     def __call__(self, parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-        """Gives every leader the sums of all leaders' gradients."""
+        """Gives every leader the sums of all leaders' gradients. Called once, while all replicas wait."""
         dense: list[Copies] = []
         others: list[Copies] = []
         for copies in parameters:
@@ -376,12 +352,7 @@ def plan_runs(sizes: Sequence[int], kinds: Sequence[str], most_bytes: int) -> tu
 
 
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive parts of ``flat``, one for each parameter, in its shape and memory format.
-
-    Args:
-        flat: contiguous, with at least as many elements as the parameters.
-        parameters: the tensors whose shapes the views have.
-    """
+    """Consecutive parts of ``flat``, contiguous, in the shapes and memory formats of the parameters."""
     numbers = [parameter.numel() for parameter in parameters]
     parts = flat[: sum(numbers)].split(numbers)  # type: ignore[no-untyped-call]
     return [

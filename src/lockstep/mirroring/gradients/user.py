@@ -26,12 +26,7 @@ from lockstep.replicas.context import ReplicaContext
 
 
 class EngineHook:
-    """A hook of this package on a parameter, distinguishable from the user's.
-
-    Args:
-        call: what to call; a bound method is held weakly, so that the hook does not keep the strategy alive.
-        args: its arguments.
-    """
+    """A hook of this package on a parameter. It holds a bound method weakly, so as not to keep the strategy alive."""
 
     def __init__(self, call: Callable[..., None], *args: Any) -> None:
         self._call: Callable[[], Any] = WeakMethod(call) if isinstance(call, MethodType) else lambda: call
@@ -83,9 +78,7 @@ class HeldHook:
 def hold(parameters: Iterable[nn.Parameter], stepped: Callable[[], set[int]]) -> list[HeldHook]:
     """Before a run: the user's hooks on parameters wait from now on, also those registered since the last run.
 
-    Args:
-        parameters: the parameters of the users' modules.
-        stepped: returns the ids of those whose gradients a mirrored optimizer sums; called only if there are hooks.
+    ``stepped`` returns the ids of the parameters whose gradients a mirrored optimizer sums.
     """
     held: list[HeldHook] = []
     known: set[int] | None = None
@@ -128,11 +121,7 @@ def forget(parameters: Sequence[Copies]) -> None:
 def run_hooks(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
     """Calls the hooks that wait with the sums of the first leader, and gives the other leaders the result.
 
-    Called once, while all replicas wait.
-
-    Args:
-        parameters: what ``hooked`` returned.
-        leaders: the replicas that lead a storage of the weights.
+    Called once, while all replicas wait, for the parameters that ``hooked`` returned.
 
     Raises:
         UsageError: several backward passes were added up, of which the hook would have seen each.
@@ -181,9 +170,7 @@ def _name(hook: Any) -> str:
 class GivenSums:
     """The summed gradients of one optimizer that replicas were given.
 
-    Args:
-        parameters: for each parameter its copies, one for each local replica.
-        keeps_sums: whether the first local replica is the first of all, whose gradients are the sums.
+    ``keeps_sums`` says whether the first local replica is the first of all, whose gradients are the sums.
     """
 
     def __init__(self, parameters: Sequence[Copies], *, keeps_sums: bool) -> None:
@@ -219,12 +206,7 @@ class GivenSums:
         self._given[replica] = True
 
     def take_back(self, replica: int, *, all_but_first: bool = False) -> None:
-        """Drops what a replica was given, so that its gradients are its own part alone.
-
-        Args:
-            replica: a local one.
-            all_but_first: leave the first local replica's, which the update is to take.
-        """
+        """Drops what a replica was given, so that its gradients are its own; but not the first one's, if asked."""
         if replica or not all_but_first:
             with DisableTorchFunction():  # the step guard would take it for an assignment by the step
                 for at in self._sums[replica]:

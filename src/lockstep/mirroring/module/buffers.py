@@ -80,8 +80,7 @@ class BufferAverages:
     def read(self) -> list[torch.Tensor]:
         """The averages, in the order of the buffers, without other workers.
 
-        Raises:
-            UsageError: other workers' buffers may have changed since the last exchange, or these have.
+        Raises UsageError if buffers of any worker may have changed since the last exchange.
         """
         buffers = self.buffers
         if self._workers.is_single:
@@ -94,11 +93,7 @@ class BufferAverages:
         return [means[id(each)].clone() if id(each) in means else each.detach() for each, *_ in buffers]
 
     def begin_run(self) -> bool:
-        """Notes whether this run may change buffers.
-
-        Returns:
-            Whether buffers must be averaged first: this run evaluates, and an earlier one may have changed them.
-        """
+        """Whether buffers must be averaged before this run: it evaluates, and an earlier one may have changed them."""
         if self._workers.num_replicas == 1:
             return False
         trains = _trains_buffers(self._copies[0])

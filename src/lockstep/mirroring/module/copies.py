@@ -63,12 +63,7 @@ class Copying:
     def of(self, value: Any, name: str) -> Any:
         """The replica's copy of ``value``, a module or anything that is set on one; tied weights stay tied.
 
-        Args:
-            value: what to copy.
-            name: what it is called in an error.
-
-        Raises:
-            UsageError: it cannot be copied.
+        Raises UsageError, with the name, if it cannot be copied.
         """
         is_parameter = isinstance(value, nn.Parameter)
         for parameter in value.parameters() if isinstance(value, nn.Module) else [value] if is_parameter else ():

@@ -209,11 +209,7 @@ class MirroredModule(nn.Module):
         return self._workers.num_replicas > 1
 
     def compare_weights(self) -> None:
-        """Checks that workers which should hold the same weights do. Every worker must call it.
-
-        Raises:
-            CollectiveError: a worker has other weights.
-        """
+        """Raises CollectiveError if another worker has other weights. Every worker must call it."""
         if not self._workers.is_single and not self.shards_weights:
             self._workers.add_digest(weights_digest(self.module))
             self._workers.all_gather_numbers("comparison of the weights")

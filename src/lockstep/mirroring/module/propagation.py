@@ -241,8 +241,7 @@ class Propagation:
     def end(self, *, failed: bool = False) -> None:
         """After a run: what replicas have set on their copies is their own.
 
-        Raises:
-            UsageError: they have given their copies weights, or submodules that other copies do not have.
+        Raises UsageError if they have given their copies weights, or submodules that other copies do not have.
         """
         if self._in_run:
             self._in_run = False

@@ -63,10 +63,9 @@ def _why_not_fused(optimizer: Optimizer) -> str | None:
 
 
 def _prepare_momentum(optimizer: Optimizer) -> None:
-    """Makes the momentum for the first update of SGD.
+    """Makes the momentum for the first update of SGD: torch makes it in that update, which the device may skip.
 
-    torch makes it in that update, and if the device skips the update it would stay uninitialised memory. From zeros,
-    without dampening, the first update has the same numbers.
+    From zeros, without dampening, the first update has the same numbers.
     """
     if type(optimizer) is not torch.optim.SGD:
         return
@@ -197,10 +196,9 @@ class StorageOptimizers:
         self._fused = fused
 
     def align(self) -> None:
-        """Gives the copies the user's hyperparameters, and notes for schedulers that a step has been taken.
+        """Gives the copies the user's hyperparameters, and tells schedulers that a step was taken.
 
-        Raises:
-            UsageError: the user's optimizer has parameters that the mirrored one does not know.
+        Raises UsageError if the user's optimizer has parameters that the mirrored one does not know.
         """
         known = sum(len(group["params"]) for group in self.plain.param_groups)
         if known != len(self._parameters):
@@ -339,16 +337,9 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 class AmpAdapter(Optimizer):
-    """The parameters of every storage, stepped together or not at all.
+    """The parameters of every storage, stepped together or not at all. ``skipped``: no weight was changed.
 
-    Args:
-        optimizers: those of the storages.
-        parameters: for each parameter its copies, one for each local replica.
-        leaders: the replicas that lead a storage.
-        skip: what was decided before; a tensor if the host must not read what the scaler finds either.
-
-    Attributes:
-        skipped: whether no weight was changed.
+    If ``skip``, which was decided before, is a tensor, the host does not read what the scaler finds either.
     """
 
     found_inf: torch.Tensor

@@ -90,11 +90,7 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The plain optimizer's groups. In a replica they are read-only.
-
-        Raises:
-            UsageError: a GradScaler uses them in one of several replicas, which would all unscale.
-        """
+        """The plain optimizer's groups. In a replica they are read-only, and a GradScaler must not use them."""
         if get_replica_context() is not None and len(self._owner.devices) > 1 and _asked_by(_SCALER):
             raise UsageError(
                 "a GradScaler must unscale and step once for all replicas, and not in each; in the step keep "
@@ -209,14 +205,11 @@ class MirroredOptimizer(Optimizer):
         return self._parameters
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
-        """Clips the summed gradients to a global norm of ``clip_norm``; returns the norm before.
+        """Clips the summed gradients to a global norm, which may be infinite; returns the norm before.
 
         It gives what ``torch.nn.utils.clip_grad_norm_`` gives after ``sum_gradients``, but runs in the replicas'
         threads, since OpenMP threads of the caller would keep the replicas' cores busy for some milliseconds. Call it
-        outside replicas, on every worker. A norm of infinity does not clip.
-
-        Raises:
-            UsageError: it was called in a replica.
+        outside replicas, on every worker.
         """
         if get_replica_context() is not None:
             raise UsageError("clip_sums affects all replicas; call it outside strategy.run, after sum_gradients")
@@ -311,11 +304,7 @@ class MirroredOptimizer(Optimizer):
         return not self.sums_after_runs or self._holds_sums or bool(self._lost)
 
     def check_left(self) -> None:
-        """Before the next run: checks that the gradients of the last one were not changed.
-
-        Raises:
-            UsageError: they were changed and not cleared.
-        """
+        """Before the next run: raises UsageError if the gradients of the last one were changed and not cleared."""
         left, self._left = self._left, None
         if left is None or self.gradient_marks() in (left, None):
             return
@@ -376,11 +365,7 @@ class MirroredOptimizer(Optimizer):
             return self.plain.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state into the plain optimizer and its copies. With ZeRO-1 each worker keeps its pieces.
-
-        Raises:
-            UsageError: it was called in a replica.
-        """
+        """Loads a state into the plain optimizer and its copies. Outside replicas only."""
         if get_replica_context() is not None:
             raise UsageError("load_state_dict affects all replicas; call it outside strategy.run")
         self.plain.load_state_dict(dict(state_dict))
@@ -399,11 +384,7 @@ class MirroredOptimizer(Optimizer):
         self._update.optimizers.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of a mirrored module to the plain optimizer.
-
-        Raises:
-            UsageError: its parameters belong to no mirrored module; the optimizer is unchanged.
-        """
+        """Adds a group of parameters of a mirrored module to the plain optimizer."""
         self._update.optimizers.join()
         self.plain.add_param_group(param_group)
         try:
@@ -421,11 +402,7 @@ class MirroredOptimizer(Optimizer):
     register_step_post_hook = _on_plain("register_step_post_hook")
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the plain optimizer. Its methods affect all storages of the weights.
-
-        Raises:
-            UsageError: such a method was called in one of several replicas.
-        """
+        """Attributes of the plain optimizer. Its methods affect all storages of the weights."""
         plain = self.__dict__.get("plain")
         if plain is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

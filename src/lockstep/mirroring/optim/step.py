@@ -130,11 +130,7 @@ class StepResult:
 
 
 def check_finite(total: float) -> None:
-    """Refuses a loss that is no number.
-
-    Raises:
-        NonFiniteLossError: it is NaN or infinite.
-    """
+    """Raises NonFiniteLossError for a loss that is NaN or infinite."""
     if not math.isfinite(total):
         raise NonFiniteLossError(
             f"the loss is {total}; the weights are those before this update. "
@@ -143,11 +139,7 @@ def check_finite(total: float) -> None:
 
 
 class Skips:
-    """Decides which updates are skipped, without reading from the device.
-
-    Args:
-        home: the device on which it decides, replica 0's.
-    """
+    """Decides which updates are skipped, on replica 0's device ``home``, without reading from it."""
 
     def __init__(self, home: torch.device) -> None:
         self._home = home
