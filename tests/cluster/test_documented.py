@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lockstep.cli.app import parse
-from lockstep.cluster.resolve import resolve_cluster
+from lockstep.cluster.environment import resolve_cluster
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, SECURITY = ((ROOT / "docs" / name).read_text() for name in ("cluster.md", "security.md"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep._torch_compat import Store, TCPStore
-from lockstep.cluster.address import join_address
+from lockstep.cluster.spec import join_address
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.membership.failure_report import FailureReport

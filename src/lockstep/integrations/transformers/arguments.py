@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
-from lockstep.cluster.resolve import declared_job
+from lockstep.cluster.environment import declared_job
 from lockstep.config import list_logical_devices
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
