@@ -130,7 +130,9 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, str) or not isinstance(self.workers, Iterable):
-            raise ClusterError(f"workers={shown(self.workers)} is no list of addresses; give one per worker, {_EXAMPLE}")
+            raise ClusterError(
+                f"workers={shown(self.workers)} is no list of addresses; give one per worker, {_EXAMPLE}"
+            )
         object.__setattr__(self, "workers", tuple(self.workers))
         self._check_workers()
         self._check_task()
