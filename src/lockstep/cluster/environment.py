@@ -54,12 +54,12 @@ def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
     if written is None:
         return launched or parse_slurm(environment)
     # One TF_CONFIG that several launched processes inherited would make each the same worker.
-    if launched is not None and launched.num_workers > 1 and written.task == "worker":
-        if (written.num_workers, written.index) != (launched.num_workers, launched.index):
-            raise ClusterError(
-                f"TF_CONFIG declares worker {written.index} of {written.num_workers}, and {launched.source}'s RANK and "
-                f"WORLD_SIZE declare worker {launched.index} of {launched.num_workers}; unset the one that is not meant"
-            )
+    inherits = launched is not None and launched.num_workers > 1 and written.task == "worker"
+    if launched and inherits and (written.num_workers, written.index) != (launched.num_workers, launched.index):
+        raise ClusterError(
+            f"TF_CONFIG declares worker {written.index} of {written.num_workers}, and {launched.source}'s RANK and "
+            f"WORLD_SIZE declare worker {launched.index} of {launched.num_workers}; unset the one that is not meant"
+        )
     return written
 
 
@@ -138,9 +138,9 @@ class Variables:
 
 # ---- TF_CONFIG: one JSON text, which differs between the workers only in its task
 #
-# The task types are ``chief`` (at most one; without one worker 0 is the chief), ``worker`` and ``evaluator``. ``master``
-# is an older name of chief that hosted services still write. With a chief, TensorFlow's worker i is worker i + 1 here.
-# Other fields say nothing about the workers and are not read.
+# The task types are chief (at most one; without one worker 0 is the chief), worker and evaluator. master is an older
+# name of chief that hosted services still write. With a chief, TensorFlow's worker i is worker i + 1 here. Other fields
+# say nothing about the workers and are not read.
 
 EXAMPLE = '{"cluster": {"worker": ["hosta:20000", "hostb:20000"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -250,8 +250,8 @@ def _malformed(what: str) -> ClusterError:
 
 # ---- torchrun's variables, which every PyTorch launcher sets, ``lockstep run`` and Kubeflow's trainer among them
 #
-# They name the chief's address alone. torch's elastic agent adds who serves the store there, the job's id, and how often
-# it restarted the workers.
+# They name the chief's address alone. torch's elastic agent adds who serves the store there, the job's id, and how
+# often it restarted the workers.
 
 _TORCHRUN_REMEDY = (
     "start the program with `lockstep run` or torchrun, which set them all, or set the rest, for example "

@@ -129,11 +129,10 @@ class ClusterSpec:
     store_is_served: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, str) or not isinstance(self.workers, Iterable):
-            raise ClusterError(
-                f"workers={shown(self.workers)} is no list of addresses; give one per worker, {_EXAMPLE}"
-            )
-        object.__setattr__(self, "workers", tuple(self.workers))
+        workers: object = self.workers
+        if isinstance(workers, str) or not isinstance(workers, Iterable):
+            raise ClusterError(f"workers={shown(workers)} is no list of addresses; give one per worker, {_EXAMPLE}")
+        object.__setattr__(self, "workers", tuple(workers))
         self._check_workers()
         self._check_task()
         if not _is_count(self.attempt):

@@ -68,7 +68,7 @@ class JobStatus:
         return self._failure
 
     def fail(self, report: FailureReport, *, notify: bool = True) -> FailureReport:
-        """Keeps the report and calls the subscribers, unless there is a report already. Returns the one that is kept."""
+        """Keeps the report and calls the subscribers, unless there is one already. Returns the one that is kept."""
         with self._changed:
             if self._failure is not None:
                 return self._failure

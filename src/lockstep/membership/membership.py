@@ -52,8 +52,10 @@ def join(
 
 
 def run_with_watchdog(call: Callable[[], T], check: Callable[[], None]) -> T:
-    """Makes a call that may hang, in a thread of its own. If ``check``, called four times a second, raises meanwhile,
-    raises that and leaves the call to its thread, which ends with the interpreter.
+    """Makes a call that may hang, in a thread of its own.
+
+    If ``check``, called four times a second, raises meanwhile, this raises that and leaves the call to its thread,
+    which ends with the interpreter.
     """
     done: Future[T] = Future()
 
