@@ -114,10 +114,8 @@ class Checkpoint:
     def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, CheckpointRecord] | None:
         """Restores the checkpoint that ``find`` returns. Every worker must call this.
 
-        ``find`` is called on the chief alone, with a function that reads a checkpoint.
-
-        Returns:
-            The checkpoint's folder and record, or None if ``find`` returned None.
+        ``find`` is called on the chief alone, with a function that reads a checkpoint. Returns the checkpoint's folder
+        and record, or None if ``find`` returned None.
 
         Raises:
             CheckpointError: the checkpoint that ``find`` returned last is damaged, or does not fit.

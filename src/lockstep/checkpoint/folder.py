@@ -100,8 +100,7 @@ class CheckpointFolder:
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first, damaged or not.
 
-        Raises:
-            CheckpointError: the folder is a file, or cannot be read.
+        Raises CheckpointError if the folder is a file, or cannot be read.
         """
         return [path for _, path in self._by_step()]
 
@@ -123,8 +122,7 @@ class CheckpointFolder:
 
         ``read`` reads one checkpoint; None is ``read_checkpoint``.
 
-        Raises:
-            CheckpointError: there are checkpoints, and all are damaged.
+        Raises CheckpointError if there are checkpoints, and all are damaged.
         """
         paths = self.paths()
         for path in reversed(paths):
@@ -141,9 +139,8 @@ class CheckpointFolder:
 
         Later ones of the same run are removed: the run was set back to an earlier step and goes on from there.
 
-        Raises:
-            CheckpointError: it cannot be written, or there is a later one of another run, which would still be taken
-                for the newest.
+        Raises CheckpointError if it cannot be written, or there is a later one of another run, which would still be
+        taken for the newest.
         """
         with self._replacing_later(contents.record) as target:
             write_checkpoint(target, contents)
@@ -172,8 +169,7 @@ class CheckpointFolder:
     def prune(self, keep: int | None, step: int, best: Path | None, *, run: str | None = None) -> None:
         """Removes all checkpoints up to ``step`` but the last ``keep`` and the best; only those of ``run``, if given.
 
-        Raises:
-            CheckpointError: a checkpoint cannot be removed.
+        Raises CheckpointError if a checkpoint cannot be removed.
         """
         if keep is None:
             return
@@ -190,11 +186,7 @@ class CheckpointFolder:
         return next((path for path, value in reversed(numbers) if value == wanted), None)
 
     def remove(self, path: Path) -> None:
-        """Removes one checkpoint: first its name, in one step.
-
-        Raises:
-            CheckpointError: it cannot be removed.
-        """
+        """Removes one checkpoint: first its name, in one step. Raises CheckpointError if it cannot be removed."""
         try:
             remove_folder(path)
         except OSError as error:

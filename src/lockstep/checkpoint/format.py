@@ -83,13 +83,9 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A checkpoint's record and state.
+    """A checkpoint's record, the states of things by name, as ``flatten`` takes them, and the tensors of each module.
 
-    Args:
-        record: the record.
-        states: by name of a thing, its state, as ``flatten`` takes it.
-        weights: by name of a module, the tensors of its state_dict.
-        weight_paths: for modules that are not in ``weights``, the file or folder in the checkpoint that has them.
+    ``weight_paths`` has, for modules that are not in ``weights``, the file or folder in the checkpoint that has them.
     """
 
     record: CheckpointRecord
@@ -105,8 +101,8 @@ Fill = Callable[[Contents], None]
 def write_checkpoint(path: Path, contents: Contents) -> None:
     """Writes a checkpoint to the folder ``path``, which appears whole or not at all.
 
-    Raises:
-        CheckpointError: it cannot be written, or the state holds what no checkpoint can hold; nothing is left behind.
+    Raises CheckpointError if it cannot be written, or the state holds what no checkpoint can hold; nothing is left
+    behind.
     """
     with new_checkpoint(path) as (_, fill):
         fill(contents)
@@ -133,8 +129,7 @@ def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
 def read_record(path: Path) -> CheckpointRecord:
     """Returns the record of the checkpoint ``path``.
 
-    Raises:
-        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
     return _record(_read_document(path))
 
@@ -152,8 +147,7 @@ def run_of(path: Path) -> str | None:
 def weights_of(path: Path) -> dict[str, str]:
     """Returns, by module, the files or folders inside the checkpoint ``path`` that have its weights.
 
-    Raises:
-        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
     return dict(_read_document(path)["weights"])
 
@@ -164,8 +158,7 @@ def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     The shared tensors of the things named in ``unread`` are not read: modules get no weights, and in the states of
     others a ``TensorRef`` stands for each tensor.
 
-    Raises:
-        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
     document = _read_document(path)
     files: dict[str, str] = document["weights"]
@@ -316,8 +309,7 @@ def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the state that ``flatten`` was given. Non-contiguous dense tensors get their strides back.
 
-    Raises:
-        CheckpointError: a tensor is missing, or an object is of an unknown type.
+    Raises CheckpointError if a tensor is missing, or an object is of an unknown type.
     """
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
@@ -493,8 +485,7 @@ def check_like(value: Any, like: Any, place: str) -> None:
     None may stand for a bool, a tensor for a number and the other way round, and any of them for None. In dicts only
     the keys that both have count. This is for torch's classes: values of other classes may change in kind.
 
-    Raises:
-        DamagedStateError: they differ in kind, or in the length of a tuple.
+    Raises DamagedStateError if they differ in kind, or in the length of a tuple.
     """
     check_kind(value, _kind_like(like), place)
     if isinstance(like, Mapping):

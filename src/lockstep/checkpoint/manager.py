@@ -232,14 +232,9 @@ class CheckpointManager:
 class ShardedSave:
     """One checkpoint that all workers write. Every worker must make this object, which begins the checkpoint.
 
-    Args:
-        workers: all workers.
-        folder: the folder of the checkpoints.
-        contents: complete on the chief, apart from the shards.
-        shards: what this worker writes.
+    ``contents`` are complete on the chief, apart from the shards; ``shards`` are what this worker writes.
 
-    Raises:
-        CheckpointError: it cannot be begun, or a worker does not see the folder; nothing is left behind.
+    Raises CheckpointError if it cannot be begun, or a worker does not see the folder; nothing is left behind.
     """
 
     def __init__(self, workers: Communicator, folder: CheckpointFolder, contents: Contents, shards: Shards) -> None:
@@ -257,11 +252,7 @@ class ShardedSave:
             raise
 
     def write(self) -> None:
-        """Writes this worker's shards.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Writes this worker's shards. Raises OSError if they cannot be written."""
         from lockstep.checkpoint.sharded_io import write_shards
 
         for folder, shards in self._shards.items():
@@ -271,12 +262,8 @@ class ShardedSave:
     def complete(self, error: str) -> None:
         """Gives the checkpoint its name, if all workers have written their shards. Every worker must call it.
 
-        Args:
-            error: what went wrong on this worker; empty if nothing did.
-
-        Raises:
-            CheckpointError: a worker could not write its shards, or the chief cannot write the rest; nothing is left
-                behind.
+        ``error`` is what went wrong on this worker; empty if nothing did. Raises CheckpointError if a worker could not
+        write its shards, or the chief cannot write the rest; nothing is left behind.
         """
         try:
             raise_gathered_errors(self._workers, "checkpoint filled", error)

@@ -45,8 +45,7 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
     They are on any device and of any dtype that safetensors has. Aliased and non-contiguous ones are written in full.
 
-    Raises:
-        OSError: they cannot be written.
+    Raises OSError if they cannot be written.
     """
     safetensors = require("safetensors.torch", "train")
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,8 +179,7 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, number: int
 
     ``folder``, which is made, is the same on all workers.
 
-    Raises:
-        OSError: they cannot be written.
+    Raises OSError if they cannot be written.
     """
     require("safetensors", "train")
     # A file has each key once, so a tensor of several boxes goes to as many files.
@@ -201,11 +199,7 @@ def balance_writes(
 ) -> dict[str, dict[str, TensorShard]]:
     """Returns what this worker writes of what it holds, so that each box is written once and all write about as much.
 
-    Every worker must call it.
-
-    Args:
-        workers: all workers that write.
-        shards: what this worker holds, by folder and key.
+    Every worker must call it. ``shards`` are what this worker holds, by folder and key.
     """
     listed = [
         [folder, key, list(box.offsets), list(box.sizes), box.elements]
@@ -225,9 +219,8 @@ def balance_writes(
 def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any, ...]]:
     """Returns the boxes that one worker writes. Each box goes to that of its holders which writes least so far.
 
-    Args:
-        listed_by_all: for each worker its boxes as (folder, key, offsets, sizes, elements); the same on all workers.
-        worker: the index of the worker.
+    ``listed_by_all`` has for each worker its boxes as (folder, key, offsets, sizes, elements); it is equal on all
+    workers.
     """
     holders: dict[tuple[Any, ...], list[int]] = {}
     for number, listed in enumerate(listed_by_all):

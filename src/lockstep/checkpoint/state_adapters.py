@@ -133,14 +133,8 @@ class Stateful(Protocol):
 def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Communicator) -> StateAdapter:
     """Returns the adapter for one thing given to a Checkpoint.
 
-    Args:
-        name: the name of the thing.
-        thing: the thing.
-        modules: the mirrored modules among all things, by name.
-        workers: all workers that save and restore together.
-
-    Raises:
-        ConfigError: the thing has no state that can be restored in place.
+    ``modules`` are the mirrored modules among all things, by name. Raises ConfigError if the thing has no state that
+    can be restored in place.
     """
     if isinstance(thing, StateAdapter):
         return thing

@@ -50,13 +50,8 @@ def stream_weights(
 ) -> None:
     """Writes tensors to the safetensors file ``path`` as ``write_weights`` does, holding one of them at a time.
 
-    Args:
-        path: the file. An existing one is replaced; its folder is made.
-        described: for each key a tensor of the same shape and dtype on the meta device.
-        stream: keys and tensors, in any order, each key once.
-
-    Raises:
-        CheckpointError: it cannot be written; then nothing is left behind.
+    ``described`` has for each key a tensor of the same shape and dtype on the meta device; ``stream`` gives keys and
+    tensors, in any order, each key once.
     """
     target = Path(path)
     header, offsets = _header(described, target)
@@ -101,8 +96,7 @@ def _header(described: Mapping[str, Tensor], target: Path) -> tuple[bytes, dict[
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Returns the tensors in a safetensors file, by key, on the CPU.
 
-    Raises:
-        CheckpointError: there is no such file, or it is not a safetensors file.
+    Raises CheckpointError if there is no such file, or it is not a safetensors file.
     """
     source = Path(path)
     if not source.is_file():
@@ -119,13 +113,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
     """Checks that weights have the keys and shapes of a module's state_dict, before anything is loaded.
 
-    Args:
-        weights: the weights, or anything with their shapes, by key.
-        state: the module's state_dict.
-        source: where the weights came from, for the message.
+    ``weights`` may be anything with shapes, by key; ``source`` is where they came from, for the message.
 
-    Raises:
-        CheckpointError: keys are missing or unexpected, or shapes differ; all of them are named.
+    Raises CheckpointError if keys are missing or unexpected, or shapes differ; all of them are named.
     """
     faults = {
         "missing keys": [key for key in state if key not in weights],

@@ -43,8 +43,7 @@ def declared_job() -> ClusterSpec | None:
 def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster that ``environment`` declares; None if it declares none.
 
-    Raises:
-        ClusterError: a form is malformed or incomplete, or two contradict each other.
+    Raises ClusterError if a form is malformed or incomplete, or two contradict each other.
     """
     written = parse_tf_config(environment)
     # Job scripts often export WORLD_SIZE for all tasks: in a SLURM step it only counts with RANK.
@@ -79,12 +78,9 @@ def find_job(environment: Mapping[str, str]) -> ClusterSpec | None:
 
 
 class Variables:
-    """Environment variables that a launcher sets, with a ClusterError that names the variable for each bad value.
+    """Environment variables that ``source`` sets, with a ClusterError that names the variable for each bad value.
 
-    Args:
-        environment: the variables of the process.
-        source: the launcher, for messages.
-        remedy: what to do if variables are missing.
+    ``remedy`` says what to do if variables are missing.
     """
 
     def __init__(self, environment: Mapping[str, str], source: str, remedy: str = "") -> None:
@@ -263,8 +259,7 @@ _TORCHRUN_NO_ID = "none"  # torchrun's id for every run without --rdzv-id
 def parse_torchrun(environment: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster that torchrun's variables declare; None if neither RANK nor WORLD_SIZE is set.
 
-    Raises:
-        ClusterError: some are missing, not numbers, or out of range.
+    Raises ClusterError if some are missing, not numbers, or out of range.
     """
     variables = Variables(environment, "torchrun", _TORCHRUN_REMEDY)
     if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
@@ -319,8 +314,7 @@ def is_job_step(environment: Mapping[str, str]) -> bool:
 def parse_slurm(environment: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster that a job step's variables declare; None outside a step.
 
-    Raises:
-        ClusterError: some are missing, not numbers, or out of range, or the list of hosts is malformed.
+    Raises ClusterError if some are missing, not numbers, or out of range, or the list of hosts is malformed.
     """
     if not is_job_step(environment):
         return None
@@ -369,8 +363,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     A range keeps the width of its first number: ``[08-10]`` is 08, 09, 10. A name may have several brackets, of which
     the last runs fastest: ``rack[0-1]n[1-2]`` is rack0n1, rack0n2, rack1n1, rack1n2.
 
-    Raises:
-        ClusterError: an empty list or item, a bracket that is not closed, or something else than rising ranges in it.
+    Raises ClusterError for an empty list or item, an open bracket, or something else than rising ranges in it.
     """
     hosts = tuple(itertools.islice(_hosts(text.strip()), _MAX_HOSTS + 1))
     if len(hosts) > _MAX_HOSTS:

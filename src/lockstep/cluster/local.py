@@ -62,8 +62,7 @@ def own_local_rank(cluster: ClusterSpec | None) -> LocalRank:
 def find_local_rank(environment: Mapping[str, str], cluster: ClusterSpec | None) -> LocalRank:
     """The local rank that the launcher's variables or the addresses of the cluster give. Pure.
 
-    Raises:
-        ClusterError: a variable is not a number or out of range.
+    Raises ClusterError if a variable is not a number or out of range.
     """
     if cluster is None or cluster.task != "worker" or cluster.num_workers == 1:
         return LocalRank()
@@ -106,12 +105,7 @@ def core_info() -> dict[str, int]:
 
 
 def divide_cores(infos: Sequence[Mapping[str, int]], index: int) -> None:
-    """Sets this process's number of intra-op threads to its part of the cores.
-
-    Args:
-        infos: every worker's ``core_info``, in rank order.
-        index: the rank of this worker.
-    """
+    """Sets the intra-op threads of worker ``index`` to its part of the cores, from every worker's ``core_info``."""
     threads = torch.get_num_threads()
     workers = count_core_sharers(infos, index)
     own = threads_per_worker(os.environ, threads=threads, default=_default_threads(), workers=workers)

@@ -30,8 +30,7 @@ def shown(value: object) -> str:
 def parse_address(address: object) -> tuple[str, int]:
     """Host and port of "hosta:20000" or "[fd00::1]:20000", an IPv6 host without its brackets. Looks nothing up.
 
-    Raises:
-        ClusterError: not text, no port, a port out of range, or an impossible host.
+    Raises ClusterError for what is no text, has no port or one out of range, or an impossible host.
     """
     if not isinstance(address, str):
         raise ClusterError(f"{shown(address)} is no address; write text such as 'hosta:20000'")

@@ -44,14 +44,7 @@ _MOST_ITEMS = 3
 
 @dataclass
 class _Reading:
-    """One reading of a part of a batch, for some number of rows.
-
-    Args:
-        rows: whether anything in it has rows.
-        modes: what each list in it is, by name.
-        unclear: the names of lists that could hold rows or columns.
-        of: that number of rows, in a reading of a whole batch.
-    """
+    """One reading of a part of a batch, for some number of rows."""
 
     rows: bool
     modes: dict[str, _Mode] = field(default_factory=dict)

@@ -220,8 +220,7 @@ class _Queue(Generic[T]):
     def take(self) -> _Read[T]:
         """Returns the next item. The reading thread, which always finishes, ends the wait.
 
-        Raises:
-            UsageError: this process was forked after the reading began, and has no reading thread.
+        Raises UsageError if this process was forked after the reading began, and has no reading thread.
         """
         if os.getpid() != self._process:
             raise UsageError(

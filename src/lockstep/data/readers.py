@@ -46,12 +46,7 @@ class CheckedBatch(NamedTuple):
 
 
 class Reader(ABC):
-    """Reads one source.
-
-    Args:
-        dataset: the source.
-        layout: the layout of its batches.
-    """
+    """Reads one source, whose batches have a layout."""
 
     def __init__(self, dataset: Iterable[Any], layout: BatchLayout) -> None:
         self.dataset = dataset
@@ -88,11 +83,8 @@ class Reader(ABC):
 class BatchReader(Reader):
     """Reads whole batches and takes this worker's rows of each.
 
-    Args:
-        dataset: the source.
-        layout: the layout of its batches.
-        rows: returns this worker's rows, given the number of rows of a batch.
-        with_digest: batches are ``CheckedBatch``, because all workers read the same ones.
+    ``rows`` returns this worker's rows, given the number of rows of a batch. ``with_digest``: batches are
+    ``CheckedBatch``, because all workers read the same ones.
     """
 
     def __init__(

@@ -73,8 +73,7 @@ def local_rows(rows: int, workers: Communicator) -> LocalRows:
 def batch_rows(batch: Any) -> int:
     """Returns the number of rows of a shard, or of a batch whose lists of rows are marked.
 
-    Raises:
-        DataError: leaves disagree in length, nothing has rows, or a leaf cannot be divided.
+    Raises DataError if leaves disagree in length, nothing has rows, or a leaf cannot be divided.
     """
     return _rows(map_leaves(_as_tensor, batch))
 
@@ -108,14 +107,8 @@ def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None
 def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
     """Divides some rows of a batch as ``per_replica_batch`` divides all of them.
 
-    Args:
-        batch: as in ``per_replica_batch``.
-        cut: returns the wanted rows, given the number of rows of the batch.
-        layout: finds the lists of rows.
-        loaded: the number of rows that were loaded for the batch, if known.
-
-    Raises:
-        DataError: as in ``per_replica_batch``.
+    ``cut`` returns the wanted rows, given the number of rows of the batch; ``loaded`` is the number of rows that were
+    loaded for it, if known.
     """
     tensors = map_leaves(_as_tensor, layout.marked(batch, rows=loaded))
     rows = cut(_rows(tensors))
@@ -139,8 +132,7 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout 
 
     If there are fewer than ``num_replicas``, the last replicas get an empty batch: the first one with 0 rows.
 
-    Raises:
-        DataError: the structures differ, or a leaf cannot be given to a replica.
+    Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
     layout = layout or BatchLayout()
     given = [map_leaves(_as_tensor, layout.marked(batch)) for batch in batches]
@@ -241,13 +233,7 @@ def has_rows(batch: Any) -> bool:
 
 
 def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
-    """``body``, one replica's part of a run, with a note on its errors if a tensor in its arguments has no rows.
-
-    Args:
-        body: the part.
-        view: its arguments.
-        replicas: the number of replicas of all workers.
-    """
+    """``body``, one replica's part of a run, with a note on its errors if a tensor in ``view`` has no rows."""
     return body if replicas == 1 else partial(_run, body, view, replicas)
 
 

@@ -134,11 +134,8 @@ def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]
     """Returns a function that returns the states of the generators that must be drawn from in program order.
 
     They are Python's, NumPy's, and those that a dataset, a DataLoader and its samplers reach through their attributes
-    and their code, such as a transform's or a global of the program. A reading thread has no copy of them.
-
-    Args:
-        dataset: the source.
-        default: torch's default generator is one of them, so that the loop may draw from it too.
+    and their code, such as a transform's or a global of the program. A reading thread has no copy of them. ``default``
+    adds torch's default generator, so that the loop may draw from it too.
     """
     # Loading processes have their own copies; only the samplers draw in this process.
     in_processes = isinstance(dataset, DataLoader) and dataset.num_workers > 0
@@ -254,8 +251,7 @@ def random_state(dataset: Any) -> RandomState:
 def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
     """Restores what ``random_state`` returned, in this process or another.
 
-    Raises:
-        DataError: the dataset holds other generators than the state has.
+    Raises DataError if the dataset holds other generators than the state has.
     """
     generators, own = all_generators(dataset), [name for name in state if name.startswith("data ")]
     if len(generators) != len(own):
@@ -285,8 +281,7 @@ def without_default(state: Mapping[str, Tensor]) -> RandomState:
 def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[], None] | None:
     """Sets the generators to ``random``, the states at the beginning of an earlier iteration, if given.
 
-    Returns:
-        A function to call when the iteration has begun. It gives torch's default generator back to the caller.
+    Returns a function to call when the iteration has begun, which gives torch's default generator back to the caller.
     """
     if random is None:
         return None

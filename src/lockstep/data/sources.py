@@ -175,8 +175,7 @@ def shard_files(dataset: Iterable[Any], workers: Communicator) -> Iterable[Any]:
     ``dataset`` has ``shard(num_shards=, index=)``, as Hugging Face datasets have, or is a DataLoader over such data, in
     file order or shuffled by the DataLoader itself.
 
-    Raises:
-        DataError: the data cannot be divided so.
+    Raises DataError if the data cannot be divided so.
     """
     if not isinstance(dataset, DataLoader):
         part: Iterable[Any] = _own_part(dataset, workers)

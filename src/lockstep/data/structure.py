@@ -138,8 +138,7 @@ def check_layout(name: str, leaf: Tensor) -> None:
 def take_rows(leaf: Any, start: int, size: int) -> Any:
     """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a strided tensor, else copies.
 
-    Raises:
-        DataError: ``size`` is 0 and the leaf is a nested tensor or a packed sequence, which cannot be empty.
+    Raises DataError if ``size`` is 0 and the leaf is a nested tensor or a packed sequence, which cannot be empty.
     """
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])

@@ -54,10 +54,7 @@ class WorkerSync:
 class SameDataSync(WorkerSync):
     """For workers that all read the same global batches, each taking its part.
 
-    Args:
-        workers: all workers.
-        dataset: this worker's data.
-        generators: returns the generators that must have the chief's states, beside torch's default one.
+    ``generators`` returns those that must have the chief's states, beside torch's default one.
     """
 
     def __init__(
@@ -87,11 +84,9 @@ class SameDataSync(WorkerSync):
 
 
 class OwnDataSync(WorkerSync):
-    """For workers that each read their own batches. The iteration ends when the last worker's data has ended.
+    """For workers that each read their own batches, ``length`` many or an unknown number.
 
-    Args:
-        workers: all workers, every one of which makes this object.
-        length: the number of this worker's batches, or None if it is unknown.
+    Every worker makes this object. The iteration ends when the last worker's data has ended.
     """
 
     def __init__(self, workers: Communicator, length: int | None) -> None:
@@ -144,8 +139,7 @@ class OwnDataSync(WorkerSync):
 def _check_sendable(node: Any) -> None:
     """Checks that other workers can read an empty batch, which must not be able to run code there.
 
-    Raises:
-        DataError: the batch holds a named tuple, a key or a value that cannot be sent.
+    Raises DataError if the batch holds a named tuple, a key or a value that cannot be sent.
     """
     if type(node) in (dict, list, tuple):
         for child in [*node.keys(), *node.values()] if type(node) is dict else node:
@@ -161,13 +155,7 @@ def _check_sendable(node: Any) -> None:
 def start_together(workers: Communicator, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
     """Compares the data of all workers, and gives their generators the chief's states. Every worker must call it.
 
-    Args:
-        workers: all workers.
-        dataset: this worker's data.
-        generators: the generators that must have the chief's states, beside torch's default one.
-
-    Raises:
-        ClusterError: a worker's data has another length, or other generators, than the chief's.
+    Raises ClusterError if a worker's data has another length, or other generators, than the chief's.
     """
     # Equal numbers of batches may hide a few more examples.
     is_mapped = isinstance(dataset, DataLoader) and not isinstance(dataset.dataset, IterableDataset)

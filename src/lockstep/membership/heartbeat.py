@@ -74,10 +74,7 @@ class _Peer:
 class Peers:
     """The last heartbeat of every worker and when it came. Times are in seconds on the caller's clock.
 
-    Args:
-        count: the number of workers.
-        own: the rank of this worker, which is never silent to itself; -1 for none.
-        now_s: when it begins to listen.
+    ``own`` is the rank of this worker, which is never silent to itself; -1 for none.
     """
 
     def __init__(self, count: int, own: int, now_s: float) -> None:
@@ -143,10 +140,8 @@ class Peers:
 class ActiveClock:
     """Seconds in which this process ran: a time in which it, or its machine, was stopped does not count.
 
-    Otherwise a worker that was stopped for a minute and then goes on would take all others for lost.
-
-    Args:
-        longest_step_s: the most that counts between two calls of ``advance``.
+    Otherwise a worker that was stopped for a minute and then goes on would take all others for lost. At most
+    ``longest_step_s`` counts between two calls of ``advance``.
     """
 
     def __init__(self, longest_step_s: float) -> None:
@@ -225,8 +220,7 @@ class HeartbeatMonitor:
     def check(self) -> None:
         """Returns while the job goes on.
 
-        Raises:
-            ClusterError: a worker is lost, has failed, or has ended while this one still waits for it.
+        Raises ClusterError if a worker is lost, has failed, or has ended while this one still waits for it.
         """
         if (error := self._find_error(self._quick_s)) is not None:
             raise error

@@ -64,13 +64,7 @@ _log = logging.getLogger("lockstep")
 
 
 class Deadline:
-    """The end of a wait. Every few seconds it reports what is still missing.
-
-    Args:
-        who: who waits: "worker 1 (hostb:20001)".
-        timeout_s: how long.
-        report: takes a line; by default a warning of the logger "lockstep".
-    """
+    """The end of a wait, after ``timeout_s``. Every few seconds it reports what ``who`` still waits for."""
 
     def __init__(self, who: str, timeout_s: float, *, report: Callable[[str], None] = _log.warning) -> None:
         self._report = report
@@ -87,8 +81,7 @@ class Deadline:
     def check(self, missing: str, advice: str) -> None:
         """Returns before the deadline, after a warning if one is due.
 
-        Raises:
-            ClusterError: the deadline has passed; it names what is missing and ends with the advice.
+        Raises ClusterError if the deadline has passed; it names what is missing and ends with the advice.
         """
         now = time.monotonic()
         if now >= self._end:
@@ -125,11 +118,7 @@ class WorkerInfo:
 
     @classmethod
     def from_json(cls, text: str) -> WorkerInfo:
-        """Reads an info from the store.
-
-        Raises:
-            ClusterError: the text is something else.
-        """
+        """Reads an info from the store. Raises ClusterError if the text is something else."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
@@ -196,15 +185,7 @@ def _rank_taken_error(spec: ClusterSpec, holder: WorkerInfo) -> ClusterError:
 
 
 class JoinResult(NamedTuple):
-    """What a worker has after it joined its job.
-
-    Attributes:
-        workers: what every worker told the others, in rank order.
-        keys: the keys of this run in the store.
-        address: where this process reaches the store.
-        client: a client of the store.
-        server: the store itself on the chief that serves it; it is served as long as this reference is held.
-    """
+    """What a worker has after it joined its job."""
 
     workers: tuple[WorkerInfo, ...]
     keys: StoreKeys
@@ -214,14 +195,7 @@ class JoinResult(NamedTuple):
 
 
 class JobJoiner:
-    """One attempt of a worker to join its job.
-
-    Args:
-        spec: the cluster and this worker's rank.
-        timeout_s: how long to wait for all workers.
-        lost_after_s: after how many seconds of silence a worker is lost.
-        info: what to tell the other workers.
-    """
+    """One attempt of a worker to join its job within ``timeout_s``. ``info`` is what it tells the other workers."""
 
     def __init__(self, spec: ClusterSpec, *, timeout_s: float, lost_after_s: float, info: Mapping[str, int]) -> None:
         self._spec = spec
@@ -237,8 +211,7 @@ class JobJoiner:
     def join(self) -> JoinResult:
         """Waits until all workers of the job are there.
 
-        Raises:
-            ClusterError: the store cannot be served or reached, or the rendezvous failed.
+        Raises ClusterError if the store cannot be served or reached, or the rendezvous failed.
         """
         try:
             host, port = self._serve() if self._serves else self._spec.chief_address
@@ -341,9 +314,7 @@ class JobJoiner:
 def _claim_store(store: Store, spec: ClusterSpec) -> None:
     """Makes sure that the store belongs to this job. A process of another job only leaves a note that it was here.
 
-    Raises:
-        ClusterError: the store belongs to another job.
-        StoreBrokenError: it belongs to none yet.
+    Raises ClusterError if the store belongs to another job, StoreBrokenError if it belongs to none yet.
     """
     mine = json.dumps({"job_id": spec.job_id, "workers": spec.workers})
     found = store.compare_set(OWNER_KEY, "", mine if spec.index == 0 else "").decode()
@@ -376,15 +347,7 @@ class _View(NamedTuple):
 
 
 class Rendezvous:
-    """One worker's part in the rendezvous of one run.
-
-    Args:
-        spec: the cluster and this worker's rank.
-        info: what this worker tells the others.
-        client: the client of the store.
-        run: the name of the run.
-        deadline: until when to wait.
-    """
+    """One worker's part in the rendezvous of one run. ``info`` is what this worker tells the others."""
 
     def __init__(self, spec: ClusterSpec, info: WorkerInfo, client: StoreClient, run: str, deadline: Deadline) -> None:
         self._spec, self._own = spec, spec.index
@@ -485,11 +448,7 @@ class Rendezvous:
         return all(now > then for now, then in zip(beats, self._beats_when_full[1], strict=True))
 
     def _wait_for_rank(self, view: _View) -> None:
-        """Another process has the rank, or the run has begun or ended: waits for the rank or for the next run.
-
-        Raises:
-            ClusterError: the process that has the rank is alive, or the deadline has passed.
-        """
+        """Another process has the rank, or the run has begun or ended: waits for the rank or for the next run."""
         text = view.ranks[self._own]
         if view.failure or not text or self._peers.has_ended(self._own):
             self._deadline.check("an earlier run of this job to end", "end its processes, or look at what they do")

@@ -171,8 +171,7 @@ def find_store(host: str, port: int) -> StoreAddress:
 
     torch's client would retry by itself and print a C++ traceback to stderr for each failure.
 
-    Raises:
-        StoreBrokenError: it does not answer.
+    Raises StoreBrokenError if it does not answer.
     """
     try:
         with socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S) as probe:

@@ -56,12 +56,7 @@ class CountedItems(Tensor):
 
 
 class Share:
-    """A shard's share of the loss, known once the loss has been computed.
-
-    Args:
-        count: the rows or tokens of the shard that a mean is over.
-        total: those of the global batch.
-    """
+    """A shard's share of the loss, known once the loss has been computed: of ``count`` rows or tokens in ``total``."""
 
     def __init__(self, count: int, total: int) -> None:
         self._count = count
@@ -183,10 +178,7 @@ LossOf = Callable[[Mapping[str, Any], Share], Tensor]
 class LossCheck:
     """Checks in some of the first steps of a training whether the loss may be computed in shards, and warns once.
 
-        loss(6 rows) = share x loss(first 3) + share x loss(last 3)
-
-    Args:
-        replicas: the number of replicas, over all workers.
+    loss(6 rows) = share x loss(first 3) + share x loss(last 3)
     """
 
     def __init__(self, replicas: int) -> None:

@@ -69,8 +69,7 @@ def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
 def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
     """Checks that all workers have the same arguments, except for folders and logging.
 
-    Raises:
-        ClusterError: they differ; it names the first difference.
+    Raises ClusterError if they differ; it names the first difference.
     """
     if workers.size > 1:
         settings = args.to_dict()  # type: ignore[no-untyped-call]
@@ -84,8 +83,7 @@ def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
 def agree_on_checkpoint(workers: Communicator, folder: str | None) -> None:
     """Checks that all workers can read the same files of a checkpoint.
 
-    Raises:
-        ClusterError: a worker has other files, or none.
+    Raises ClusterError if a worker has other files, or none.
     """
     if workers.size > 1:
         files = sorted(Path(folder).glob("*")) if folder is not None else []
