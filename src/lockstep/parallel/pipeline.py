@@ -169,12 +169,7 @@ class Pipeline:
         """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
         own = [asdict(slot) for slot in self._recorder.slots]
         every = all_gather_object(group, "the pipeline trace", own)
-        return PipelineTrace(
-            workers=tuple(
-                tuple(Slot(action=Action(**each["action"]), begin=each["begin"], end=each["end"]) for each in slots)
-                for slots in every
-            )
-        )
+        return PipelineTrace(workers=tuple(tuple(map(_slot, slots)) for slots in every))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         tokens, named = self._inputs(x, rows)
@@ -265,6 +260,10 @@ def _leave_out_backward(made: Any) -> None:
 
     for computation in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
         made.register_custom_function(computation, skip)
+
+
+def _slot(sent: dict[str, Any]) -> Slot:
+    return Slot(action=Action(**sent["action"]), begin=sent["begin"], end=sent["end"])
 
 
 def _padded(leaf: Any, rows: int, length: int) -> Any:

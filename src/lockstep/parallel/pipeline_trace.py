@@ -1,8 +1,5 @@
 """Pipeline traces: which worker does what from when to when, measured or simulated. Pure, on numbers.
 
-orders: the actions of each worker, one after another -> trace: each action as soon as its worker is free, and its
-inputs are there
-
 2 workers, 2 microbatches      worker 0   F0 F1    .. B0 B0 .. B1 B1
                                worker 1   .. F0 B0 B0 F1 B1 B1
 """

@@ -146,11 +146,12 @@ class ShardedModule(nn.Module):
         }
         group = self._pipeline_group
         every = [own] if group is None else all_gather_object(group, "the names of the weights", own)
-        found = {name: each for theirs in reversed(every) for name, each in theirs.items()}
-        return {
+        found = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for name, (dtype, shape) in ((name, found[name]) for name in self.names)
+            for theirs in reversed(every)
+            for name, (dtype, shape) in theirs.items()
         }
+        return {name: found[name] for name in self.names}
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the whole model's state one tensor at a time, so that the caller need not hold all of it.
@@ -207,15 +208,13 @@ class ShardedModule(nn.Module):
 
     def _take(self, name: str, own: Tensor, whole: Tensor) -> None:
         if own.shape != whole.shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(whole.shape)} in the weights and {tuple(own.shape)} in the model"
-            )
+            shapes = f"{tuple(whole.shape)} in the weights and {tuple(own.shape)} in the model"
+            raise CheckpointError(f"{name} has shape {shapes}")
         if name in self._orders:
             whole = whole[..., self._orders[name]]
         if isinstance(own, DTensor):
-            whole = distribute_tensor(
-                whole.to(own.device, own.dtype), own.device_mesh, own.placements, src_data_rank=None
-            ).to_local()
+            whole = whole.to(own.device, own.dtype)
+            whole = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None).to_local()
         _local(own).copy_(whole)
 
     def _from_stages(self, described: Tensor, own: Tensor | None) -> Tensor:
@@ -265,10 +264,7 @@ def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
 def _hand_over_rest(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Hands over what a schedule has computed by itself: autograd calls no hooks for gradients that it returns."""
     for plain, parameter in pairs:
-        with DisableTorchFunction():
-            left = parameter.grad is not None
-        if left:
-            _hand_over(plain, parameter)
+        _hand_over(plain, parameter)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -4,14 +4,12 @@
                           '-- events --+-- share gpu:1's stream --+-- stream ---+--> ...
                                        '-- ...                  --'             '--> ...
 
-It is the one module that calls torch.cuda for these, so that order, waits and memory accounts can be tested without a
-GPU: ``tests/stand_in`` has a driver with the same methods that computes on the CPU and records its calls.
+Only this module calls torch.cuda for these, so that order, waits and memory accounts can be tested without a GPU:
+``tests/stand_in`` has a driver with the same methods that computes on the CPU and records its calls.
 
-torch's allocator keeps the blocks of each stream apart: a freed block is used again only on the stream on which it was
-allocated. So a share's stream is its memory pool as well, in every thread and in a graph too. ``torch.cuda.MemPool`` is
-not used. In older sources of the allocator an open one counts as a graph's capture: blocks that ``record_stream`` has
-seen are not used again, cached memory is not released before it reports that there is none, and a graph that is
-captured meanwhile allocates in it. By its headers torch 2.13 has separated the first two.
+torch's allocator reuses a freed block only on the stream on which it was allocated. So a share's stream is its memory
+pool as well, in every thread and in a graph too. ``torch.cuda.MemPool`` is not used: in older allocators an open one
+counts as a graph's capture, so that blocks seen by ``record_stream`` and cached memory are not reused.
 """
 
 from __future__ import annotations
