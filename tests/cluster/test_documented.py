@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.app import parse
-from lockstep.cluster.resolve import resolve_cluster
+from lockstep.cluster.environment import resolve_cluster
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, LAUNCH, SECURITY = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("cluster", "launch", "security"))
