@@ -29,7 +29,7 @@ from lockstep.cli.devices import (
 from lockstep.cli.entry_point import InWorkers
 from lockstep.cli.flags import AUTO, NO_FLAG, DevicesFlag, FolderFlag, Nested, check_file, check_folder, command
 from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags, mesh_table
-from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.mesh_layout import check_divides
@@ -226,7 +226,7 @@ class TrainingCommand(ABC):
         if self.mesh.asked:
             cluster = cluster_from_environment()
             mesh = self.mesh.choose(1 if cluster is None else cluster.num_workers)
-            _say(f"{self.title} on {counted(mesh.workers, 'worker')}: {work}\n\n{mesh_table(mesh)}\n")
+            _say(f"{self.title} on {counted(mesh.size, 'worker')}: {work}\n\n{mesh_table(mesh)}\n")
             return self.mesh.make_strategy(cluster, seed=self.config.seed)
         devices = take_own_devices(self.devices)
         _say(f"{self.title} on {counted(len(devices), 'logical device')}: {work}\n\n{logical_table(devices)}\n")

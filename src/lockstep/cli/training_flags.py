@@ -167,7 +167,7 @@ def mesh_table(mesh: MeshLayout) -> str:
 
     def holders(replica: int, stage: int) -> str:
         places = (MeshCoordinate(stage=stage, replica=replica, tensor=rank) for rank in (0, mesh.tensor - 1))
-        first, last = map(mesh.worker, places)
+        first, last = map(mesh.rank, places)
         return f"worker {first}" if first == last else f"workers {first}-{last}"
 
     stages = range(mesh.pipeline)
