@@ -21,27 +21,16 @@ _DDP = "DDP over gloo, gradient_as_bucket_view, static_graph, no buffer broadcas
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """One way to run a peer's program.
+    """One way to run a peer's program."""
 
-    Args:
-        text: for the table.
-        shares: among how many replicas or processes the global batch is divided.
-        processes: how many of its processes train.
-        layout: memory format.
-        suffix: of the contender's name.
-        words: between the interpreter and the script.
-        options: for the program.
-        variables: environment variables.
-    """
-
-    text: str
-    shares: int
-    processes: int = 1
-    layout: Layout = "framework"
-    suffix: str = ""
-    words: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
+    text: str  # for the table
+    shares: int  # among how many replicas or processes the global batch is divided
+    processes: int = 1  # how many of its processes train
+    layout: Layout = "framework"  # memory format
+    suffix: str = ""  # of the contender's name
+    words: tuple[str, ...] = ()  # between the interpreter and the script
+    options: Mapping[str, str] = field(default_factory=dict)  # for the program
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables
 
 
 def settings_of(peer: str, workload: str) -> list[PeerSettings]:
@@ -97,15 +86,10 @@ _PROBE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the peers are.
+    """Where the peers are."""
 
-    Args:
-        environments: folder of virtual environments, one a peer, of its name.
-        programs: folder of their programs.
-    """
-
-    environments: Path
-    programs: Path
+    environments: Path  # folder of virtual environments, one a peer, of its name
+    programs: Path  # folder of their programs
 
     def python(self, peer: str) -> Path:
         """The interpreter of a peer's environment."""
@@ -114,15 +98,10 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A framework.
+    """A framework."""
 
-    Args:
-        name: of its environment, and the beginning of its contenders' names.
-        packages: the ones whose versions are told.
-    """
-
-    name: str
-    packages: tuple[str, ...]
+    name: str  # of its environment, and the beginning of its contenders' names
+    packages: tuple[str, ...]  # the ones whose versions are told
 
     @property
     def script(self) -> str:

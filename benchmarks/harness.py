@@ -26,18 +26,13 @@ _log = logging.getLogger("benchmarks")
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Megabytes (2**20 bytes), of one process or added up over several.
+    """Megabytes (2**20 bytes), of one process or added up over several."""
 
-    Args:
-        peak_mb: the most that was resident at any time (VmHWM). For a job of several processes the sum of their
-            peaks, which their steps in unison reach together.
-        rss_mb: resident now; pages that processes share are counted in each.
-        pss_mb: resident now; a page that n processes share counts 1/n in each.
-    """
-
+    # the most that was resident at any time (VmHWM). For a job of several processes the sum of their peaks, which their
+    # steps in unison reach together.
     peak_mb: float
-    rss_mb: float
-    pss_mb: float
+    rss_mb: float  # resident now; pages that processes share are counted in each
+    pss_mb: float  # resident now; a page that n processes share counts 1/n in each
 
 
 def memory_of(pids: Sequence[int]) -> Memory:
@@ -64,67 +59,39 @@ def _one(pid: int) -> Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one trial gave.
+    """What one trial gave."""
 
-    Args:
-        workload: its name.
-        contender: its name.
-        round: 0 for the first.
-        step_ms: each timed step.
-        cpu_ms: CPU time of a timed step, of all threads of all processes, on average.
-        exchange_ms: the part of each that was exchange and update; empty where it is not told apart.
-        first_step_s: from process start to the end of the first step, of the slowest process.
-        loss: of the last step, averaged over the processes.
-        trained: parameters that the optimizer changes.
-        memory: of all processes together, during the last step.
-        sent_mb: MB (10**6 bytes) that left a host in a timed step, on average; 0 where it is not counted.
-        device_reserved_mb: what torch has taken of a GPU by the last step, in all processes; 0 without one.
-        device_used_mb: what all processes have of that GPU inside the last step; 0 without one.
-        notes: what the contender's processes have to say of themselves, each line once.
-    """
-
-    workload: str
-    contender: str
-    round: int
-    step_ms: tuple[float, ...]
-    cpu_ms: float
-    exchange_ms: tuple[float, ...]
-    first_step_s: float
-    loss: float
-    trained: int
-    memory: Memory
-    sent_mb: float = 0.0
-    device_reserved_mb: float = 0.0
-    device_used_mb: float = 0.0
-    notes: tuple[str, ...] = ()
+    workload: str  # its name
+    contender: str  # its name
+    round: int  # 0 for the first
+    step_ms: tuple[float, ...]  # each timed step
+    cpu_ms: float  # CPU time of a timed step, of all threads of all processes, on average
+    exchange_ms: tuple[float, ...]  # the part of each that was exchange and update; empty where it is not told apart
+    first_step_s: float  # from process start to the end of the first step, of the slowest process
+    loss: float  # of the last step, averaged over the processes
+    trained: int  # parameters that the optimizer changes
+    memory: Memory  # of all processes together, during the last step
+    sent_mb: float = 0.0  # MB (10**6 bytes) that left a host in a timed step, on average; 0 where it is not counted
+    device_reserved_mb: float = 0.0  # what torch has taken of a GPU by the last step, in all processes; 0 without one
+    device_used_mb: float = 0.0  # what all processes have of that GPU inside the last step; 0 without one
+    notes: tuple[str, ...] = ()  # what the contender's processes have to say of themselves, each line once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Absence:
-    """A contender that did not run, or not to its end; its samples do not count.
+    """A contender that did not run, or not to its end; its samples do not count."""
 
-    Args:
-        workload: its name.
-        contender: its name.
-        reason: in one line.
-    """
-
-    workload: str
-    contender: str
-    reason: str
+    workload: str  # its name
+    contender: str  # its name
+    reason: str  # in one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """What came of all rounds.
+    """What came of all rounds."""
 
-    Args:
-        samples: of the contenders that ran in all their rounds.
-        absences: the peers that did not.
-    """
-
-    samples: tuple[Sample, ...]
-    absences: tuple[Absence, ...]
+    samples: tuple[Sample, ...]  # of the contenders that ran in all their rounds
+    absences: tuple[Absence, ...]  # the peers that did not
 
 
 Progress = Callable[[Sample | Absence, int, int], None]

@@ -32,13 +32,9 @@ _numbers = count()
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins two hosts.
+    """What joins two hosts."""
 
-    Args:
-        mbit: megabits (10**6 bits) a second in each direction; None is as fast as the machine copies.
-    """
-
-    mbit: float | None
+    mbit: float | None  # megabits (10**6 bits) a second in each direction; None is as fast as the machine copies
 
     def __post_init__(self) -> None:
         if self.mbit is not None and not self.mbit > 0:
@@ -52,19 +48,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One of two hosts.
+    """One of two hosts."""
 
-    Args:
-        namespace: the name of its network namespace.
-        interface: its end of the link.
-        address: of that end.
-        cores: the CPU cores that its processes run on.
-    """
-
-    namespace: str
-    interface: str
-    address: str
-    cores: tuple[int, ...]
+    namespace: str  # the name of its network namespace
+    interface: str  # its end of the link
+    address: str  # of that end
+    cores: tuple[int, ...]  # the CPU cores that its processes run on
 
     def enter(self) -> None:
         """Moves the calling thread, and the threads that it starts from then on, to this host. There is no way back.

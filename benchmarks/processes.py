@@ -25,21 +25,13 @@ from lockstep.parent_death import ParentDeathGuard, die_with
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """A process's place in its trial.
+    """A process's place in its trial."""
 
-    Args:
-        rank: 0 to processes - 1.
-        started_s: ``time.monotonic()`` of the machine just before the trial's first process was started.
-        store: path of a file, not there yet, at which the processes of the trial meet.
-        lifeline: what the process hangs on.
-        host: on which host the process runs; None is this machine as it is.
-    """
-
-    rank: int
-    started_s: float
-    store: str
-    lifeline: str
-    host: Host | None = None
+    rank: int  # 0 to processes - 1
+    started_s: float  # ``time.monotonic()`` of the machine just before the trial's first process was started
+    store: str  # path of a file, not there yet, at which the processes of the trial meet
+    lifeline: str  # what the process hangs on
+    host: Host | None = None  # on which host the process runs; None is this machine as it is
 
 
 Body = Callable[[Trial, ProcessInfo, StepTimer], None]
@@ -48,17 +40,12 @@ Body = Callable[[Trial, ProcessInfo, StepTimer], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnedBody(Launcher):
-    """Runs a function in each of the trial's processes.
+    """Runs a function in each of the trial's processes."""
 
-    Args:
-        body: the function; it travels by its name.
-        link: what joins the two hosts that the processes run on; None is one host, this machine.
-        preloaded: a module that is imported once, in a process from which all trials' are forked, so that they begin
-            sooner; what it imports must not touch a GPU. Empty: each process is a new interpreter.
-    """
-
-    body: Body
-    link: Link | None = None
+    body: Body  # the function; it travels by its name
+    link: Link | None = None  # what joins the two hosts that the processes run on; None is one host, this machine
+    # a module that is imported once, in a process from which all trials' are forked, so that they begin sooner; what it
+    # imports must not touch a GPU. Empty: each process is a new interpreter.
     preloaded: str = ""
 
     def launch(self, trial: Trial, folder: Path) -> RunningTrial:

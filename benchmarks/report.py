@@ -52,21 +52,13 @@ def _verdict(target: Target) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a suite returns.
+    """What a suite returns."""
 
-    Args:
-        name: of the files, after the date: ``DATE-NAME.md`` and ``DATE-NAME.json``.
-        date: YYYY-MM-DD.
-        text: the Markdown.
-        record: everything that was measured, for the JSON.
-        ok: whether the command succeeds.
-    """
-
-    name: str
-    date: str
-    text: str
-    record: Mapping[str, Any]
-    ok: bool = True
+    name: str  # of the files, after the date: ``DATE-NAME.md`` and ``DATE-NAME.json``
+    date: str  # YYYY-MM-DD
+    text: str  # the Markdown
+    record: Mapping[str, Any]  # everything that was measured, for the JSON
+    ok: bool = True  # whether the command succeeds
 
 
 def write_report(folder: Path, report: Report) -> Path:

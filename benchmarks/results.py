@@ -16,33 +16,20 @@ from lockstep.scaling.runner import percentile
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One contender on one workload, over all its rounds.
+    """One contender on one workload, over all its rounds."""
 
-    Args:
-        contender: who.
-        median_ms: of all timed steps together.
-        p10_ms: a tenth of the steps were faster.
-        p90_ms: a tenth of the steps were slower.
-        cpu_ms: CPU time of a step, of all threads and processes; median over the rounds.
-        ratio: to the best rival: the median over the rounds of (its median step / the rival's of the same round).
-        exchange_share: of the step, in exchange and update: the median over the rounds; None where not told apart.
-        first_step_s: median over the rounds.
-        memory: each figure's median over the rounds.
-        loss: of the last step, median over the rounds.
-        trained: parameters that the optimizer changes.
-    """
-
-    contender: Contender
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-    cpu_ms: float
-    ratio: float
+    contender: Contender  # who
+    median_ms: float  # of all timed steps together
+    p10_ms: float  # a tenth of the steps were faster
+    p90_ms: float  # a tenth of the steps were slower
+    cpu_ms: float  # CPU time of a step, of all threads and processes; median over the rounds
+    ratio: float  # to the best rival: the median over the rounds of (its median step / the rival's of the same round)
+    # of the step, in exchange and update: the median over the rounds; None where not told apart
     exchange_share: float | None
-    first_step_s: float
-    memory: Memory
-    loss: float
-    trained: int
+    first_step_s: float  # median over the rounds
+    memory: Memory  # each figure's median over the rounds
+    loss: float  # of the last step, median over the rounds
+    trained: int  # parameters that the optimizer changes
 
 
 def paired_ratio(samples: Sequence[Sample], others: Sequence[Sample]) -> float:
@@ -121,17 +108,11 @@ def _steps(samples: Sequence[Sample]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """One quotient of step times in each round.
+    """One quotient of step times in each round."""
 
-    Args:
-        text: what is divided by what.
-        rounds: the quotients, one a round.
-        promised: whether a target speaks about it.
-    """
-
-    text: str
-    rounds: tuple[float, ...]
-    promised: bool = False
+    text: str  # what is divided by what
+    rounds: tuple[float, ...]  # the quotients, one a round
+    promised: bool = False  # whether a target speaks about it
 
     @property
     def value(self) -> float:
@@ -200,19 +181,12 @@ _PEER_SHARES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One target and what was measured.
+    """One target and what was measured."""
 
-    Args:
-        text: what is compared with what.
-        limit: what the value is held against.
-        value: measured.
-        bound: on which side of the limit the value is to be.
-    """
-
-    text: str
-    limit: float
-    value: float
-    bound: Literal["at most", "at least"] = "at most"
+    text: str  # what is compared with what
+    limit: float  # what the value is held against
+    value: float  # measured
+    bound: Literal["at most", "at least"] = "at most"  # on which side of the limit the value is to be
 
     @property
     def reached(self) -> bool:

@@ -16,31 +16,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one process saw.
+    """What one process saw."""
 
-    Args:
-        first_step_s: from the start of the trial's processes to the end of the first step.
-        step_s: seconds of each timed step.
-        cpu_s: CPU seconds of this process, all its threads, over all timed steps: user and system together.
-        exchange_s: seconds of each timed step that went into exchange and update; empty where they are not told apart.
-        loss: of the last step.
-        trained: parameters that the optimizer changes; 0 where nobody has said.
-        sent_bytes: what left this process's host in all timed steps; 0 where it is not counted.
-        device_reserved_mb: what torch's allocator has taken of a GPU by the last step; 0 where there is none.
-        device_used_mb: what all processes together have of that GPU inside the last step; 0 where there is none.
-        notes: what the contender has to say of itself, a line each.
-    """
-
-    first_step_s: float
-    step_s: tuple[float, ...]
-    cpu_s: float
+    first_step_s: float  # from the start of the trial's processes to the end of the first step
+    step_s: tuple[float, ...]  # seconds of each timed step
+    cpu_s: float  # CPU seconds of this process, all its threads, over all timed steps: user and system together
+    # seconds of each timed step that went into exchange and update; empty where they are not told apart
     exchange_s: tuple[float, ...]
-    loss: float
-    trained: int = 0
-    sent_bytes: int = 0
-    device_reserved_mb: float = 0.0
+    loss: float  # of the last step
+    trained: int = 0  # parameters that the optimizer changes; 0 where nobody has said
+    sent_bytes: int = 0  # what left this process's host in all timed steps; 0 where it is not counted
+    device_reserved_mb: float = 0.0  # what torch's allocator has taken of a GPU by the last step; 0 where there is none
+    # what all processes together have of that GPU inside the last step; 0 where there is none
     device_used_mb: float = 0.0
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the contender has to say of itself, a line each
 
 
 class StepTimer:

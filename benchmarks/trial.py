@@ -33,50 +33,30 @@ Batch = tuple[Any, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One training step that all contenders do, on the same numbers.
+    """One training step that all contenders do, on the same numbers."""
 
-    Args:
-        name: as on the command line.
-        title: for the table: model, shapes, optimizer.
-        make_module: the model, of random weights from torch's default generator.
-        make_batches: so many different global batches, the same in every process.
-        loss: ``loss(outputs, y)`` -> (sum over what is counted, how many are counted).
-        count: how many are counted in each global batch.
-        learning_rate: Adam's.
-    """
-
-    name: str
-    title: str
-    make_module: Callable[[], nn.Module]
-    make_batches: Callable[[int], list[Batch]]
+    name: str  # as on the command line
+    title: str  # for the table: model, shapes, optimizer
+    make_module: Callable[[], nn.Module]  # the model, of random weights from torch's default generator
+    make_batches: Callable[[int], list[Batch]]  # so many different global batches, the same in every process
+    # ``loss(outputs, y)`` -> (sum over what is counted, how many are counted)
     loss: Callable[[Any, Tensor], tuple[Tensor, Any]]
-    count: int
-    learning_rate: float
+    count: int  # how many are counted in each global batch
+    learning_rate: float  # Adam's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to do the work.
+    """One way to do the work."""
 
-    Args:
-        name: a short one, such as "ddp-2".
-        settings: for the table: what was chosen, and how.
-        launcher: starts its processes.
-        shares: among how many replicas or processes the global batch is divided.
-        processes: how many of its processes train, and report.
-        layout: memory format.
-        role: what its numbers are for.
-        peer: which peer it is, such as "fabric"; empty for all that run in this package's own environment.
-    """
-
-    name: str
-    settings: str
-    launcher: Launcher
-    shares: int
-    processes: int = 1
-    layout: Layout = "contiguous"
-    role: Role = "rival"
-    peer: str = ""
+    name: str  # a short one, such as "ddp-2"
+    settings: str  # for the table: what was chosen, and how
+    launcher: Launcher  # starts its processes
+    shares: int  # among how many replicas or processes the global batch is divided
+    processes: int = 1  # how many of its processes train, and report
+    layout: Layout = "contiguous"  # memory format
+    role: Role = "rival"  # what its numbers are for
+    peer: str = ""  # which peer it is, such as "fabric"; empty for all that run in this package's own environment
 
     @property
     def counted(self) -> bool:
@@ -86,61 +66,36 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long a suite measures where the command line does not say.
+    """How long a suite measures where the command line does not say."""
 
-    Args:
-        warm_up: steps before the timed ones.
-        steps: timed steps of a trial.
-        rounds: trials of each contender.
-    """
-
-    warm_up: int
-    steps: int
-    rounds: int
+    warm_up: int  # steps before the timed ones
+    steps: int  # timed steps of a trial
+    rounds: int  # trials of each contender
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How a run was made.
+    """How a run was made."""
 
-    Args:
-        date: YYYY-MM-DD.
-        machine: where.
-        command: what was typed.
-        warm_up: steps before the timed ones, in each trial.
-        steps: timed steps of each trial.
-        rounds: trials of each contender.
-        peers: each peer's name and the versions of its packages.
-    """
-
-    date: str
-    machine: Machine
-    command: str
-    warm_up: int
-    steps: int
-    rounds: int
-    peers: tuple[tuple[str, str], ...] = ()
+    date: str  # YYYY-MM-DD
+    machine: Machine  # where
+    command: str  # what was typed
+    warm_up: int  # steps before the timed ones, in each trial
+    steps: int  # timed steps of each trial
+    rounds: int  # trials of each contender
+    peers: tuple[tuple[str, str], ...] = ()  # each peer's name and the versions of its packages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One contender doing one workload, once, in fresh processes.
+    """One contender doing one workload, once, in fresh processes."""
 
-    Args:
-        workload: the work.
-        contender: who does it.
-        warm_up: steps before the ones that are timed, at least 1.
-        steps: steps that are timed, at least 1.
-        cores: CPU cores to use in all.
-        limit_s: a trial that takes longer is given up; None is the usual limit.
-    """
-
-    workload: Workload
-    contender: Contender
-    warm_up: int
-    steps: int
-    cores: int
-    limit_s: float | None = None
+    workload: Workload  # the work
+    contender: Contender  # who does it
+    warm_up: int  # steps before the ones that are timed, at least 1
+    steps: int  # steps that are timed, at least 1
+    cores: int  # CPU cores to use in all
+    limit_s: float | None = None  # a trial that takes longer is given up; None is the usual limit
 
     def __post_init__(self) -> None:
         for name, least in (("warm_up", 1), ("steps", 1), ("cores", 1)):

@@ -38,17 +38,11 @@ _PEER_BODIES: dict[str, tuple[str, Callable[..., None]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A contender on the GPU, and how long it is expected to take before anything is known.
+    """A contender on the GPU, and how long it is expected to take before anything is known."""
 
-    Args:
-        contender: who.
-        expected_s: of one trial, from start to end.
-        absent: why it cannot take part; empty if it can.
-    """
-
-    contender: Contender
-    expected_s: float
-    absent: str = ""
+    contender: Contender  # who
+    expected_s: float  # of one trial, from start to end
+    absent: str = ""  # why it cannot take part; empty if it can
 
 
 def entrants(workload: Workload, device: DeviceType, pace: Pace) -> tuple[Entrant, ...]:

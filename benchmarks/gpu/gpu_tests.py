@@ -23,21 +23,13 @@ _END_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOutcome:
-    """What came of the tests.
+    """What came of the tests."""
 
-    Args:
-        passed: how many.
-        skipped: how many.
-        failed: names of those that failed or could not be set up.
-        seconds: from start to end.
-        trouble: why there is no outcome, or no whole one; empty where there is.
-    """
-
-    passed: int = 0
-    skipped: int = 0
-    failed: tuple[str, ...] = ()
-    seconds: float = 0.0
-    trouble: str = ""
+    passed: int = 0  # how many
+    skipped: int = 0  # how many
+    failed: tuple[str, ...] = ()  # names of those that failed or could not be set up
+    seconds: float = 0.0  # from start to end
+    trouble: str = ""  # why there is no outcome, or no whole one; empty where there is
 
     @property
     def ok(self) -> bool:

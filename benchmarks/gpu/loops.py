@@ -32,17 +32,12 @@ DeviceType = Literal["cuda", "cpu"]
 class Pace:
     """How many steps a trial has.
 
-        warm_up steps | lap_steps | lap_steps | ...     the stopwatch stops, and the device is waited for, at each |
-
-    Args:
-        warm_up: not timed: compilation, graph capture, the choice of kernels.
-        lap_steps: of a timed lap.
-        laps: timed.
+    warm_up steps | lap_steps | lap_steps | ...     the stopwatch stops, and the device is waited for, at each |
     """
 
-    warm_up: int
-    lap_steps: int
-    laps: int
+    warm_up: int  # not timed: compilation, graph capture, the choice of kernels
+    lap_steps: int  # of a timed lap
+    laps: int  # timed
 
     def __post_init__(self) -> None:
         for name in ("warm_up", "lap_steps", "laps"):

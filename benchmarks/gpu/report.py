@@ -34,56 +34,32 @@ _TINY = "mlm"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contender on one workload, over all its rounds.
+    """One contender on one workload, over all its rounds."""
 
-    Args:
-        contender: who.
-        median_ms: a step's, of all timed laps.
-        low_ms: of the fastest lap.
-        high_ms: of the slowest lap.
-        over_best: to the best hand-written loop, round by round; None without one.
-        over_floor: to the floor; None without one.
-        ready_s: from the start of the processes to the end of the warm-up; median over the rounds.
-        reserved_mb: what torch's allocators have taken of the GPU by the last step, of all processes; the highest.
-        used_mb: what all processes had of it inside the last step, without what others had before; the highest.
-        loss: mean over all steps, median over the rounds.
-        trained: parameters that the optimizer changes.
-        rounds: how many.
-        notes: what it said of itself.
-    """
-
-    contender: Contender
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    over_best: float | None
-    over_floor: float | None
-    ready_s: float
-    reserved_mb: float
-    used_mb: float
-    loss: float
-    trained: int
-    rounds: int
-    notes: tuple[str, ...] = ()
+    contender: Contender  # who
+    median_ms: float  # a step's, of all timed laps
+    low_ms: float  # of the fastest lap
+    high_ms: float  # of the slowest lap
+    over_best: float | None  # to the best hand-written loop, round by round; None without one
+    over_floor: float | None  # to the floor; None without one
+    ready_s: float  # from the start of the processes to the end of the warm-up; median over the rounds
+    reserved_mb: float  # what torch's allocators have taken of the GPU by the last step, of all processes; the highest
+    used_mb: float  # what all processes had of it inside the last step, without what others had before; the highest
+    loss: float  # mean over all steps, median over the rounds
+    trained: int  # parameters that the optimizer changes
+    rounds: int  # how many
+    notes: tuple[str, ...] = ()  # what it said of itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """One target and what was measured.
+    """One target and what was measured."""
 
-    Args:
-        text: what is compared with what.
-        limit: what the value is to be at most; below it, where ``below``.
-        value: measured; None where something that it needs did not run.
-        below: whether the limit itself is too much.
-        unit: of limit and value; empty for a ratio.
-    """
-
-    text: str
-    limit: float
-    value: float | None
-    below: bool = False
-    unit: str = ""
+    text: str  # what is compared with what
+    limit: float  # what the value is to be at most; below it, where ``below``
+    value: float | None  # measured; None where something that it needs did not run
+    below: bool = False  # whether the limit itself is too much
+    unit: str = ""  # of limit and value; empty for a ratio
 
     @property
     def verdict(self) -> str:
@@ -95,21 +71,13 @@ class GpuTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuResult:
-    """A workload and what its contenders did.
+    """A workload and what its contenders did."""
 
-    Args:
-        workload: the work.
-        rows: one a contender that ran.
-        absences: who did not.
-        floor: of a step; None where the device's rates are not known.
-        targets: with what was measured.
-    """
-
-    workload: Workload
-    rows: tuple[Row, ...]
-    absences: tuple[Absence, ...]
-    floor: Floor | None
-    targets: tuple[GpuTarget, ...]
+    workload: Workload  # the work
+    rows: tuple[Row, ...]  # one a contender that ran
+    absences: tuple[Absence, ...]  # who did not
+    floor: Floor | None  # of a step; None where the device's rates are not known
+    targets: tuple[GpuTarget, ...]  # with what was measured
 
 
 def result_of(
@@ -260,29 +228,17 @@ _LEGEND = """\
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConditions:
-    """How a run was made.
+    """How a run was made."""
 
-    Args:
-        date: YYYY-MM-DD.
-        machine: where.
-        device: what kind of device it was run on.
-        facts: what the device is.
-        command: what was typed.
-        pace: of every trial.
-        budget: in a line.
-        spent_s: on everything.
-        suite: what came of the tests; None where they were not asked for.
-    """
-
-    date: str
-    machine: Machine
-    device: DeviceType
-    facts: DeviceFacts
-    command: str
-    pace: Pace
-    budget: str
-    spent_s: float
-    suite: SuiteOutcome | None
+    date: str  # YYYY-MM-DD
+    machine: Machine  # where
+    device: DeviceType  # what kind of device it was run on
+    facts: DeviceFacts  # what the device is
+    command: str  # what was typed
+    pace: Pace  # of every trial
+    budget: str  # in a line
+    spent_s: float  # on everything
+    suite: SuiteOutcome | None  # what came of the tests; None where they were not asked for
 
 
 def render_gpu(conditions: GpuConditions, results: Sequence[GpuResult]) -> str:

@@ -30,15 +30,10 @@ _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """One training step of the whole global batch.
+    """One training step of the whole global batch."""
 
-    Args:
-        flops: additions and multiplications, of forward and backward pass.
-        traffic_bytes: read and written by forward and backward pass and optimizer.
-    """
-
-    flops: float
-    traffic_bytes: float
+    flops: float  # additions and multiplications, of forward and backward pass
+    traffic_bytes: float  # read and written by forward and backward pass and optimizer
 
 
 def count_flops(workload: Workload) -> int:
@@ -128,27 +123,17 @@ _MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What the device is and what it does at best.
+    """What the device is and what it does at best."""
 
-    Args:
-        name: as the driver says.
-        memory_mb: all of it.
-        used_mb: what others had of it before the run began.
-        capability: such as "9.0"; empty for a CPU.
-        matmul_flops: FLOPs a second of large matrix products, by precision; fp32 with TF32 allowed.
-        copy_bytes_s: bytes read and written a second by a large copy within the device.
-        costs: of a step, by workload; without those whose eager step does not fit the device.
-        trouble: why rates or costs are missing; empty where none is.
-    """
-
-    name: str
-    memory_mb: float
-    used_mb: float
-    capability: str
+    name: str  # as the driver says
+    memory_mb: float  # all of it
+    used_mb: float  # what others had of it before the run began
+    capability: str  # such as "9.0"; empty for a CPU
+    # FLOPs a second of large matrix products, by precision; fp32 with TF32 allowed
     matmul_flops: Mapping[GpuPrecision, float]
-    copy_bytes_s: float
-    costs: Mapping[str, StepCost]
-    trouble: str = ""
+    copy_bytes_s: float  # bytes read and written a second by a large copy within the device
+    costs: Mapping[str, StepCost]  # of a step, by workload; without those whose eager step does not fit the device
+    trouble: str = ""  # why rates or costs are missing; empty where none is
 
     def floor(self, workload: str, precision: GpuPrecision) -> Floor | None:
         """The floor of a workload's step; None where something that it needs is missing."""
@@ -163,15 +148,10 @@ class DeviceFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What a step cannot be faster than.
+    """What a step cannot be faster than."""
 
-    Args:
-        compute_ms: its FLOPs at the rate of large matrix products. Nothing on this device is faster.
-        traffic_ms: the eager step's bytes at the rate of large copies. Fused operators move fewer.
-    """
-
-    compute_ms: float
-    traffic_ms: float
+    compute_ms: float  # its FLOPs at the rate of large matrix products. Nothing on this device is faster.
+    traffic_ms: float  # the eager step's bytes at the rate of large copies. Fused operators move fewer.
 
     @property
     def ms(self) -> float:

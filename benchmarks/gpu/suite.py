@@ -45,13 +45,9 @@ _MARGIN = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The seconds of a whole run.
+    """The seconds of a whole run."""
 
-    Args:
-        total_s: from its beginning to its end, at least a minute.
-    """
-
-    total_s: float = TOTAL_S
+    total_s: float = TOTAL_S  # from its beginning to its end, at least a minute
 
     def __post_init__(self) -> None:
         if not self.total_s >= _LEAST_S:
@@ -96,15 +92,10 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A trial to come.
+    """A trial to come."""
 
-    Args:
-        workload: the work.
-        entrant: who does it.
-    """
-
-    workload: Workload
-    entrant: Entrant
+    workload: Workload  # the work
+    entrant: Entrant  # who does it
 
     @property
     def key(self) -> tuple[str, str]:
@@ -219,25 +210,15 @@ Entered = list[tuple[Workload, list[Entrant]]]
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSettings:
-    """What is measured.
+    """What is measured."""
 
-    Args:
-        device: "cpu" tries the programs at tiny sizes, and the report says so.
-        pace: of every trial.
-        rounds: at most.
-        budget: of everything.
-        workloads: "mlm", "mobilenetv2", each in both precisions; empty for all.
-        only: names of contenders; None for all.
-        tests: folder of the tests; None runs none.
-    """
-
-    device: DeviceType
-    pace: Pace
-    rounds: int
-    budget: Budget
-    workloads: tuple[str, ...] = ()
-    only: tuple[str, ...] | None = None
-    tests: Path | None = None
+    device: DeviceType  # "cpu" tries the programs at tiny sizes, and the report says so
+    pace: Pace  # of every trial
+    rounds: int  # at most
+    budget: Budget  # of everything
+    workloads: tuple[str, ...] = ()  # "mlm", "mobilenetv2", each in both precisions; empty for all
+    only: tuple[str, ...] | None = None  # names of contenders; None for all
+    tests: Path | None = None  # folder of the tests; None runs none
 
     def __post_init__(self) -> None:
         if self.rounds < 1:

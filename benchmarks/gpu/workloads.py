@@ -24,23 +24,14 @@ _FIRST_ORDINARY_ID = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large the work is.
+    """How large the work is."""
 
-    Args:
-        texts: rows of a global batch.
-        tokens: of a row.
-        masked: tokens of a row that are to be found.
-        shape: of the BERT.
-        pictures: rows of a global batch.
-        pixels: of a picture's side.
-    """
-
-    texts: int
-    tokens: int
-    masked: int
-    pictures: int
-    pixels: int
-    shape: BertShape = field(default_factory=BertShape)
+    texts: int  # rows of a global batch
+    tokens: int  # of a row
+    masked: int  # tokens of a row that are to be found
+    pictures: int  # rows of a global batch
+    pixels: int  # of a picture's side
+    shape: BertShape = field(default_factory=BertShape)  # of the BERT
 
 
 FULL = Sizes(texts=128, tokens=512, masked=77, pictures=256, pixels=224)

@@ -21,15 +21,10 @@ _INITIAL = keras.initializers.RandomNormal(stddev=0.02)
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A workload in Keras.
+    """A workload in Keras."""
 
-    Args:
-        model: from inputs to logits.
-        batches: the different global batches as ``(x, y)``, as ``model`` takes them.
-    """
-
-    model: keras.Model
-    batches: list[tuple[Any, np.ndarray]]
+    model: keras.Model  # from inputs to logits
+    batches: list[tuple[Any, np.ndarray]]  # the different global batches as ``(x, y)``, as ``model`` takes them
 
     @property
     def trained(self) -> int:

@@ -23,39 +23,22 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to do.
+    """What to do."""
 
-    Args:
-        workload: its name.
-        replicas: among how many the global batch is divided.
-        warm_up: steps before the timed ones.
-        steps: timed steps.
-        layout: memory format of the torch programs: "contiguous" or "channels_last".
-        threads: of each replica: an equal part of the cores, at least one.
-        learning_rate: Adam's.
-        count: how many examples, or masked tokens, the loss of a global batch is divided by.
-        options: settings of this contender that its program knows.
-        inputs: path of the batches, an .npz file.
-        source: folder that the packages ``lockstep`` and ``benchmarks`` lie in.
-        socket: path at which the harness listens.
-        started_s: ``time.monotonic()`` of the machine when the program was started.
-        lifeline: what each process of the program hangs on, so that it ends with the benchmark.
-    """
-
-    workload: str
-    replicas: int
-    warm_up: int
-    steps: int
-    layout: str
-    threads: int
-    learning_rate: float
-    count: int
-    options: dict[str, str]
-    inputs: str
-    source: str
-    socket: str
-    started_s: float
-    lifeline: str
+    workload: str  # its name
+    replicas: int  # among how many the global batch is divided
+    warm_up: int  # steps before the timed ones
+    steps: int  # timed steps
+    layout: str  # memory format of the torch programs: "contiguous" or "channels_last"
+    threads: int  # of each replica: an equal part of the cores, at least one
+    learning_rate: float  # Adam's
+    count: int  # how many examples, or masked tokens, the loss of a global batch is divided by
+    options: dict[str, str]  # settings of this contender that its program knows
+    inputs: str  # path of the batches, an .npz file
+    source: str  # folder that the packages ``lockstep`` and ``benchmarks`` lie in
+    socket: str  # path at which the harness listens
+    started_s: float  # ``time.monotonic()`` of the machine when the program was started
+    lifeline: str  # what each process of the program hangs on, so that it ends with the benchmark
 
 
 def take_job() -> Job:

@@ -132,17 +132,11 @@ Invitation = Literal["no", "also", "only"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lineup:
-    """Who takes part.
+    """Who takes part."""
 
-    Args:
-        contenders: of each workload, by its name.
-        absences: contenders that were asked for and cannot run.
-        versions: of each peer that takes part, by its name.
-    """
-
-    contenders: dict[str, list[Contender]]
-    absences: tuple[Absence, ...]
-    versions: dict[str, str]
+    contenders: dict[str, list[Contender]]  # of each workload, by its name
+    absences: tuple[Absence, ...]  # contenders that were asked for and cannot run
+    versions: dict[str, str]  # of each peer that takes part, by its name
 
 
 def line_up(
@@ -243,19 +237,12 @@ _LEGEND = """\
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadResult:
-    """A workload and what its contenders did.
+    """A workload and what its contenders did."""
 
-    Args:
-        workload: the work.
-        figures: one a contender.
-        efficiencies: of ours, where it was measured.
-        absences: who was to take part and did not.
-    """
-
-    workload: Workload
-    figures: tuple[Figures, ...]
-    efficiencies: tuple[Efficiency, ...] = ()
-    absences: tuple[Absence, ...] = ()
+    workload: Workload  # the work
+    figures: tuple[Figures, ...]  # one a contender
+    efficiencies: tuple[Efficiency, ...] = ()  # of ours, where it was measured
+    absences: tuple[Absence, ...] = ()  # who was to take part and did not
 
     @property
     def targets(self) -> list[Target]:

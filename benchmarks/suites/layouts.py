@@ -43,23 +43,14 @@ _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutWork:
-    """The step that is measured: a GPT-2 whose weights outweigh the activations of its short lines.
+    """The step that is measured: a GPT-2 whose weights outweigh the activations of its short lines."""
 
-    Args:
-        layers: of the model.
-        hidden: width of a token's vector.
-        heads: attention heads.
-        vocabulary: tokens that have an embedding.
-        rows: lines in a global batch.
-        tokens: in each of them.
-    """
-
-    layers: int = 8
-    hidden: int = 512
-    heads: int = 8
-    vocabulary: int = 16384
-    rows: int = 8
-    tokens: int = 128
+    layers: int = 8  # of the model
+    hidden: int = 512  # width of a token's vector
+    heads: int = 8  # attention heads
+    vocabulary: int = 16384  # tokens that have an embedding
+    rows: int = 8  # lines in a global batch
+    tokens: int = 128  # in each of them
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "rows", "tokens"):
@@ -83,15 +74,10 @@ class LayoutWork:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayout:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        asked: the arguments of ``ls.ParallelStrategy``.
-        workers: how many there are.
-    """
-
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    workers: int = WORKERS
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the arguments of ``ls.ParallelStrategy``
+    workers: int = WORKERS  # how many there are
 
     @property
     def name(self) -> str:
@@ -137,22 +123,15 @@ _MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """What one worker has in memory. MB are 2**20 bytes.
+    """What one worker has in memory. MB are 2**20 bytes."""
 
-    Args:
-        start_mb: at most until the first step, above what it had after importing, joining, and a step of a tiny model
-            that runs all code once.
-        peak_mb: at most during the steps, above the same, where freed memory is given back at once.
-        kept_mb: the same where it is kept for the next step, as it is elsewhere.
-        weights_mb: of its parameters.
-        optimizer_mb: of its optimizer's state.
-    """
-
+    # at most until the first step, above what it had after importing, joining, and a step of a tiny model that runs all
+    # code once
     start_mb: float
-    peak_mb: float
-    kept_mb: float
-    weights_mb: float
-    optimizer_mb: float
+    peak_mb: float  # at most during the steps, above the same, where freed memory is given back at once
+    kept_mb: float  # the same where it is kept for the next step, as it is elsewhere
+    weights_mb: float  # of its parameters
+    optimizer_mb: float  # of its optimizer's state
 
 
 def measured(layout: MeasuredLayout, work: LayoutWork, steps: int) -> tuple[WorkerMemory, ...]:
@@ -260,17 +239,11 @@ _LEGEND = """\
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout, measured and expected.
+    """One layout, measured and expected."""
 
-    Args:
-        layout: which.
-        workers: every worker's memory.
-        expected: of the fullest.
-    """
-
-    layout: MeasuredLayout
-    workers: tuple[WorkerMemory, ...]
-    expected: Memory
+    layout: MeasuredLayout  # which
+    workers: tuple[WorkerMemory, ...]  # every worker's memory
+    expected: Memory  # of the fullest
 
     @property
     def fullest(self) -> WorkerMemory:

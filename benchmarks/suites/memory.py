@@ -39,42 +39,25 @@ FULL = "full, fp32"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        name: what it is called.
-        choices: what is done.
-        precision: of the forward pass.
-    """
-
-    name: str
-    choices: MemoryChoices
-    precision: PrecisionName = "fp32"
+    name: str  # what it is called
+    choices: MemoryChoices  # what is done
+    precision: PrecisionName = "fp32"  # of the forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewsWork:
-    """The step that is measured: the reviews' classifier in the size of BERT-base, on Chinese BERT's vocabulary.
+    """The step that is measured: the reviews' classifier in the size of BERT-base, on Chinese BERT's vocabulary."""
 
-    Args:
-        layers: encoder layers.
-        hidden: width of a token's vector.
-        heads: attention heads.
-        feed_forward: width inside a layer's feed-forward part.
-        vocabulary: tokens that have an embedding.
-        rows: reviews in a global batch.
-        tokens: in each of them.
-        replicas: shares of the CPU.
-    """
-
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
-    feed_forward: int = 3072
-    vocabulary: int = 21128
-    rows: int = 16
-    tokens: int = 128
-    replicas: int = 2
+    layers: int = 12  # encoder layers
+    hidden: int = 768  # width of a token's vector
+    heads: int = 12  # attention heads
+    feed_forward: int = 3072  # width inside a layer's feed-forward part
+    vocabulary: int = 21128  # tokens that have an embedding
+    rows: int = 16  # reviews in a global batch
+    tokens: int = 128  # in each of them
+    replicas: int = 2  # shares of the CPU
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "tokens", "replicas"):
@@ -125,19 +108,12 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrial:
-    """What a fresh process is asked to measure.
+    """What a fresh process is asked to measure."""
 
-    Args:
-        choice: what is done.
-        work: the step.
-        warm_up: steps before the timed ones.
-        steps: timed steps.
-    """
-
-    choice: Choice
-    work: ReviewsWork
-    warm_up: int
-    steps: int
+    choice: Choice  # what is done
+    work: ReviewsWork  # the step
+    warm_up: int  # steps before the timed ones
+    steps: int  # timed steps
 
     def __post_init__(self) -> None:
         at_least("warm_up", self.warm_up, 0)
@@ -146,21 +122,13 @@ class MemoryTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a choice takes. MB are 2**20 bytes.
+    """What a choice takes. MB are 2**20 bytes."""
 
-    Args:
-        peak_mb: the most that was resident during the steps, above what was before the model was made.
-        weights_mb: of all parameters.
-        optimizer_mb: of the optimizer's state.
-        trained: numbers that are trained.
-        step_ms: one a timed step.
-    """
-
-    peak_mb: float
-    weights_mb: float
-    optimizer_mb: float
-    trained: int
-    step_ms: tuple[float, ...]
+    peak_mb: float  # the most that was resident during the steps, above what was before the model was made
+    weights_mb: float  # of all parameters
+    optimizer_mb: float  # of the optimizer's state
+    trained: int  # numbers that are trained
+    step_ms: tuple[float, ...]  # one a timed step
 
 
 def measured(trial: MemoryTrial) -> Measured:
@@ -261,21 +229,13 @@ _LEGEND = """\
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One choice over all rounds.
+    """One choice over all rounds."""
 
-    Args:
-        name: what it is called.
-        reason: why it was not measured; empty if it was.
-        samples: one a round.
-        peak_ratio: to the full training's.
-        step_ratio: to the full training's.
-    """
-
-    name: str
-    reason: str = ""
-    samples: tuple[Measured, ...] = ()
-    peak_ratio: float = 0.0
-    step_ratio: float = 0.0
+    name: str  # what it is called
+    reason: str = ""  # why it was not measured; empty if it was
+    samples: tuple[Measured, ...] = ()  # one a round
+    peak_ratio: float = 0.0  # to the full training's
+    step_ratio: float = 0.0  # to the full training's
 
 
 def rows_of(

@@ -35,17 +35,11 @@ ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewsWork:
-    """What one contender's process trains.
+    """What one contender's process trains."""
 
-    Args:
-        config: the recipe's, with this contender's rows per device.
-        task: model, rows, tokenizer.
-        arguments: of the Trainer.
-    """
-
-    config: ReviewsConfig
-    task: ReviewsTask
-    arguments: TrainingArguments
+    config: ReviewsConfig  # the recipe's, with this contender's rows per device
+    task: ReviewsTask  # model, rows, tokenizer
+    arguments: TrainingArguments  # of the Trainer
 
     @property
     def order(self) -> LengthGroupedSampler:

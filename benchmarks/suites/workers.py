@@ -134,34 +134,21 @@ TWO_HOSTS_LIMIT = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contender.
+    """One contender."""
 
-    Args:
-        figures: what every benchmark shows.
-        free_ms: its median step where the link is not slowed; None where that was not measured.
-        link_ms: how much longer its step is over the slowed link: the median over the rounds.
-        sent_mb: MB (10**6 bytes) that leave each host in a step; 0 on one host.
-    """
-
-    figures: Figures
-    free_ms: float | None = None
-    link_ms: float | None = None
-    sent_mb: float = 0.0
+    figures: Figures  # what every benchmark shows
+    free_ms: float | None = None  # its median step where the link is not slowed; None where that was not measured
+    link_ms: float | None = None  # how much longer its step is over the slowed link: the median over the rounds
+    sent_mb: float = 0.0  # MB (10**6 bytes) that leave each host in a step; 0 on one host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Step times of two contenders, divided round by round.
+    """Step times of two contenders, divided round by round."""
 
-    Args:
-        text: what is divided by what.
-        rounds: the quotients, one a round.
-        limit: what the median is to be at most; None where nothing was promised.
-    """
-
-    text: str
-    rounds: tuple[float, ...]
-    limit: float | None
+    text: str  # what is divided by what
+    rounds: tuple[float, ...]  # the quotients, one a round
+    limit: float | None  # what the median is to be at most; None where nothing was promised
 
     @property
     def value(self) -> float:
@@ -271,23 +258,14 @@ _LEGEND = """\
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A workload at one place.
+    """A workload at one place."""
 
-    Args:
-        workload: the work.
-        place: on how many hosts.
-        link: of two hosts, such as "1000 Mbit/s".
-        rows: one a contender.
-        comparisons: ours with the others.
-        absences: who was to take part and did not.
-    """
-
-    workload: Workload
-    place: Place
-    link: str
-    rows: tuple[Row, ...]
-    comparisons: tuple[Comparison, ...]
-    absences: tuple[Absence, ...] = ()
+    workload: Workload  # the work
+    place: Place  # on how many hosts
+    link: str  # of two hosts, such as "1000 Mbit/s"
+    rows: tuple[Row, ...]  # one a contender
+    comparisons: tuple[Comparison, ...]  # ours with the others
+    absences: tuple[Absence, ...] = ()  # who was to take part and did not
 
     @property
     def title(self) -> str:
@@ -354,16 +332,11 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersSettings:
-    """What is measured.
+    """What is measured."""
 
-    Args:
-        workloads: their names.
-        link: between the two hosts.
-        only: names of contenders; None for all. A contender brings its run without a slowed link with it.
-    """
-
-    workloads: tuple[str, ...]
-    link: Link
+    workloads: tuple[str, ...]  # their names
+    link: Link  # between the two hosts
+    # names of contenders; None for all. A contender brings its run without a slowed link with it.
     only: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -23,17 +23,11 @@ _DUMP_LONGEST_S = 2.0  # eight workers on two cores take one second to write the
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """What a worker writes down about the error that ends it.
+    """What a worker writes down about the error that ends it."""
 
-    Args:
-        at_ns: when it was raised, by ``time.monotonic_ns``, which all processes of a host share.
-        error: the type and the message: "ValueError: no such file".
-        traceback: the whole traceback as Python prints it.
-    """
-
-    at_ns: int
-    error: str
-    traceback: str
+    at_ns: int  # when it was raised, by ``time.monotonic_ns``, which all processes of a host share
+    error: str  # the type and the message: "ValueError: no such file"
+    traceback: str  # the whole traceback as Python prints it
 
     @classmethod
     def of(cls, error: BaseException, *, hide: Collection[str]) -> FailureRecord:
@@ -69,21 +63,13 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """The failure of one worker.
+    """The failure of one worker."""
 
-    Args:
-        worker: its rank among the workers of all hosts.
-        attempt: how often the workers had been restarted.
-        exit_code: as ``subprocess`` gives it: negative for a signal; None if it had not ended.
-        at_ns: when it failed: the time in its record, else when it ended.
-        record: what it wrote down; None if it was killed or ended without an error.
-    """
-
-    worker: int
-    attempt: int
-    exit_code: int | None
-    at_ns: int
-    record: FailureRecord | None = None
+    worker: int  # its rank among the workers of all hosts
+    attempt: int  # how often the workers had been restarted
+    exit_code: int | None  # as ``subprocess`` gives it: negative for a signal; None if it had not ended
+    at_ns: int  # when it failed: the time in its record, else when it ended
+    record: FailureRecord | None = None  # what it wrote down; None if it was killed or ended without an error
 
     @property
     def what(self) -> str:

@@ -43,21 +43,13 @@ Resources = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """How the workers of this host ended.
+    """How the workers of this host ended."""
 
-    Args:
-        num_workers: the number of workers on all hosts.
-        values: what functions returned, by worker.
-        failure: the first failure of the last attempt; None if none failed.
-        received: the signal that ended the launcher; None if none did.
-        exit_codes: of all workers of this host, by local rank.
-    """
-
-    num_workers: int
-    values: Mapping[int, Any]
-    failure: WorkerFailure | None
-    received: signal.Signals | None
-    exit_codes: Mapping[int, int | None]
+    num_workers: int  # the number of workers on all hosts
+    values: Mapping[int, Any]  # what functions returned, by worker
+    failure: WorkerFailure | None  # the first failure of the last attempt; None if none failed
+    received: signal.Signals | None  # the signal that ended the launcher; None if none did
+    exit_codes: Mapping[int, int | None]  # of all workers of this host, by local rank
 
     @property
     def exit_code(self) -> int:
@@ -136,23 +128,14 @@ class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multipr
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionJob:
-    """How a function is to be run.
+    """How a function is to be run."""
 
-    Args:
-        workers: the number of processes.
-        gpus_per_worker: how many GPUs each sees; None divides all of them.
-        max_restarts: how often all are restarted after one has failed.
-        limits: how long to wait.
-        log_dir: the folder of the log files; None keeps none.
-        preloaded: modules that no worker has to import, besides torch and this package.
-    """
-
-    workers: int
-    gpus_per_worker: int | None = None
-    max_restarts: int = 0
-    limits: Limits
-    log_dir: Path | None = None
-    preloaded: tuple[str, ...] = ()
+    workers: int  # the number of processes
+    gpus_per_worker: int | None = None  # how many GPUs each sees; None divides all of them
+    max_restarts: int = 0  # how often all are restarted after one has failed
+    limits: Limits  # how long to wait
+    log_dir: Path | None = None  # the folder of the log files; None keeps none
+    preloaded: tuple[str, ...] = ()  # modules that no worker has to import, besides torch and this package
 
     def __post_init__(self) -> None:
         _check_counts(self.workers, self.max_restarts)
@@ -267,46 +250,27 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is left to say when all workers of this host have ended.
+    """What is left to say when all workers of this host have ended."""
 
-    Args:
-        exit_code: for this process: 0, or that of the first worker that failed, as a shell shows it.
-        interrupted: whether Ctrl-C ended them.
-        line: which worker failed first, and where its log is; None if none did.
-        last_output: that worker's traceback or its last lines of output; empty if it has been shown already.
-        worker: that worker's rank.
-    """
-
-    exit_code: int
-    interrupted: bool = False
-    line: str | None = None
-    last_output: str = ""
-    worker: int = 0
+    exit_code: int  # for this process: 0, or that of the first worker that failed, as a shell shows it
+    interrupted: bool = False  # whether Ctrl-C ended them
+    line: str | None = None  # which worker failed first, and where its log is; None if none did
+    last_output: str = ""  # that worker's traceback or its last lines of output; empty if it has been shown already
+    worker: int = 0  # that worker's rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramJob:
-    """How a program is to be run.
+    """How a program is to be run."""
 
-    Args:
-        program: what to run.
-        hosts: the hosts of the job, and how their launchers meet.
-        workers: the number of processes on this host; None for one per GPU, or one if there is no GPU.
-        gpus_per_worker: how many GPUs each sees; None divides all of them.
-        max_restarts: how often all are restarted after one has failed.
-        limits: how long to wait.
-        logs: the folder in which each run makes one of its own.
-        output: whose output is shown.
-    """
-
-    program: Program
-    hosts: Hosts
-    workers: int | None = None
-    gpus_per_worker: int | None = None
-    max_restarts: int = 0
-    limits: Limits
-    logs: Path
-    output: Literal["chief", "all", "none"] = "chief"
+    program: Program  # what to run
+    hosts: Hosts  # the hosts of the job, and how their launchers meet
+    workers: int | None = None  # the number of processes on this host; None for one per GPU, or one if there is no GPU
+    gpus_per_worker: int | None = None  # how many GPUs each sees; None divides all of them
+    max_restarts: int = 0  # how often all are restarted after one has failed
+    limits: Limits  # how long to wait
+    logs: Path  # the folder in which each run makes one of its own
+    output: Literal["chief", "all", "none"] = "chief"  # whose output is shown
 
     def __post_init__(self) -> None:
         _check_counts(self.workers, self.max_restarts)

@@ -142,17 +142,11 @@ class ElasticHosts(Hosts):
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherStore:
-    """The store of the launchers of this job.
+    """The store of the launchers of this job."""
 
-    Args:
-        store: the client, or the server itself.
-        job_id: the random id of this run of the job.
-        own_host: this machine's address as the others reach it.
-    """
-
-    store: Store
-    job_id: str
-    own_host: str
+    store: Store  # the client, or the server itself
+    job_id: str  # the random id of this run of the job
+    own_host: str  # this machine's address as the others reach it
 
     @classmethod
     def serve(cls, listener: socket.socket, job: str) -> LauncherStore:

@@ -12,17 +12,11 @@ GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
 
 @dataclass(frozen=True)
 class WorkerPaths:
-    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts.
+    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
 
-    Args:
-        folder: the folder of the files.
-        worker: the worker's rank among the workers of all hosts.
-        attempt: how often the workers had been restarted.
-    """
-
-    folder: Path
-    worker: int
-    attempt: int
+    folder: Path  # the folder of the files
+    worker: int  # the worker's rank among the workers of all hosts
+    attempt: int  # how often the workers had been restarted
 
     @property
     def log(self) -> Path:

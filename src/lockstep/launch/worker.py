@@ -42,21 +42,14 @@ _AGENT_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """What every worker of ``ls.launch`` is given.
+    """What every worker of ``ls.launch`` is given."""
 
-    Args:
-        payload: the serialized function, arguments and keyword arguments.
-        environment: the launcher's environment; the process that a worker was forked from may have an older one.
-        resource_variables: the names of the variables for a worker's cores and GPUs.
-        folder: where workers write down how they failed, and where their pipes are.
-        deadline: when their time is up, on the clock of ``time.monotonic``; None for no limit.
-    """
-
-    payload: bytes
+    payload: bytes  # the serialized function, arguments and keyword arguments
+    # the launcher's environment; the process that a worker was forked from may have an older one
     environment: Mapping[str, str]
-    resource_variables: frozenset[str]
-    folder: Path
-    deadline: float | None = None
+    resource_variables: frozenset[str]  # the names of the variables for a worker's cores and GPUs
+    folder: Path  # where workers write down how they failed, and where their pipes are
+    deadline: float | None = None  # when their time is up, on the clock of ``time.monotonic``; None for no limit
 
 
 def run_function(call: FunctionCall) -> bytes | None:

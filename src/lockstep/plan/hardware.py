@@ -126,17 +126,11 @@ def device_kind(name: str) -> DeviceKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of one device's link.
+    """One direction of one device's link."""
 
-    Args:
-        name: name on the command line.
-        bandwidth_gb_s: one-way bandwidth in GB/s.
-        latency_us: latency of a hop in microseconds.
-    """
-
-    name: str
-    bandwidth_gb_s: float
-    latency_us: float
+    name: str  # name on the command line
+    bandwidth_gb_s: float  # one-way bandwidth in GB/s
+    latency_us: float  # latency of a hop in microseconds
 
     def __post_init__(self) -> None:
         if self.bandwidth_gb_s <= 0 or self.latency_us < 0:
@@ -189,17 +183,11 @@ def parse_link(text: str) -> Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The links of a cluster of equal hosts.
+    """The links of a cluster of equal hosts."""
 
-    Args:
-        inside: the link between the devices of a host.
-        between: each device's link to other hosts: the host's bandwidth divided by its devices.
-        per_host: devices in a host.
-    """
-
-    inside: Link
-    between: Link
-    per_host: int
+    inside: Link  # the link between the devices of a host
+    between: Link  # each device's link to other hosts: the host's bandwidth divided by its devices
+    per_host: int  # devices in a host
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -208,15 +196,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The devices of a collective.
+    """The devices of a collective."""
 
-    Args:
-        size: number of devices.
-        local: how many of them are in each host.
-    """
-
-    size: int
-    local: int
+    size: int  # number of devices
+    local: int  # how many of them are in each host
 
 
 def group(size: int, stride: int, per_host: int) -> Group:

@@ -138,26 +138,16 @@ def why_indivisible(
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineWorker:
-    """One worker of a pipeline, or the only one.
+    """One worker of a pipeline, or the only one."""
 
-    Args:
-        layers: number of layers in all its stages.
-        live_layers: the largest number of layer activations that it holds at once, over layers and microbatches.
-        finished_layers: how many of these belong to the microbatch whose backward pass ends first.
-        stages: number of its stages.
-        embedding: it has the embedding.
-        head: it has the head and the loss.
-        live_losses: number of microbatches whose loss activations it holds, beside the current one.
-        pending: number of backward passes of one stage whose weight gradients are outstanding, beside the current one.
-    """
-
-    layers: float
-    live_layers: float
-    finished_layers: float
-    stages: int = 1
-    embedding: bool = True
-    head: bool = True
-    live_losses: int = 0
+    layers: float  # number of layers in all its stages
+    live_layers: float  # the largest number of layer activations that it holds at once, over layers and microbatches
+    finished_layers: float  # how many of these belong to the microbatch whose backward pass ends first
+    stages: int = 1  # number of its stages
+    embedding: bool = True  # it has the embedding
+    head: bool = True  # it has the head and the loss
+    live_losses: int = 0  # number of microbatches whose loss activations it holds, beside the current one
+    # number of backward passes of one stage whose weight gradients are outstanding, beside the current one
     pending: int = 0
 
 

@@ -18,18 +18,12 @@ class SavedActivations:
 
     The defaults are those of fused programs (Megatron-LM's, by Korthikanti et al. 2022). A norm or an activation that
     is written as several operations saves more.
-
-    Args:
-        norms: hidden vectors that norms save, in the format of the residual stream.
-        projections: products that take a norm's output; under autocast each saves its own cast copy.
-        inner: feed-forward vectors.
-        masks: bytes of dropout masks per value of a hidden vector.
     """
 
-    norms: int = 2
-    projections: int = 2
-    inner: int = 2
-    masks: int = 2
+    norms: int = 2  # hidden vectors that norms save, in the format of the residual stream
+    projections: int = 2  # products that take a norm's output; under autocast each saves its own cast copy
+    inner: int = 2  # feed-forward vectors
+    masks: int = 2  # bytes of dropout masks per value of a hidden vector
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,29 +16,17 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The circumstances of a run.
+    """The circumstances of a run."""
 
-    Args:
-        processor: its name.
-        cores: that this process may use.
-        memory_gb: in all.
-        system: kernel.
-        python: version.
-        torch: version.
-        transformers: version, or "unknown".
-        commit: of the source tree that this package lies in, with "and local changes" where there are some.
-        load: the machine's load average over the last minute, before the run; 0 is a machine of our own.
-    """
-
-    processor: str
-    cores: int
-    memory_gb: float
-    system: str
-    python: str
-    torch: str
-    transformers: str
-    commit: str
-    load: float
+    processor: str  # its name
+    cores: int  # that this process may use
+    memory_gb: float  # in all
+    system: str  # kernel
+    python: str  # version
+    torch: str  # version
+    transformers: str  # version, or "unknown"
+    commit: str  # of the source tree that this package lies in, with "and local changes" where there are some
+    load: float  # the machine's load average over the last minute, before the run; 0 is a machine of our own
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -37,45 +37,28 @@ PARTS = ("input", "forward", "backward", "exchange", "update", "waiting", "other
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMarks:
-    """Moments of one replica's step, in seconds of ``time.perf_counter()``.
+    """Moments of one replica's step, in seconds of ``time.perf_counter()``."""
 
-    Args:
-        began_s: the step function was entered.
-        forward_s: the loss of the shard was there.
-        backward_s: its gradients were.
-        settled_s: the update was done and the gradients cleared.
-    """
-
-    began_s: float
-    forward_s: float
-    backward_s: float
-    settled_s: float
+    began_s: float  # the step function was entered
+    forward_s: float  # the loss of the shard was there
+    backward_s: float  # its gradients were
+    settled_s: float  # the update was done and the gradients cleared
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Milliseconds of one step; all but the step and the input are means over the replicas.
+    """Milliseconds of one step; all but the step and the input are means over the replicas."""
 
-    Args:
-        step: from the end of the step before to the end of this one.
-        input: until the next global batch was there, divided and on its devices.
-        forward: the module and its loss.
-        backward: the gradients.
-        exchange: summing gradients over the replicas.
-        update: dividing, updating, clearing the gradients.
-        waiting: for other replicas: for a turn where they share cores, for the slowest at the update, for its end.
-            What the slowest itself spends on a meeting is not waiting.
-        other: what is left: starting the replicas, their meetings, and collecting what they return.
-    """
-
-    step: float
-    input: float
-    forward: float
-    backward: float
-    exchange: float
-    update: float
+    step: float  # from the end of the step before to the end of this one
+    input: float  # until the next global batch was there, divided and on its devices
+    forward: float  # the module and its loss
+    backward: float  # the gradients
+    exchange: float  # summing gradients over the replicas
+    update: float  # dividing, updating, clearing the gradients
+    # for other replicas: for a turn where they share cores, for the slowest at the update, for its end. What the
+    # slowest itself spends on a meeting is not waiting.
     waiting: float
-    other: float
+    other: float  # what is left: starting the replicas, their meetings, and collecting what they return
 
 
 def step_times(
@@ -131,25 +114,15 @@ GPU_PROFILED_STEPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one process measured.
+    """What one process measured."""
 
-    Args:
-        step_ms: each timed step.
-        parts: of each timed step; on a GPU, of as many steps after them as ``GPU_PROFILED_STEPS``.
-        timed_s: from asking for the first timed batch to the end of the last timed step.
-        examples: in the timed steps.
-        steps_an_epoch: of the recipe at this global batch.
-        loss: of the last timed step.
-        source: of the data.
-    """
-
-    step_ms: tuple[float, ...]
-    parts: tuple[StepTimes, ...]
-    timed_s: float
-    examples: int
-    steps_an_epoch: int
-    loss: float
-    source: str
+    step_ms: tuple[float, ...]  # each timed step
+    parts: tuple[StepTimes, ...]  # of each timed step; on a GPU, of as many steps after them as ``GPU_PROFILED_STEPS``
+    timed_s: float  # from asking for the first timed batch to the end of the last timed step
+    examples: int  # in the timed steps
+    steps_an_epoch: int  # of the recipe at this global batch
+    loss: float  # of the last timed step
+    source: str  # of the data
 
 
 @dataclass(frozen=True, kw_only=True)

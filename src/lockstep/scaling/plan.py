@@ -83,23 +83,15 @@ Layout = Literal["one device", "whole machine", "same total", "N times the total
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One row of the tables.
+    """One row of the tables."""
 
-    Args:
-        layout: what it is in relation to the others.
-        replicas: how many.
-        batch_size: rows of a global batch.
-        cores: intra-op threads of the process, which its replicas divide among them; None leaves torch's number.
-        hardware: how many times the hardware of one device its replicas run on: cores over cores, or GPUs.
-        resource: the hardware in words: "1 core", "2 GPUs".
-    """
-
-    layout: Layout
-    replicas: int
-    batch_size: int
+    layout: Layout  # what it is in relation to the others
+    replicas: int  # how many
+    batch_size: int  # rows of a global batch
+    # intra-op threads of the process, which its replicas divide among them; None leaves torch's number
     cores: int | None
-    hardware: float
-    resource: str
+    hardware: float  # how many times the hardware of one device its replicas run on: cores over cores, or GPUs
+    resource: str  # the hardware in words: "1 core", "2 GPUs"
 
     @property
     def name(self) -> str:
@@ -115,15 +107,10 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What there is to divide.
+    """What there is to divide."""
 
-    Args:
-        devices: the logical devices, in replica order.
-        cores: CPU cores of the machine that this process may use.
-    """
-
-    devices: tuple[LogicalDevice, ...]
-    cores: int
+    devices: tuple[LogicalDevice, ...]  # the logical devices, in replica order
+    cores: int  # CPU cores of the machine that this process may use
 
     def __post_init__(self) -> None:
         if len({device.kind for device in self.devices}) > 1:

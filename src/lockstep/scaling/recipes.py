@@ -32,44 +32,26 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a process trains.
+    """What a process trains."""
 
-    Args:
-        source: where the data came from.
-        module: on the CPU, of seeded weights.
-        train: global batches.
-        make_optimizer: from the module's parameters.
-        loss: ``loss(outputs, y)``, in any form that ``Model.compile`` takes.
-        sync_batchnorm: whether batch norm takes its statistics over the global batch.
-    """
-
-    source: str
-    module: nn.Module
-    train: Batches
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    loss: Callable[[Any, Any], Any]
-    sync_batchnorm: bool = False
+    source: str  # where the data came from
+    module: nn.Module  # on the CPU, of seeded weights
+    train: Batches  # global batches
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]  # from the module's parameters
+    loss: Callable[[Any, Any], Any]  # ``loss(outputs, y)``, in any form that ``Model.compile`` takes
+    sync_batchnorm: bool = False  # whether batch norm takes its statistics over the global batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe that can be measured.
+    """A recipe that can be measured."""
 
-    Args:
-        name: as on the command line.
-        config: its dataclass, which has a ``batch_size``.
-        fixed: fields of it that the measurement sets or does not use, and that are therefore no flags.
-        title: from a config to what is trained, in words.
-        build: from a config to the work.
-        notes: what a reader of its tables should know.
-    """
-
-    name: str
-    config: type[Any]
-    fixed: frozenset[str]
-    title: Callable[[Any], str]
-    build: Callable[[Any], Work]
-    notes: tuple[str, ...] = ()
+    name: str  # as on the command line
+    config: type[Any]  # its dataclass, which has a ``batch_size``
+    fixed: frozenset[str]  # fields of it that the measurement sets or does not use, and that are therefore no flags
+    title: Callable[[Any], str]  # from a config to what is trained, in words
+    build: Callable[[Any], Work]  # from a config to the work
+    notes: tuple[str, ...] = ()  # what a reader of its tables should know
 
 
 def build_work(recipe: str, config: Any, batch_size: int) -> Work:

@@ -44,21 +44,13 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a fresh process measures. It is pickled, so it is plain data.
+    """What a fresh process measures. It is pickled, so it is plain data."""
 
-    Args:
-        recipe: name of the recipe.
-        config: config of the recipe.
-        devices: logical devices, in the notation of ``--devices``.
-        configuration: replicas, batch size and cores: a row of the table.
-        settings: how many steps to measure.
-    """
-
-    recipe: str
-    config: Any
-    devices: str
-    configuration: Configuration
-    settings: ScalingSettings
+    recipe: str  # name of the recipe
+    config: Any  # config of the recipe
+    devices: str  # logical devices, in the notation of ``--devices``
+    configuration: Configuration  # replicas, batch size and cores: a row of the table
+    settings: ScalingSettings  # how many steps to measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,17 +181,11 @@ def _error(received: Failure, name: str) -> LockstepError:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One measurement of a configuration.
+    """One measurement of a configuration."""
 
-    Args:
-        configuration: what was measured.
-        round: index of the round, from 0.
-        record: what the process measured.
-    """
-
-    configuration: Configuration
-    round: int
-    record: Record
+    configuration: Configuration  # what was measured
+    round: int  # index of the round, from 0
+    record: Record  # what the process measured
 
 
 def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Callable[[Sample, int, int], None]) -> list[Sample]:
@@ -248,33 +234,19 @@ def check_data(configurations: Sequence[Configuration], first: Sample) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One configuration over all its rounds.
+    """One configuration over all its rounds."""
 
-    Args:
-        configuration: which.
-        steps_an_epoch: of its global batch.
-        timed_steps: in each round.
-        epoch_s: seconds an epoch, the median over the rounds; see ``epoch_s``.
-        examples_per_s: median over the rounds.
-        median_ms: of all timed steps together.
-        p10_ms: a tenth of the steps were faster.
-        p90_ms: a tenth of the steps were slower.
-        speed_up: its examples/s over those of one device in the same round, and of these the median.
-        loss: of the last timed step, median over the rounds.
-        parts: means over the steps of all rounds.
-    """
-
-    configuration: Configuration
-    steps_an_epoch: int
-    timed_steps: int
-    epoch_s: float
-    examples_per_s: float
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-    speed_up: float
-    loss: float
-    parts: StepTimes
+    configuration: Configuration  # which
+    steps_an_epoch: int  # of its global batch
+    timed_steps: int  # in each round
+    epoch_s: float  # seconds an epoch, the median over the rounds; see ``epoch_s``
+    examples_per_s: float  # median over the rounds
+    median_ms: float  # of all timed steps together
+    p10_ms: float  # a tenth of the steps were faster
+    p90_ms: float  # a tenth of the steps were slower
+    speed_up: float  # its examples/s over those of one device in the same round, and of these the median
+    loss: float  # of the last timed step, median over the rounds
+    parts: StepTimes  # means over the steps of all rounds
 
     @property
     def efficiency(self) -> float:
@@ -369,33 +341,19 @@ _WHOLE_CPU = "cpu:1"
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingResult:
-    """A run and how it was made.
+    """A run and how it was made."""
 
-    Args:
-        recipe: its name.
-        title: what was trained, in words.
-        config: the recipe's config.
-        settings: what was asked.
-        devices: as asked, in the notation of ``--devices``.
-        hardware: what that came to.
-        date: YYYY-MM-DD.
-        machine: where.
-        command: that makes the run again.
-        rows: one a configuration; the first is the reference.
-        samples: all of them.
-    """
-
-    recipe: str
-    title: str
-    config: Any
-    settings: ScalingSettings
-    devices: str
-    hardware: Hardware
-    date: str
-    machine: Machine
-    command: str
-    rows: tuple[Row, ...]
-    samples: tuple[Sample, ...]
+    recipe: str  # its name
+    title: str  # what was trained, in words
+    config: Any  # the recipe's config
+    settings: ScalingSettings  # what was asked
+    devices: str  # as asked, in the notation of ``--devices``
+    hardware: Hardware  # what that came to
+    date: str  # YYYY-MM-DD
+    machine: Machine  # where
+    command: str  # that makes the run again
+    rows: tuple[Row, ...]  # one a configuration; the first is the reference
+    samples: tuple[Sample, ...]  # all of them
 
     @property
     def source(self) -> str:

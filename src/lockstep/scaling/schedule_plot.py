@@ -39,15 +39,10 @@ _NUMBER, _NARROW, _SWATCH, _LETTER = 10.5, 9.0, 11.0, 6.1
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How time becomes width.
+    """How time becomes width."""
 
-    Args:
-        length: of time, in the timetables' unit, that the picture is wide; pictures of one length compare.
-        width: of the whole picture.
-    """
-
-    length: float
-    width: float = 880.0
+    length: float  # of time, in the timetables' unit, that the picture is wide; pictures of one length compare
+    width: float = 880.0  # of the whole picture
 
     @property
     def unit(self) -> float:

@@ -114,17 +114,11 @@ _RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one trial gave.
+    """What one trial gave."""
 
-    Args:
-        schedule: its name.
-        round: 0 for the first.
-        steps: the timed steps, in seconds.
-    """
-
-    schedule: ScheduleName
-    round: int
-    steps: tuple[PipelineTrace, ...]
+    schedule: ScheduleName  # its name
+    round: int  # 0 for the first
+    steps: tuple[PipelineTrace, ...]  # the timed steps, in seconds
 
 
 def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int) -> Sample:
@@ -193,35 +187,20 @@ def _model(settings: PipelineSettings) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A schedule over all its rounds.
+    """A schedule over all its rounds."""
 
-    Args:
-        schedule: its name.
-        stages_per_worker: of the model.
-        steps: timed steps of all rounds.
-        step_ms: from the first action to the last, median.
-        busy_ms: of that, computing, on average over the workers, median.
-        bubble: the measured idle share, median.
-        lowest: of the rounds' medians.
-        highest: of the rounds' medians.
-        textbook: (S-1)/(M+S-1).
-        own: what the schedule's timetable has if a backward pass takes twice a forward pass.
-        with_costs: what it has if each action takes what it took on average.
-        typical: the step whose idle share is the median.
-    """
-
-    schedule: ScheduleName
-    stages_per_worker: int
-    steps: int
-    step_ms: float
-    busy_ms: float
-    bubble: float
-    lowest: float
-    highest: float
-    textbook: float
-    own: float
-    with_costs: float
-    typical: PipelineTrace
+    schedule: ScheduleName  # its name
+    stages_per_worker: int  # of the model
+    steps: int  # timed steps of all rounds
+    step_ms: float  # from the first action to the last, median
+    busy_ms: float  # of that, computing, on average over the workers, median
+    bubble: float  # the measured idle share, median
+    lowest: float  # of the rounds' medians
+    highest: float  # of the rounds' medians
+    textbook: float  # (S-1)/(M+S-1)
+    own: float  # what the schedule's timetable has if a backward pass takes twice a forward pass
+    with_costs: float  # what it has if each action takes what it took on average
+    typical: PipelineTrace  # the step whose idle share is the median
 
 
 def rows_of(settings: PipelineSettings, samples: Sequence[Sample], orders: dict[ScheduleName, Orders]) -> list[Row]:
@@ -269,23 +248,14 @@ Progress = Callable[[Sample, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineResult:
-    """A run and how it was made.
+    """A run and how it was made."""
 
-    Args:
-        settings: what was asked.
-        date: YYYY-MM-DD.
-        machine: where.
-        command: that makes the run again.
-        rows: one a schedule.
-        samples: all of them.
-    """
-
-    settings: PipelineSettings
-    date: str
-    machine: Machine
-    command: str
-    rows: tuple[Row, ...]
-    samples: tuple[Sample, ...]
+    settings: PipelineSettings  # what was asked
+    date: str  # YYYY-MM-DD
+    machine: Machine  # where
+    command: str  # that makes the run again
+    rows: tuple[Row, ...]  # one a schedule
+    samples: tuple[Sample, ...]  # all of them
 
     @property
     def crowded(self) -> bool:

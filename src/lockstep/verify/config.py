@@ -69,25 +69,18 @@ BatchStatistics = Literal["unchanged", "synced", "frozen"]
 
 @dataclass(frozen=True, kw_only=True)
 class Interventions:
-    """What an experiment changes in a run. The defaults change nothing.
+    """What an experiment changes in a run. The defaults change nothing."""
 
-    Args:
-        randomness: "no dropout" turns dropout off; "constant" also replaces every other random draw in a replica.
-        batch_norm: "synced" takes batch statistics over the global batch; "frozen" uses the running statistics.
-        hold_weights: before each run, restore the parameters to their values after the last update.
-        shards: if above 1, the single replica calls its module once per shard, as that many replicas would.
-        shard: give the single replica only this one of the ``shards``, as its whole batch.
-        nudge: before the first step, multiply each weight by 1 + nudge or 1 - nudge, to see how rounding grows.
-        threads: number of intra-op threads; None leaves torch's default.
-    """
-
+    # "no dropout" turns dropout off; "constant" also replaces every other random draw in a replica
     randomness: Randomness = "unchanged"
+    # "synced" takes batch statistics over the global batch; "frozen" uses the running statistics
     batch_norm: BatchStatistics = "unchanged"
-    hold_weights: bool = False
-    shards: int = 1
-    shard: int | None = None
+    hold_weights: bool = False  # before each run, restore the parameters to their values after the last update
+    shards: int = 1  # if above 1, the single replica calls its module once per shard, as that many replicas would
+    shard: int | None = None  # give the single replica only this one of the ``shards``, as its whole batch
+    # before the first step, multiply each weight by 1 + nudge or 1 - nudge, to see how rounding grows
     nudge: float = 0.0
-    threads: int | None = None
+    threads: int | None = None  # number of intra-op threads; None leaves torch's default
 
 
 UNCHANGED = Interventions()
@@ -95,14 +88,8 @@ UNCHANGED = Interventions()
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One of the two runs of a comparison.
+    """One of the two runs of a comparison."""
 
-    Args:
-        all_replicas: use all devices that the program chose, or only the first.
-        interventions: what is changed.
-        only_replica: record this replica only; None records all.
-    """
-
-    all_replicas: bool
-    interventions: Interventions = UNCHANGED
-    only_replica: int | None = None
+    all_replicas: bool  # use all devices that the program chose, or only the first
+    interventions: Interventions = UNCHANGED  # what is changed
+    only_replica: int | None = None  # record this replica only; None records all
