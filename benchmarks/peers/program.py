@@ -38,13 +38,13 @@ class Job:
     source: str  # folder that the packages ``lockstep`` and ``benchmarks`` lie in
     socket: str  # path at which the harness listens
     started_s: float  # ``time.monotonic()`` of the machine when the program was started
-    lifeline: str  # what each process of the program hangs on, so that it ends with the benchmark
+    guard: str  # path of the guard that ends each process with the benchmark
 
 
 def take_job() -> Job:
     """The job on the command line, the only argument. From here on this process ends with the benchmark."""
     job = Job(**json.loads(sys.argv[1]))
-    _load(Path(job.source) / "lockstep" / "parent_death.py").die_with(job.lifeline)
+    _load(Path(job.source) / "lockstep" / "parent_death.py").die_with(job.guard)
     return job
 
 
@@ -65,10 +65,10 @@ def start_timer(job: Job, *, trained: int) -> Any:
         job: the job.
         trained: parameters that the optimizer changes.
     """
-    laps = _load(Path(job.source) / "benchmarks" / "step_timer.py")
-    stopwatch = laps.StepTimer(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
-    stopwatch.trained = trained
-    return stopwatch
+    module = _load(Path(job.source) / "benchmarks" / "step_timer.py")
+    timer = module.StepTimer(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
+    timer.trained = trained
+    return timer
 
 
 def _reporter(job: Job) -> Callable[[Any], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 import lockstep as ls
 from benchmarks.report import Report, head
+from benchmarks.suites.memory import tensors_mb
 from benchmarks.trial import Conditions, Pace, select
-from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.mesh_communicator import MeshCommunicator
 from lockstep.extras import require
 from lockstep.plan.layout import Layout
@@ -123,7 +123,7 @@ _MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """What one worker has in memory. MB are 2**20 bytes."""
+    """Megabytes (2**20 bytes) of one worker."""
 
     # at most until the first step, above what it had after importing, joining, and a step of a tiny model that runs all
     # code once
@@ -167,15 +167,18 @@ def measure_in_worker(asked: Mapping[str, Any], work: LayoutWork, steps: int) ->
         keep_freed_memory()
         with ResidentPeak() as kept:
             model.fit(_batches(work, steps), epochs=1, verbose=0)
-    optimizer = model.optimizer
+    states = model.optimizer.state.values() if model.optimizer else ()
     own = WorkerMemory(
         start_mb=start.peak_mb - before_mb,
         peak_mb=peak.peak_mb - before_mb,
         kept_mb=kept.peak_mb - before_mb,
-        weights_mb=_mb(model.module.parameters()),
-        optimizer_mb=_mb(each for state in optimizer.state.values() for each in state.values()) if optimizer else 0.0,
+        weights_mb=tensors_mb(model.module.parameters()),
+        optimizer_mb=tensors_mb(each for state in states for each in state.values()),
     )
-    found = [dict(zip(vars(own), numbers, strict=True)) for numbers in _everyones(strategy.workers, own)]
+    workers = strategy.workers
+    job = workers.processes if isinstance(workers, MeshCommunicator) else workers
+    everyones = job.all_gather_numbers("memory", list(vars(own).values()))
+    found = [dict(zip(vars(own), numbers, strict=True)) for numbers in everyones]
     strategy.close()
     return found
 
@@ -200,17 +203,6 @@ def _batches(work: LayoutWork, steps: int) -> list[tuple[dict[str, Tensor], Tens
     random = torch.Generator().manual_seed(0)
     found = [torch.randint(work.vocabulary, (work.rows, work.tokens), generator=random) for _ in range(steps)]
     return [({"input_ids": words}, words.roll(-1, 1)) for words in found]
-
-
-def _everyones(workers: Communicator, own: WorkerMemory) -> list[tuple[float, ...]]:
-    job = workers.processes if isinstance(workers, MeshCommunicator) else workers
-    return job.all_gather_numbers("memory", list(vars(own).values()))
-
-
-def _mb(tensors: Iterator[Any]) -> float:
-    """Of those that are tensors, each storage once."""
-    sizes = {each.data_ptr(): each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor)}
-    return sum(sizes.values()) / _MB
 
 
 _HEADINGS = (

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fresh_process import in_fresh_process
 from benchmarks.report import Report, head
 from benchmarks.trial import Conditions, Pace, select
 from lockstep import config
@@ -26,6 +25,7 @@ from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import Lora, MemoryChoices, loading, trained_parameters, with_choices
 from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.report import markdown_table
+from lockstep.scaling.fresh_process import call_in_fresh_process
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName
@@ -132,12 +132,8 @@ class Measured:
 
 
 def measured(trial: MemoryTrial) -> Measured:
-    """Measures in a fresh process.
-
-    Raises:
-        ReplicaError: it failed, or took longer than ``TRIAL_LIMIT_S``.
-    """
-    return in_fresh_process(partial(_measure_on_cpu, trial), limit_s=TRIAL_LIMIT_S, name=trial.choice.name)
+    """Measures in a fresh process; see ``call_in_fresh_process`` for the errors."""
+    return call_in_fresh_process(partial(_measure_on_cpu, trial), limit_s=TRIAL_LIMIT_S, name=trial.choice.name)
 
 
 def _measure_on_cpu(trial: MemoryTrial) -> Measured:
@@ -162,8 +158,8 @@ def measure_choice(trial: MemoryTrial, strategy: MirroredStrategy) -> Measured:
         seconds = tuple(_timed(step) for _ in range(trial.warm_up + trial.steps))
     return Measured(
         peak_mb=peak.peak_mb - before_mb,
-        weights_mb=_mb(module.parameters()),
-        optimizer_mb=_mb(each for state in optimizer.state.values() for each in state.values()),
+        weights_mb=tensors_mb(module.parameters()),
+        optimizer_mb=tensors_mb(each for state in optimizer.state.values() for each in state.values()),
         trained=trained_parameters(module),
         step_ms=tuple(1000 * each for each in seconds[trial.warm_up :]),
     )
@@ -206,8 +202,8 @@ def _timed(step: Step) -> float:
     return time.perf_counter() - began
 
 
-def _mb(tensors: Iterator[Any]) -> float:
-    """Of those that are tensors, each storage once."""
+def tensors_mb(tensors: Iterator[Any]) -> float:
+    """Megabytes (2**20 bytes) of those that are tensors, each storage once."""
     sizes = {each.data_ptr(): each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor)}
     return sum(sizes.values()) / _BYTES_PER_MB
 
@@ -241,13 +237,7 @@ class Row:
 def rows_of(
     choices: Sequence[Choice], rounds: Sequence[Mapping[str, Measured]], reasons: Mapping[str, str]
 ) -> Iterator[Row]:
-    """A row for every choice.
-
-    Args:
-        choices: in the order of the table.
-        rounds: what each choice took, by name.
-        reasons: why a choice was not measured; empty if it was.
-    """
+    """A row for every choice, from what each took in each round, by name, or why it was not measured."""
     for choice in choices:
         if reasons[choice.name]:
             yield Row(name=choice.name, reason=reasons[choice.name])
