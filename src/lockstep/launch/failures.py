@@ -31,12 +31,7 @@ class FailureRecord:
 
     @classmethod
     def of(cls, error: BaseException, *, hide: Collection[str]) -> FailureRecord:
-        """The record of an error that was raised just now.
-
-        Args:
-            error: what was raised.
-            hide: source files whose frames at the start of the traceback are left out.
-        """
+        """The record of an error that was raised just now; frames of the files in ``hide`` at its start are left out."""
         at_ns = time.monotonic_ns()
         shown = without_frames(error.__traceback__, hide)
         message = " ".join(str(error).split())
@@ -103,12 +98,8 @@ def first_failure(
 ) -> WorkerFailure | None:
     """The failure that came before all others on a host; the others are usually its consequences. Pure.
 
-    Args:
-        exit_codes: of every worker, by local rank; None for one that still runs.
-        ended_ns: when workers ended that were not ended by the launcher.
-        records: what workers wrote down.
-        first_worker: the rank of this host's first worker.
-        attempt: how often the workers had been restarted.
+    All mappings are by local rank. ``exit_codes`` has None for a worker that still runs, ``ended_ns`` only those that
+    were not ended by the launcher; ``first_worker`` is the rank of this host's first worker.
     """
     failures = []
     for local, code in exit_codes.items():
@@ -133,9 +124,7 @@ def without_frames(traceback: TracebackType | None, files: Collection[str]) -> T
 def dump_stacks_near(deadline: float | None, path: Path) -> Iterator[None]:
     """While inside: shortly before the deadline, writes what all threads of this process are doing to ``path``.
 
-    Args:
-        deadline: on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
-        path: the file.
+    The deadline is on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
     """
     if deadline is None:
         yield

@@ -217,17 +217,11 @@ def _load_error(failure: WorkerFailure, path: Path) -> BaseException | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What every worker runs.
+    """What every worker runs."""
 
-    Args:
-        target: the path of a Python file, or the name of a module.
-        is_module: whether it is a module.
-        arguments: the program's own arguments.
-    """
-
-    target: str
-    is_module: bool = False
-    arguments: tuple[str, ...] = ()
+    target: str  # the path of a Python file, or the name of a module
+    is_module: bool = False  # whether it is a module
+    arguments: tuple[str, ...] = ()  # the program's own arguments
 
     def __post_init__(self) -> None:
         if not self.is_module and not Path(self.target).is_file():
@@ -276,10 +270,7 @@ class ProgramJob:
         _check_counts(self.workers, self.max_restarts)
 
     def run(self, on_status: StatusCallback) -> Outcome:
-        """Starts the workers and waits until all have ended; none outlives the call.
-
-        Args:
-            on_status: takes a line when something happens that a person would want to know.
+        """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines to show.
         """
         resources = _divide_this_host(self.workers, self.gpus_per_worker)
         rendezvous = self.hosts.meet(on_status)

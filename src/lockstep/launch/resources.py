@@ -9,12 +9,7 @@ from lockstep.errors import ConfigError
 
 
 def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...]:
-    """The names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them.
-
-    Args:
-        environment: the environment variables of the process.
-        present: how many GPUs torch sees.
-    """
+    """The names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them; torch sees ``present``."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return tuple(str(number) for number in range(present))
@@ -30,15 +25,7 @@ def divide_host(
     GPUs, each GPU for one worker only. A worker sees its own GPUs as 0, 1, ..., so LOCAL_RANK is 0, as with torchrun's
     --virtual-local-rank: a program that takes GPU LOCAL_RANK takes one of its own.
 
-    Args:
-        environment: the launcher's environment variables.
-        workers: the number of workers on this host.
-        cores: how many cores the launcher may use.
-        gpus: the names of the GPUs it may use.
-        gpus_per_worker: how many GPUs each worker gets, 0 for none; None divides all of them.
-
-    Raises:
-        ConfigError: there are too few GPUs.
+    ``gpus_per_worker``: 0 for none; None divides all of them. Raises ConfigError if there are too few GPUs.
     """
     threads = {} if environment.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, cores // workers))}
     if not gpus and not gpus_per_worker:

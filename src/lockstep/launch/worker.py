@@ -55,8 +55,7 @@ class FunctionCall:
 def run_function(call: FunctionCall) -> bytes | None:
     """Runs the function in this process, which the agent has given its variables. The target of the process.
 
-    Returns:
-        The chief's serialized result; None on the others.
+    Returns the chief's serialized result; None on the others.
     """
     os.setsid()  # Ctrl-C in the launcher's terminal reaches only the launcher, which passes it on
     die_with(os.environ[GUARD_VARIABLE])

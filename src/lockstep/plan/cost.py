@@ -198,11 +198,9 @@ class Passes:
 
 
 def bubble_seconds(layout: Layout, others: Passes) -> float:
-    """Seconds that the slowest worker waits in a step. A test replays the schedules of torch.distributed.pipelining.
+    """Seconds that the slowest worker waits in a step; ``others``: the passes of a worker, averaged over all others.
 
-    Args:
-        layout: a layout with a pipeline.
-        others: the passes of a worker, averaged over all but the slowest.
+    A test replays the schedules of torch.distributed.pipelining.
     """
     forward, inputs, weights = others.forward, others.inputs, others.weights
     workers, rest = layout.pipeline, layout.pipeline - 1

@@ -192,11 +192,7 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
 
 
 def known_shape(name: str) -> ModelShape:
-    """The model called ``name``, in any case, with or without an owner before it.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """The model called ``name``, in any case, with or without an owner before it; raises ConfigError if unknown."""
     short = name.rpartition("/")[2].lower().removesuffix("-uncased").removesuffix("-cased").removesuffix("-hf")
     if short not in KNOWN_SHAPES:
         raise ConfigError(

@@ -70,14 +70,9 @@ def step_times(
     replicas: Sequence[ReplicaMarks],
     updates: Sequence[UpdateTimes | None],
 ) -> StepTimes:
-    """The times of a step.
+    """The times of a step, from the moments when its batch was requested and there, and when all replicas had returned.
 
-    Args:
-        asked_s: the end of the previous step, when the next batch was requested.
-        given_s: when the batch was there.
-        ended_s: when all replicas had returned.
-        replicas: one item per replica.
-        updates: one item per replica; None for an update that was skipped.
+    ``updates`` has None for an update that was skipped.
     """
     done = [times for times in updates if times is not None]
     spent = {

@@ -51,13 +51,7 @@ class Scale:
 
 
 def draw_timetable(table: PipelineTrace, scale: Scale, *, title: str) -> str:
-    """A picture of one timetable.
-
-    Args:
-        table: what is drawn.
-        scale: its widths.
-        title: what a reader who does not see it is told.
-    """
+    """A picture of one timetable; ``title`` is for readers who do not see it."""
     bottom = _TOP + _ROW * len(table.workers)
     return _svg(title, scale, bottom + _LEGEND, [*_rows(table, scale, _TOP), *_legend([table], bottom)])
 

@@ -95,11 +95,7 @@ _HEAD = 32
 
 
 def parse_schedules(text: str | None) -> tuple[ScheduleName, ...]:
-    """Reads ``1f1b,zero_bubble``; None is all of them.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Reads ``1f1b,zero_bubble``; None is all of them. Raises ConfigError for an unknown name."""
     if text is None:
         return SCHEDULES
     names = [name.strip() for name in text.split(",")]
@@ -122,11 +118,7 @@ class Sample:
 
 
 def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int) -> Sample:
-    """Measures in fresh processes, and waits until they have ended.
-
-    Raises:
-        ClusterError: a worker failed, or they took longer than ``TRIAL_LIMIT_S``.
-    """
+    """Measures in fresh processes; raises ClusterError if a worker failed or took longer than ``TRIAL_LIMIT_S``."""
     require("transformers", "transformers")
     steps = ls.launch(
         measure_in_worker, workers=settings.workers, args=(settings, schedule), gpus_per_worker=0,
@@ -264,16 +256,7 @@ class PipelineResult:
 
 
 def measure_pipeline(settings: PipelineSettings, *, output: Path, progress: Progress) -> PipelineResult:
-    """Measures every schedule once a round, each time in fresh processes.
-
-    Args:
-        settings: what is measured.
-        output: where the report will go, for the command in it.
-        progress: told of each.
-
-    Raises:
-        ClusterError: a worker failed.
-    """
+    """Measures every schedule once a round, each time in fresh processes; ``output`` is for the command in the report."""
     from lockstep.parallel.pipeline import orders_of  # imports torch's pipelining, which every command would wait for
 
     machine = this_machine()
@@ -355,12 +338,7 @@ def write_pipeline_report(folder: Path, result: PipelineResult) -> PipelineFiles
 
 
 def render_markdown(result: PipelineResult, picture: str) -> str:
-    """The whole report.
-
-    Args:
-        result: what was measured.
-        picture: the name of the file of the picture.
-    """
+    """The whole report; ``picture`` is the name of the picture's file."""
     parts = [
         f"# Schedules of a pipeline, {result.date}",
         "\n".join(f"- {name}: {said}" for name, said in _facts(result)),
@@ -400,15 +378,12 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _facts(result: PipelineResult) -> list[tuple[str, str]]:
-    machine, settings = result.machine, result.settings
-    where = f"{machine.processor}, {machine.cores} cores, {machine.memory_gb:.0f} GB, {machine.system}"
+    settings = result.settings
     tokens = f"{settings.rows} lines of {settings.sequence} tokens"
     processes = f"{settings.workers} workers, a process each with its share of the cores,"
     rounds = f"{settings.rounds} rounds, the schedules in turn, each in fresh processes"
     return [
-        ("machine", f"{where}; load average before the run {machine.load:.2f}"),
-        ("versions", f"Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}"),
-        ("commit", machine.commit),
+        *result.machine.facts,
         ("model", f"BERT, {settings.layers} layers of width {settings.hidden}, {settings.vocabulary} words, fp32, SGD"),
         ("pipeline", f"{processes} over gloo; {settings.microbatches} microbatches of {tokens}"),
         ("measured", f"{rounds}; {settings.warm_up} steps of warm-up, then {settings.steps} timed"),

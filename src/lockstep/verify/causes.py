@@ -64,12 +64,7 @@ class Hypothesis:
 
 
 def explain(runner: ExperimentRunner, first: Difference) -> list[Finding]:
-    """All causes of the difference that could be found.
-
-    Args:
-        runner: runs the experiments; its ``base`` is the program as written.
-        first: the first difference of ``base``.
-    """
+    """All causes that could be found of ``first``, the first difference of the program as written."""
     if first.kind in ("initial weight", "rows"):
         return [_explain_inputs(runner, first)]
     hypotheses, cleared, interventions = _remove_all(runner)

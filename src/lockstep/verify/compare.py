@@ -221,11 +221,8 @@ def fit_gradients(
 ) -> tuple[GradientFit, ...]:
     """All fits, from the simplest to the most general.
 
-    Args:
-        update: the update of N replicas.
-        reference: the single replica's gradients.
-        shards: number of rows of each replica; None if unknown.
-        weights: the parameters before the update.
+    ``reference``: the single replica's gradients. ``shards``: number of rows of each replica, None if unknown.
+    ``weights``: the parameters before the update.
     """
     replicas = len(update.replicas)
     fits = []
@@ -363,14 +360,7 @@ def compare_starts(ours: StartRecord, reference: StartRecord) -> tuple[Differenc
 def compare_updates(
     ours: UpdateRecord, reference: UpdateRecord, before: ParameterPair, tolerance: Tolerance
 ) -> StepComparison:
-    """Compares one update of both runs.
-
-    Args:
-        ours: the update on N replicas.
-        reference: the update on one.
-        before: the parameters of both runs before this update.
-        tolerance: gradients that differ by more are fitted.
-    """
+    """Compares one update on N replicas with that on one. Gradients that differ by more than ``tolerance`` are fitted."""
     step, first, other = ours.step, ours.replicas[0], reference.replicas[0]
     batch = compare_batches(ours.batches, reference.batches)
     expected = summed_gradients(reference)

@@ -12,41 +12,28 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program and its command line.
+    """A program and its command line."""
 
-    Args:
-        name: its name in the report.
-        target: path of a script, or dotted name of a module that ``python -m`` can run.
-        kind: whether ``target`` is a script or a module.
-        arguments: the program's command-line arguments.
-        scratch_flag: a flag of the program that takes an output folder; it is given a temporary one.
-    """
-
-    name: str
-    target: str
-    kind: Literal["script", "module"] = "script"
-    arguments: tuple[str, ...] = ()
-    scratch_flag: str | None = None
+    name: str  # its name in the report
+    target: str  # path of a script, or dotted name of a module that ``python -m`` can run
+    kind: Literal["script", "module"] = "script"  # whether ``target`` is a script or a module
+    arguments: tuple[str, ...] = ()  # the program's command-line arguments
+    scratch_flag: str | None = None  # a flag of the program that takes an output folder; it is given a temporary one
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
     """One verification.
 
-    Args:
-        program: the program to run.
-        steps: number of optimizer updates to compare, at least 1.
-        devices: how to divide the devices before the program starts, such as ``cpu:4``; None leaves it to the program.
-        timeout_s: time limit of each run, in seconds.
-
     Raises:
         ConfigError: a value is out of range, or the script is not a file.
     """
 
-    program: Program
-    steps: int = 3
+    program: Program  # the program to run
+    steps: int = 3  # number of optimizer updates to compare, at least 1
+    # how to divide the devices before the program starts, such as ``cpu:4``; None leaves it to the program
     devices: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: float = 300.0  # time limit of each run, in seconds
 
     def __post_init__(self) -> None:
         if self.steps < 1:
