@@ -25,7 +25,7 @@ from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure
 from lockstep.launch.guards import handle_sigterm_once, hide_main
 from lockstep.launch.output import OutputForwarder
-from lockstep.launch.run_paths import GUARD_VARIABLE, WorkerPaths
+from lockstep.launch.worker import GUARD_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
 _POLL_S = 0.02

@@ -31,7 +31,7 @@ class FailureRecord:
 
     @classmethod
     def of(cls, error: BaseException, *, hide: Collection[str]) -> FailureRecord:
-        """The record of an error that was raised just now; frames of the files in ``hide`` at its start are left out."""
+        """The record of an error that was raised just now, without frames of the files in ``hide`` at its start."""
         at_ns = time.monotonic_ns()
         shown = without_frames(error.__traceback__, hide)
         message = " ".join(str(error).split())

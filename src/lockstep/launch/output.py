@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
-from lockstep.launch.run_paths import WorkerPaths
+from lockstep.launch.worker import WorkerPaths
 
 StatusCallback = Callable[[str], None]
 """Takes one line about what happens, for the person who waits."""

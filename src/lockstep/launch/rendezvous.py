@@ -145,7 +145,7 @@ class LauncherStore:
 
     @classmethod
     def find(cls, host: str, port: int, job: str, deadline: Deadline) -> LauncherStore:
-        """Waits for the store to be served and reaches it; raises ClusterError if it is late or belongs to another job."""
+        """Waits for the store to be served; raises ClusterError if it is late or belongs to another job."""
         while True:
             try:
                 return cls._reach(host, port, job)
@@ -191,7 +191,7 @@ class LauncherStore:
             )
 
     def wait_for_all(self, hosts: Sequence[str], deadline: Deadline) -> None:
-        """Waits until the launchers of all hosts are here; raises ClusterError with the names of those that are late."""
+        """Waits until the launchers of all hosts are here; raises ClusterError with the names of late ones."""
         while missing := [index for index in range(len(hosts)) if not self._hosts.check([f"host/{index}"])]:
             _wait_for(", ".join(f"the launcher of host {index} ({hosts[index]})" for index in missing), deadline)
 
@@ -312,8 +312,8 @@ class FixedRendezvous(RendezvousHandler):
     def give_up(self, cause: str, release: Callable[[], None]) -> None:
         """Tells the other launchers why this one's workers will not go on; the first cause is kept.
 
-        The launcher that serves the store waits a moment until the others have read it. ``release`` lets launchers go on
-        that wait for this one's workers to finish.
+        The launcher that serves the store waits a moment until the others have read it. ``release`` lets launchers go
+        on that wait for this one's workers to finish.
         """
         if self._hosts == 1:
             return

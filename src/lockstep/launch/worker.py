@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import hashlib
 import inspect
 import multiprocessing
 import os
@@ -24,8 +25,50 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.launch.failures import FailureRecord, dump_stacks_near, without_frames
-from lockstep.launch.run_paths import GUARD_VARIABLE, WorkerPaths, semaphore_prefix
 from lockstep.parent_death import die_with
+
+GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
+"""The environment variable with the path of the ``ParentDeathGuard`` that ends a worker with its launcher."""
+
+
+@dataclass(frozen=True)
+class WorkerPaths:
+    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
+
+    folder: Path  # the folder of the files
+    worker: int  # the worker's rank among the workers of all hosts
+    attempt: int  # how often the workers had been restarted
+
+    @property
+    def log(self) -> Path:
+        """What the worker printed."""
+        return self.file("log")
+
+    @property
+    def failure(self) -> Path:
+        """The ``FailureRecord`` that the worker writes."""
+        return self.file("failure.json")
+
+    @property
+    def error(self) -> Path:
+        """The pickled exception."""
+        return self.file("failure.pickle")
+
+    @property
+    def stacks(self) -> Path:
+        """What the worker's threads were doing when its time was up."""
+        return self.file("stacks.txt")
+
+    def file(self, suffix: str) -> Path:
+        """The file with this suffix."""
+        stem = f"worker-{self.worker}" if self.attempt == 0 else f"worker-{self.worker}.attempt-{self.attempt}"
+        return self.folder / f"{stem}.{suffix}"
+
+
+def semaphore_prefix(folder: Path) -> str:
+    """The beginning of the names of multiprocessing's semaphores in the workers of a run, and in no other process."""
+    return f"/lockstep-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
+
 
 MODULE, SCRIPT = "module", "script"
 _EXIT_LIMIT_S = 3.0  # for the interpreter after a program has failed; torch's groups wait for half an hour

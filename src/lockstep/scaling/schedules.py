@@ -256,7 +256,7 @@ class PipelineResult:
 
 
 def measure_pipeline(settings: PipelineSettings, *, output: Path, progress: Progress) -> PipelineResult:
-    """Measures every schedule once a round, each time in fresh processes; ``output`` is for the command in the report."""
+    """Measures every schedule once a round, in fresh processes; ``output`` is for the command in the report."""
     from lockstep.parallel.pipeline import orders_of  # imports torch's pipelining, which every command would wait for
 
     machine = this_machine()

@@ -360,7 +360,7 @@ def compare_starts(ours: StartRecord, reference: StartRecord) -> tuple[Differenc
 def compare_updates(
     ours: UpdateRecord, reference: UpdateRecord, before: ParameterPair, tolerance: Tolerance
 ) -> StepComparison:
-    """Compares one update on N replicas with that on one. Gradients that differ by more than ``tolerance`` are fitted."""
+    """Compares one update on N replicas with that on one; gradients that differ beyond ``tolerance`` are fitted."""
     step, first, other = ours.step, ours.replicas[0], reference.replicas[0]
     batch = compare_batches(ours.batches, reference.batches)
     expected = summed_gradients(reference)
