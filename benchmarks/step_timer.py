@@ -46,13 +46,7 @@ class StepTimer:
     """
 
     def __init__(
-        self,
-        *,
-        warm_up: int,
-        steps: int,
-        started_s: float,
-        report: Callable[[StepRecord], None],
-        interface: str = "",
+        self, *, warm_up: int, steps: int, started_s: float, report: Callable[[StepRecord], None], interface: str = ""
     ) -> None:
         self._warm_up, self._started_s, self._report, self._interface = warm_up, started_s, report, interface
         self.total = warm_up + steps

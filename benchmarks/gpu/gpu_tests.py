@@ -95,10 +95,7 @@ def outcome_of(report: str, seconds: float) -> SuiteOutcome:
     total, *others = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
     failed = [_name(case) for case in suite.iter("testcase") if {"failure", "error"} & {part.tag for part in case}]
     return SuiteOutcome(
-        passed=max(0, total - sum(others)),
-        skipped=others[-1],
-        failed=tuple(dict.fromkeys(failed)),
-        seconds=seconds,
+        passed=max(0, total - sum(others)), skipped=others[-1], failed=tuple(dict.fromkeys(failed)), seconds=seconds
     )
 
 

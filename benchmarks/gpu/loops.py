@@ -276,10 +276,7 @@ def train_ours(
         module = workload.make_module()
         model = Model(module)
         model.compile(
-            optimizer=adam(workload, module),
-            loss=workload.loss,
-            precision=setting.precision,
-            compile_module=compiled,
+            optimizer=adam(workload, module), loss=workload.loss, precision=setting.precision, compile_module=compiled
         )
     timer.trained = trained_parameters(module)
     timer.notes = notes.lines.keys()

@@ -115,12 +115,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
     trials = [trial for name in asked.workload for trial in trials_of(WORKLOADS[name], chosen, conditions)]
     samples = run_rounds(trials, rounds=conditions.rounds, progress=log_progress).samples
     sections = [
-        Section(
-            workload=name,
-            title=WORKLOADS[name].title,
-            columns=COLUMNS,
-            figures=figures_of(chosen, samples, name),
-        )
+        Section(workload=name, title=WORKLOADS[name].title, columns=COLUMNS, figures=figures_of(chosen, samples, name))
         for name in asked.workload
     ]
     return report_of("choices-cpu", conditions, "Choices of replicas on a CPU", sections, samples)

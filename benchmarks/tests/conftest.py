@@ -19,13 +19,7 @@ class Make:
     """Values with the parts filled in that a test does not care about."""
 
     def contender(
-        self,
-        name: str,
-        *,
-        role: Role = "baseline",
-        shares: int = 1,
-        processes: int = 1,
-        layout: Layout = "contiguous",
+        self, name: str, *, role: Role = "baseline", shares: int = 1, processes: int = 1, layout: Layout = "contiguous"
     ) -> Contender:
         return Contender(
             name=name,

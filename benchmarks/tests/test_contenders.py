@@ -44,7 +44,7 @@ def test_baselines_try_both_memory_formats_where_there_are_convolutions():
     counted = {name: names(each for each in contenders_for(name) if each.counted) for name in ("mobilenetv2", "mlm")}
 
     assert counted["mobilenetv2"] == [
-        *(*ours, "single channels_last", "single", "ddp-2 channels_last", "ddp-2", "ddp-4 channels_last", "ddp-4"),
+        *(*ours, "single channels_last", "single", "ddp-2 channels_last", "ddp-2", "ddp-4 channels_last", "ddp-4")
     ]
     assert counted["mlm"] == [*ours, "single", "ddp-2", "ddp-4"]
     checks = names(each for each in contenders_for("mlm") if not each.counted)
@@ -68,7 +68,7 @@ def test_a_plain_loop_has_no_automatic_layout():
 
 def test_ddp_runs_as_written_and_with_what_our_strategies_choose():
     assert names(on_one_host("mobilenetv2")) == [
-        *("workers-2", "ddp-2", "ddp-2 channels_last", "ddp-2 channels_last keeping"),
+        *("workers-2", "ddp-2", "ddp-2 channels_last", "ddp-2 channels_last keeping")
     ]
     assert names(on_one_host("mlm")) == ["workers-2", "ddp-2", "ddp-2 keeping"]
     assert names(on_two_hosts("mobilenetv2", SLOW)) == [
@@ -133,7 +133,7 @@ def test_the_torch_peers_try_both_memory_formats(places: Places, monkeypatch):
     lineup = line_up(["mobilenetv2"], peers="only", places=places)
 
     assert names(lineup.contenders["mobilenetv2"])[:4] == [
-        *("accelerate-2 channels_last", "accelerate-2", "fabric-2 channels_last", "fabric-2"),
+        *("accelerate-2 channels_last", "accelerate-2", "fabric-2 channels_last", "fabric-2")
     ]
 
 

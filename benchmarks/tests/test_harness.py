@@ -81,13 +81,7 @@ def test_the_plan_is_in_turn_and_has_the_checks_once():
     trials = [trial("lockstep-2"), trial("single"), trial("lockstep-2 fit")]
     plan = [(index, planned.contender.name) for index, planned in plan_rounds(trials, 2)]
 
-    assert plan == [
-        (0, "lockstep-2"),
-        (0, "single"),
-        (0, "lockstep-2 fit"),
-        (1, "lockstep-2"),
-        (1, "single"),
-    ]
+    assert plan == [(0, "lockstep-2"), (0, "single"), (0, "lockstep-2 fit"), (1, "lockstep-2"), (1, "single")]
 
 
 @pytest.mark.parametrize("name", ["warm_up", "steps", "cores"])

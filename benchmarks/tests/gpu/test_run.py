@@ -13,15 +13,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import NOTHING_TO_RUN, main
-from benchmarks.gpu.gpu_tests import (
-    MARK,
-    SuiteOutcome,
-    command,
-    files_with_gpu_tests,
-    last_done,
-    outcome_of,
-    run_suite,
-)
+from benchmarks.gpu.gpu_tests import MARK, SuiteOutcome, command, files_with_gpu_tests, last_done, outcome_of, run_suite
 from benchmarks.gpu.roofline import DeviceFacts
 from benchmarks.gpu.suite import device_facts, reason_not_to_run
 

@@ -146,11 +146,7 @@ def run_agent(spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, on_restar
             agent.kill()
             rendezvous.shutdown()
     return AgentResult(
-        num_workers=agent.num_workers,
-        values=values,
-        failure=failure,
-        received=received,
-        exit_codes=agent.exit_codes,
+        num_workers=agent.num_workers, values=values, failure=failure, received=received, exit_codes=agent.exit_codes
     )
 
 

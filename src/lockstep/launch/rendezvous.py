@@ -26,14 +26,7 @@ from lockstep.cluster.address import join_address, parse_address
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.output import StatusCallback
 from lockstep.membership.rendezvous import Deadline, this_process
-from lockstep.membership.store import (
-    NotHereError,
-    PortTakenError,
-    StoreBrokenError,
-    find_store,
-    listen,
-    serve_store,
-)
+from lockstep.membership.store import NotHereError, PortTakenError, StoreBrokenError, find_store, listen, serve_store
 
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "lockstep/launch"

@@ -114,11 +114,7 @@ _OWN_STATISTICS = (
 )
 RECIPES: Mapping[str, Recipe] = {
     "images": Recipe(
-        name="images",
-        config=ImagesConfig,
-        title=_images_title,
-        build=_images,
-        notes=(_DECODED_BEFORE, _OWN_STATISTICS),
+        name="images", config=ImagesConfig, title=_images_title, build=_images, notes=(_DECODED_BEFORE, _OWN_STATISTICS)
     ),
     "mlm": Recipe(name="mlm", config=MlmConfig, title=_mlm_title, build=_mlm),
 }

@@ -110,12 +110,7 @@ class ExperimentRunner:
         """Whether no order of additions explains it: it is large, and no rounding has gone through an update yet."""
         if difference.kind in ("rows", "initial weight"):
             return difference.amount > 0
-        before_update = (
-            "weight changed before update",
-            "output",
-            "loss",
-            "weight changed after update",
-        )
+        before_update = ("weight changed before update", "output", "loss", "weight changed after update")
         early = difference.kind in before_update and difference.step == 1
         return early and difference.relative > GROSS * self.tolerance.relative
 
