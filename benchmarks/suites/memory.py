@@ -49,25 +49,19 @@ class Choice:
 
 
 _LORA = Lora(r=8)
-_CHOICES = tuple(
-    Choice(name=name, choices=choices, precision=precision)
-    for name, choices, precision in (
-        (FULL, MemoryChoices(), "fp32"),
-        ("bf16", MemoryChoices(), "bf16"),
-        ("checkpointing", MemoryChoices(gradient_checkpointing=True), "fp32"),
-        ("bf16 + checkpointing", MemoryChoices(gradient_checkpointing=True), "bf16"),
-        ("LoRA", MemoryChoices(lora=_LORA), "fp32"),
-        ("LoRA + checkpointing", MemoryChoices(lora=_LORA, gradient_checkpointing=True), "fp32"),
-        ("LoRA + bf16", MemoryChoices(lora=_LORA, load_in="bf16"), "bf16"),
-        (
-            "LoRA + bf16 + checkpointing",
-            MemoryChoices(lora=_LORA, load_in="bf16", gradient_checkpointing=True),
-            "bf16",
-        ),
-        ("LoRA + 8-bit", MemoryChoices(lora=_LORA, load_in="8bit"), "bf16"),
-        ("LoRA + 4-bit", MemoryChoices(lora=_LORA, load_in="4bit"), "bf16"),
-    )
+_ROWS: tuple[tuple[str, MemoryChoices, PrecisionName], ...] = (
+    (FULL, MemoryChoices(), "fp32"),
+    ("bf16", MemoryChoices(), "bf16"),
+    ("checkpointing", MemoryChoices(gradient_checkpointing=True), "fp32"),
+    ("bf16 + checkpointing", MemoryChoices(gradient_checkpointing=True), "bf16"),
+    ("LoRA", MemoryChoices(lora=_LORA), "fp32"),
+    ("LoRA + checkpointing", MemoryChoices(lora=_LORA, gradient_checkpointing=True), "fp32"),
+    ("LoRA + bf16", MemoryChoices(lora=_LORA, load_in="bf16"), "bf16"),
+    ("LoRA + bf16 + checkpointing", MemoryChoices(lora=_LORA, load_in="bf16", gradient_checkpointing=True), "bf16"),
+    ("LoRA + 8-bit", MemoryChoices(lora=_LORA, load_in="8bit"), "bf16"),
+    ("LoRA + 4-bit", MemoryChoices(lora=_LORA, load_in="4bit"), "bf16"),
 )
+_CHOICES = tuple(Choice(name=name, choices=choices, precision=precision) for name, choices, precision in _ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,11 @@ class WorkerSetup(LogsSpecs):
         self._guard: ParentDeathGuard | None = None
 
     @property
+    def workers(self) -> int:
+        """Number of workers on this host."""
+        return len(self._resources)
+
+    @property
     def root_log_dir(self) -> str:
         """The folder of the run."""
         return str(self.folder)

@@ -38,6 +38,16 @@ from lockstep.launch.worker import (
     serialize_call,
 )
 
+_START_METHOD = "forkserver"
+# Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.launch.worker")
+_FUNCTION_POLL_S, _PROGRAM_POLL_S = 0.02, 0.1
+_FIRST_SIGNAL_CODE = 128  # exit codes from here on stand for signals
+_LAST_LINES = 10
+
+Resources = Sequence[Mapping[str, str]]
+"""Environment variables of each worker of this host for its cores and GPUs."""
+
 
 def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...]:
     """The names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them; torch sees ``present``."""
@@ -81,17 +91,6 @@ def _gpus_each(gpus: int, workers: int, gpus_per_worker: int | None) -> int:
             "fewer GPUs"
         )
     return each
-
-
-_START_METHOD = "forkserver"
-# Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
-_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.launch.worker")
-_FUNCTION_POLL_S, _PROGRAM_POLL_S = 0.02, 0.1
-_FIRST_SIGNAL_CODE = 128  # exit codes from here on stand for signals
-_LAST_LINES = 10
-
-Resources = Sequence[Mapping[str, str]]
-"""Environment variables of each worker of this host for its cores and GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,24 +149,6 @@ def run_agent(spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, on_restar
     )
 
 
-def _divide_this_host(workers: int | None, gpus_per_worker: int | None) -> tuple[dict[str, str], ...]:
-    gpus = visible_gpus(os.environ, torch.cuda.device_count())
-    return divide_host(
-        os.environ,
-        workers=workers or len(gpus) or 1,
-        cores=len(os.sched_getaffinity(0)),
-        gpus=gpus,
-        gpus_per_worker=gpus_per_worker,
-    )
-
-
-def _check_counts(workers: int | None, max_restarts: int) -> None:
-    if workers is not None and workers < 1:
-        raise ConfigError(f"workers={workers} was given, expected at least 1; say how many processes to start")
-    if max_restarts < 0:
-        raise ConfigError(f"max_restarts={max_restarts} was given, expected 0 or more")
-
-
 class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multiprocessing's RemoteTraceback
     """The traceback of a worker as text: frames cannot be sent to another process."""
 
@@ -176,22 +157,64 @@ class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multipr
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionJob:
-    """How a function is to be run."""
+class Job:
+    """Workers of this host; its subclasses say what they run."""
 
-    workers: int  # the number of processes
+    workers: int | None = None  # the number of processes; None for one per GPU, or one if there is no GPU
     gpus_per_worker: int | None = None  # how many GPUs each sees; None divides all of them
     max_restarts: int = 0  # how often all are restarted after one has failed
-    limits: Limits  # how long to wait
+    limits: Limits
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"workers={self.workers} was given, expected at least 1; say how many processes to start")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts} was given, expected 0 or more")
+
+    def divide_this_host(self) -> Resources:
+        """The resources of each worker."""
+        gpus = visible_gpus(os.environ, torch.cuda.device_count())
+        return divide_host(
+            os.environ,
+            workers=self.workers or len(gpus) or 1,
+            cores=len(os.sched_getaffinity(0)),
+            gpus=gpus,
+            gpus_per_worker=self.gpus_per_worker,
+        )
+
+    def start(
+        self,
+        entrypoint: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        rendezvous: RendezvousHandler,
+        setup: WorkerSetup,
+        *,
+        poll_s: float,
+        on_restart: OnRestart,
+    ) -> AgentResult:
+        """Starts the workers and waits until all have ended."""
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=setup.workers,
+            entrypoint=entrypoint,
+            args=args,
+            rdzv_handler=rendezvous,
+            max_restarts=self.max_restarts,
+            monitor_interval=poll_s,
+        )
+        return run_agent(spec, setup, limits=self.limits, on_restart=on_restart)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob(Job):
+    """How a function is to be run."""
+
     log_dir: Path | None = None  # the folder of the log files; None keeps none
     preloaded: tuple[str, ...] = ()  # modules that no worker has to import, besides torch and this package
 
-    def __post_init__(self) -> None:
-        _check_counts(self.workers, self.max_restarts)
-
     def run(self, fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """See ``lockstep.launch``."""
-        resources = _divide_this_host(self.workers, self.gpus_per_worker)
+        resources = self.divide_this_host()
         with remove_empty_compiler_folder(), tempfile.TemporaryDirectory(prefix="lockstep-") as name:
             call = FunctionCall(
                 payload=serialize_call(fn, args, kwargs),
@@ -203,7 +226,7 @@ class FunctionJob:
             try:
                 result = self._run(call, resources)
             except ClusterError as error:
-                self._add_stacks(error, call.folder)
+                self._add_stacks(error, call.folder, len(resources))
                 raise
             if (failure := result.failure) is not None:
                 cause = _load_error(failure, WorkerPaths(call.folder, failure.worker, failure.attempt).error)
@@ -213,26 +236,19 @@ class FunctionJob:
         return deserialize(result.values[0])
 
     def _run(self, call: FunctionCall, resources: Resources) -> AgentResult:
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=self.workers,
-            entrypoint=run_function,
-            args=(call,),
-            rdzv_handler=OneHost().meet(lambda line: None),
-            max_restarts=self.max_restarts,
-            monitor_interval=_FUNCTION_POLL_S,
-        )
         if self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         multiprocessing.get_context(_START_METHOD).set_forkserver_preload([*_PRELOADED, *self.preloaded])
+        rendezvous = OneHost().meet(lambda line: None)
         with closing(OutputForwarder(call.folder, logs=self.log_dir, sink=make_sink("chief"))) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=call.folder, opened_by_agent=False)
-            return run_agent(spec, setup, limits=self.limits, on_restart=lambda failure, restarts: None)
+            poll_s, on_restart = _FUNCTION_POLL_S, lambda failure, restarts: None
+            return self.start(run_function, (call,), rendezvous, setup, poll_s=poll_s, on_restart=on_restart)
 
-    def _add_stacks(self, error: ClusterError, folder: Path) -> None:
+    def _add_stacks(self, error: ClusterError, folder: Path, workers: int) -> None:
         """Notes where each worker of the last attempt stood when its time was up."""
         for attempt in range(self.max_restarts, -1, -1):
-            paths = {worker: WorkerPaths(folder, worker, attempt).stacks for worker in range(self.workers)}
+            paths = {worker: WorkerPaths(folder, worker, attempt).stacks for worker in range(workers)}
             if stacks := read_stacks(paths):
                 error.add_note(stacks)
                 return
@@ -303,24 +319,17 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramJob:
+class ProgramJob(Job):
     """How a program is to be run."""
 
-    program: Program  # what to run
+    program: Program
     hosts: Hosts  # the hosts of the job, and how their launchers meet
-    workers: int | None = None  # the number of processes on this host; None for one per GPU, or one if there is no GPU
-    gpus_per_worker: int | None = None  # how many GPUs each sees; None divides all of them
-    max_restarts: int = 0  # how often all are restarted after one has failed
-    limits: Limits  # how long to wait
     logs: Path  # the folder in which each run makes one of its own
     output: Literal["chief", "all", "none"] = "chief"  # whose output is shown
 
-    def __post_init__(self) -> None:
-        _check_counts(self.workers, self.max_restarts)
-
     def run(self, on_status: StatusCallback) -> Outcome:
-        """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines to show."""
-        resources = _divide_this_host(self.workers, self.gpus_per_worker)
+        """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines."""
+        resources = self.divide_this_host()
         rendezvous = self.hosts.meet(on_status)
         folder = self.logs / rendezvous.get_run_id()
         folder.mkdir(parents=True, exist_ok=True)
@@ -337,19 +346,11 @@ class ProgramJob:
                 done = f"{restarts} of {self.max_restarts}"
                 on_status(f"worker {failure.worker} {failure.what}; starting all again ({done})")
 
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=len(resources),
-            entrypoint=sys.executable,
-            args=self.program.command(folder),
-            rdzv_handler=rendezvous,
-            max_restarts=self.max_restarts,
-            monitor_interval=_PROGRAM_POLL_S,
-        )
         with closing(OutputForwarder(folder, logs=folder, sink=make_sink(self.output))) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=folder, opened_by_agent=True)
+            command, poll_s = self.program.command(folder), _PROGRAM_POLL_S
             try:
-                return run_agent(spec, setup, limits=self.limits, on_restart=on_restart)
+                return self.start(sys.executable, command, rendezvous, setup, poll_s=poll_s, on_restart=on_restart)
             finally:
                 # Killed workers leave semaphores in shared memory: their resource trackers were killed too.
                 for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):
