@@ -1,4 +1,4 @@
-"""What docs/cluster.md, docs/security.md and the examples show is what the code reads."""
+"""What docs/cluster.md, docs/launch.md, docs/security.md and the examples show is what the code reads."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lockstep.cli.app import parse
-from lockstep.cluster.resolve import resolve_cluster
+from lockstep.cluster.environment import resolve_cluster
 
 ROOT = Path(__file__).parents[2]
-CLUSTER, SECURITY = ((ROOT / "docs" / name).read_text() for name in ("cluster.md", "security.md"))
+CLUSTER, LAUNCH, SECURITY = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("cluster", "launch", "security"))
 
 TF_CONFIGS = [text for text in re.findall(r"TF_CONFIG='(.*?)'", CLUSTER, re.DOTALL) if text != "..."]
-COMMANDS = re.findall(r"^lockstep (run .*?)(?:  +#.*)?$", CLUSTER + SECURITY, re.MULTILINE)
+COMMANDS = re.findall(r"^lockstep (run .*?)(?:  +#.*)?$", LAUNCH + SECURITY, re.MULTILINE)
 BY_HAND = re.findall(r"^(RANK=.*) python train.py", CLUSTER, re.MULTILINE)
 
 
 def test_the_texts_are_found():
-    assert (len(TF_CONFIGS), len(BY_HAND), len(COMMANDS)) == (3, 2, 7)
+    assert (len(TF_CONFIGS), len(BY_HAND), len(COMMANDS)) == (3, 2, 13)
 
 
 @pytest.mark.parametrize(("text", "place"), list(zip(TF_CONFIGS, ((2, 0), (2, 1), (3, 1)), strict=True)))
@@ -43,17 +42,3 @@ def test_torchruns_variables_by_hand_are_read(words: str, index: int):
 @pytest.mark.parametrize("words", COMMANDS)
 def test_every_command_of_the_launcher_is_one(words: str):
     assert callable(parse(shlex.split(words)))  # it can be run, and was not
-
-
-def test_the_network_policy_of_the_docs_is_that_of_the_example():
-    (shown,) = re.findall(r"```yaml\n(.*?)```", SECURITY, re.DOTALL)
-
-    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "examples/kubernetes/network-policy.yaml").read_text())
-
-
-def test_the_two_ends_of_the_tunnel_name_each_other():
-    ends = re.findall(r"Address = (\S+)/24\n.*?AllowedIPs = (\S+)/32\nEndpoint = (\S+):51820", SECURITY, re.DOTALL)
-    (own_a, peer_a, _), (own_b, peer_b, _) = ends
-
-    assert (own_a, own_b) == (peer_b, peer_a)
-    assert f"--hosts {own_a}:29500,{own_b}:29500 --index 0" in SECURITY

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.local import core_info, divide_cores, own_local_rank
-from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
 from lockstep.collectives.distributed import DistributedCommunicator
