@@ -58,7 +58,7 @@ class Host:
     def enter(self) -> None:
         """Moves the calling thread, and the threads that it starts from then on, to this host. There is no way back.
 
-        torch's gloo is told which interface to use as its users tell it: by its environment variable.
+        torch's gloo gets the interface as its users give it: by its environment variable.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         with (_NAMESPACES / self.namespace).open("rb") as namespace:
@@ -137,8 +137,8 @@ def _join(one: Host, other: Host, link: Link) -> None:
             _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf", *rate)
 
 
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise ReplicaError(f"`{' '.join(words)}` failed: {said[-1]}; making hosts needs root")
+        output = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
+        raise ReplicaError(f"`{' '.join(command)}` failed: {output[-1]}; making hosts needs root")

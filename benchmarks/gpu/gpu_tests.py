@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 MARK = "mark.gpu"
 SETTINGS = "gpu.ini"
-"""Beside the tests: what pytest is told in the place of pyproject.toml, whose options need plugins and pytest 9."""
+"""Beside the tests: pytest's settings in place of pyproject.toml, whose options need plugins and pytest 9."""
 _END_S = 10.0
 
 
@@ -72,9 +72,9 @@ def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:
         if not report.exists():
             ended = f"pytest ended with {code}" if in_time else f"ended after {limit_s:.0f} s"
             return SuiteOutcome(trouble=f"{ended} and no report", seconds=seconds)
-        said = report.read_text(encoding="utf-8")
-        trouble = "" if in_time else f"ended after {limit_s:.0f} s, in the test after {last_done(said)}"
-        return replace(outcome_of(said, seconds), trouble=trouble)
+        text = report.read_text(encoding="utf-8")
+        trouble = "" if in_time else f"ended after {limit_s:.0f} s, in the test after {last_done(text)}"
+        return replace(outcome_of(text, seconds), trouble=trouble)
 
 
 def command(folder: Path, files: Sequence[Path], report: Path) -> list[str]:
@@ -109,9 +109,9 @@ def _name(case: ElementTree.Element) -> str:
     return f"{case.get('classname')}::{case.get('name')}"
 
 
-def _run(words: Sequence[str], beside: Path, limit_s: float) -> tuple[int, bool]:
+def _run(command: Sequence[str], beside: Path, limit_s: float) -> tuple[int, bool]:
     """The exit code, and whether it ended in time: else it was interrupted, to write its report, and then killed."""
-    process = subprocess.Popen(words, cwd=beside, start_new_session=True)
+    process = subprocess.Popen(command, cwd=beside, start_new_session=True)
     try:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(limit_s), True

@@ -116,12 +116,12 @@ class _Added(nn.Module):
 
 
 class _Head(nn.Module):
-    def __init__(self, shape: BertShape, words: nn.Embedding) -> None:
+    def __init__(self, shape: BertShape, embedding: nn.Embedding) -> None:
         super().__init__()
         normalized = nn.LayerNorm(shape.hidden, eps=_EPSILON)
         self.transform = nn.ModuleDict({"dense": nn.Linear(shape.hidden, shape.hidden), "LayerNorm": normalized})
         self.decoder = nn.Linear(shape.hidden, shape.vocabulary)
-        self.decoder.weight = words.weight
+        self.decoder.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.decoder(self.transform["LayerNorm"](F.gelu(self.transform["dense"](hidden))))

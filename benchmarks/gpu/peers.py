@@ -93,7 +93,7 @@ def _loop(
 
 
 def train_trainer(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting) -> None:
-    """The Trainer of transformers: its own loop, told of the loss by the module."""
+    """The Trainer of transformers: its own loop; the module returns the loss."""
     transformers = require("transformers", "transformers")
     device = begin_process(setting)
     module = make_module(trial, device)

@@ -1,10 +1,10 @@
-"""What a peer's program has from the benchmark: its job, the batches, and the stopwatch that every contender carries.
+"""What a peer's program gets from the benchmark: its job, the batches, and the step timer of every contender.
 
     harness  -- job, as JSON on the command line -->  program
     harness  <-- one line of JSON on a socket --      each process of it, inside its last step; it waits there until
                                                       the harness, which reads its memory, closes the socket
 
-Needs numpy alone: some of the environments have no torch. The stopwatch is the file of the package itself.
+Needs numpy alone: some of the environments have no torch. The step timer is the file of the package itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load_batches(job: Job) -> list[dict[str, np.ndarray]]:
 
 
 def start_timer(job: Job, *, trained: int) -> Any:
-    """The stopwatch of this process: call ``lap(loss)`` after every step, ``total`` times.
+    """The step timer of this process: call ``record_step(loss)`` after every step, ``total`` times.
 
     Args:
         job: the job.
@@ -88,7 +88,7 @@ def _load(path: Path) -> Any:
     """The module in that file, without the package around it, which imports torch."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python module; expected the benchmark's stopwatch")
+        raise ImportError(f"{path} is no Python module; expected the benchmark's step timer")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up here
     spec.loader.exec_module(module)

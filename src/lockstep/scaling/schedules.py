@@ -36,7 +36,7 @@ from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, 
 from lockstep.recipes.config_checks import at_least, one_of
 from lockstep.report import markdown_table, text_table
 from lockstep.scaling.machine import Machine, this_machine
-from lockstep.scaling.schedule_plot import Scale, draw_timetables
+from lockstep.scaling.schedule_plot import Scale, draw_traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class PipelineSettings:
         schedules: their names.
         workers: processes that divide its layers.
         microbatches: parts of a batch.
-        rows: lines in a microbatch.
-        sequence: tokens in a line.
+        rows: sequences in a microbatch.
+        sequence: tokens in a sequence.
         layers: encoder layers.
         hidden: width of a token's vector, a multiple of 32.
         vocabulary: tokens that have an embedding.
@@ -140,8 +140,8 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
         model = ls.Model(_model(settings))
         model.compile(_optimizer, _loss)
         watch = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(_timetable(model)))
-        words = torch.randint(settings.vocabulary, (settings.rows * settings.microbatches, settings.sequence))
-        batch = ({"input_ids": words}, words)
+        tokens = torch.randint(settings.vocabulary, (settings.rows * settings.microbatches, settings.sequence))
+        batch = ({"input_ids": tokens}, tokens)
         model.fit([batch] * (settings.warm_up + settings.steps), epochs=1, callbacks=[watch], verbose=0)
     return steps[settings.warm_up :]
 
@@ -156,8 +156,8 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, _RATE)
 
 
-def _loss(outputs: Any, words: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.transpose(1, 2), words, reduction="none")
+def _loss(outputs: Any, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits.transpose(1, 2), tokens, reduction="none")
 
 
 def _model(settings: PipelineSettings) -> nn.Module:
@@ -280,8 +280,8 @@ def command_of(settings: PipelineSettings, output: Path) -> str:
     """The command that makes a run again."""
     flags = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     flags |= {"schedules": ",".join(settings.schedules), "output": output}
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return shlex.join(["lockstep", "bench", "pipeline", *words])
+    arguments = [each for name, value in flags.items() for each in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["lockstep", "bench", "pipeline", *arguments])
 
 
 _HEADINGS = (
@@ -341,7 +341,7 @@ def render_markdown(result: PipelineResult, picture: str) -> str:
     """The whole report; ``picture`` is the name of the picture's file."""
     parts = [
         f"# Schedules of a pipeline, {result.date}",
-        "\n".join(f"- {name}: {said}" for name, said in _facts(result)),
+        "\n".join(f"- {name}: {text}" for name, text in _facts(result)),
         *([f"**{_CROWDED}**"] if result.crowded else []),
         markdown_table(_HEADINGS, _cells(result.rows)),
         "A measured step of each, the one whose idle share is the median; all on one scale:",
@@ -361,7 +361,7 @@ def render_picture(result: PipelineResult) -> str:
     """A measured step of each schedule, one below the other."""
     scale = Scale(length=max(row.typical.length for row in result.rows))
     tables = {f"{row.schedule}, {1000 * row.typical.length:.0f} ms": row.typical for row in result.rows}
-    return draw_timetables(tables, scale, title="measured steps of each schedule")
+    return draw_traces(tables, scale, title="measured steps of each schedule")
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -379,12 +379,15 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def _facts(result: PipelineResult) -> list[tuple[str, str]]:
     settings = result.settings
-    tokens = f"{settings.rows} lines of {settings.sequence} tokens"
+    tokens = f"{settings.rows} sequences of {settings.sequence} tokens"
     processes = f"{settings.workers} workers, a process each with its share of the cores,"
     rounds = f"{settings.rounds} rounds, the schedules in turn, each in fresh processes"
     return [
         *result.machine.facts,
-        ("model", f"BERT, {settings.layers} layers of width {settings.hidden}, {settings.vocabulary} words, fp32, SGD"),
+        (
+            "model",
+            f"BERT, {settings.layers} layers of width {settings.hidden}, a vocabulary of {settings.vocabulary}, fp32, SGD",
+        ),
         ("pipeline", f"{processes} over gloo; {settings.microbatches} microbatches of {tokens}"),
         ("measured", f"{rounds}; {settings.warm_up} steps of warm-up, then {settings.steps} timed"),
         ("command", f"`{result.command}`"),
