@@ -90,8 +90,8 @@ def _loss(outputs: Any, labels: Tensor) -> tuple[Tensor, int]:
 
 REVIEWS = Workload(
     name="reviews",
-    title="the recipe `reviews`: a BERT of two layers of width 128 and a vocabulary of 20,000 on Chinese reviews, global"
-    f" batch {ROWS}, padded to its longest row, dropout 0.1, AdamW, gradients clipped",
+    title="the recipe `reviews`: a BERT of two layers of width 128 and a vocabulary of 20,000 on Chinese reviews,"
+    f" global batch {ROWS}, padded to its longest row, dropout 0.1, AdamW, gradients clipped",
     make_module=_model,
     make_batches=_batches,
     loss=_loss,

@@ -386,7 +386,7 @@ def _facts(result: PipelineResult) -> list[tuple[str, str]]:
         *result.machine.facts,
         (
             "model",
-            f"BERT, {settings.layers} layers of width {settings.hidden}, a vocabulary of {settings.vocabulary}, fp32, SGD",
+            f"BERT, {settings.layers} layers of width {settings.hidden}, vocabulary {settings.vocabulary}, fp32, SGD",
         ),
         ("pipeline", f"{processes} over gloo; {settings.microbatches} microbatches of {tokens}"),
         ("measured", f"{rounds}; {settings.warm_up} steps of warm-up, then {settings.steps} timed"),
