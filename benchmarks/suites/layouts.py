@@ -17,7 +17,7 @@ import lockstep as ls
 from benchmarks.report import Report, head, legend
 from benchmarks.suites.memory import tensors_mb
 from benchmarks.trial import Conditions, Pace, select
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import MeshCommunicator
 from lockstep.extras import require
 from lockstep.plan.layout import Layout
 from lockstep.plan.memory import Memory, estimate_memory
