@@ -17,10 +17,9 @@ from torch import nn
 
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
-from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.per_replica import PerReplica, merge, read_for_reduction, read_per_replica, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
-from lockstep.collectives.tensor_like import read_for_reduction, read_per_replica
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
@@ -36,7 +35,7 @@ from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.replicas.device.driver import driver_of
-from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.device.streams import DeviceMemory
 from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard
 from lockstep.replicas.rng.state import ReplicaGenerators
@@ -485,7 +484,7 @@ class DefaultStrategy(Strategy):
     @cached_property
     def generators(self) -> ReplicaGenerators:
         """The one replica draws from torch's own generators."""
-        return ReplicaGenerators([], [], [])
+        return ReplicaGenerators([], [])
 
     def trial(self) -> AbstractContextManager[None]:
         """There is nothing of its own to keep: the random numbers are torch's."""

@@ -18,8 +18,13 @@ from torch.optim import Optimizer
 
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object, check_agreement
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import (
+    Communicator,
+    MeshCommunicator,
+    SingleWorkerCommunicator,
+    all_gather_object,
+    check_agreement,
+)
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
@@ -101,14 +106,14 @@ def make_groups(job: WorkerJob, grid: MeshLayout) -> MeshGroups:
         grid: a mesh of as many workers.
     """
     index = job.workers.index
-    place, stages = grid.place(index), grid.line(index)
+    place, stages = grid.coordinate(index), grid.pipeline_group(index)
     ends = (stages[0], stages[-1])
     return MeshGroups(
         grid=grid,
         place=place,
         job=job.workers,
-        peers=job.group("peers", grid.peers(index)),
-        replica=job.group("replica", grid.members(place.replica)),
+        peers=job.group("peers", grid.data_group(index)),
+        replica=job.group("replica", grid.replica_group(place.replica)),
         pipeline=job.group("pipeline", stages) if grid.pipeline > 1 else None,
         pipeline_ends=job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None,
     )
@@ -263,7 +268,7 @@ class ParallelStrategy(ThreadedStrategy):
     def _explaining(self) -> Iterator[None]:
         """Raises, for a connection between workers that broke, what broke it. Goes around what a replica does."""
         try:
-            with self._parts.draws.going_along():
+            with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
             explained = None if self._mesh is None else self._mesh.explain(error, "a collective of the model's parts")
@@ -400,9 +405,9 @@ class ModelParts(PartitionPolicy):
         stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
-            sequences.bound([stage.parts for stage in stages] or [module.modules()])
+            sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
         _fill(module, first, division, self._device)
-        self._draws.give(module, division.apart, division.together)
+        self._draws.apply_to(module, division.own_rng, division.common_rng)
         borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
@@ -412,7 +417,7 @@ class ModelParts(PartitionPolicy):
             division,
             names=names,
             ties=ties,
-            line=self._groups.pipeline,
+            pipeline_group=self._groups.pipeline,
             tied=self._tied_of(module, ties),
             pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
         )
@@ -465,7 +470,7 @@ class ModelParts(PartitionPolicy):
             hidden=int(config.hidden_size),
             dtype=next(parameter.dtype for parameter in module.parameters()),
             device=self._device,
-            borrowing=borrowing,
+            stage_weights=borrowing,
         )
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
