@@ -23,7 +23,7 @@ from benchmarks.results import Figures, figures_of
 from benchmarks.suites.cpu import layouts_of
 from benchmarks.trial import Conditions, Contender, Layout, Pace, Workload, select_contenders
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS, find_workload
-from lockstep.collectives.options import Compression
+from lockstep.collectives.communicator import Compression
 from lockstep.report import markdown_table
 
 PACE = Pace(warm_up=3, steps=10, rounds=3)

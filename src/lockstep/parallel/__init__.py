@@ -2,8 +2,8 @@
 
     mesh_layout, mesh                    which worker holds what (pure); torch's process groups for it
     model_specs                          what the known model families call their layers
-    tensor_parallel, vocab_parallel      layers divided among workers; logits and losses divided by vocabulary
-    sequence_parallel, tp_rng            tokens divided between those layers; dropout on divided and whole tensors
+    tensor_parallel, tp_rng              layers, and sequences between them, divided among workers; their dropout
+    vocab_parallel                       logits and losses divided by vocabulary
     pipeline_config, pipeline_stage      schedules and layer splits (pure); the stages of a worker
     pipeline, pipeline_trace             a training step through the stages; what ran when
     fsdp                                 weights sharded over the data axis

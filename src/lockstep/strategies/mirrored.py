@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.cluster.environment import declared_job
-from lockstep.collectives.communicator import SingleWorkerCommunicator
-from lockstep.collectives.options import check_waiting_time
+from lockstep.collectives.communicator import SingleWorkerCommunicator, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.runner import ReplicaRunner

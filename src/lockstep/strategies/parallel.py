@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import (
+    CommunicationOptions,
     Communicator,
     MeshCommunicator,
     SingleWorkerCommunicator,
     all_gather_object,
     check_agreement,
+    check_waiting_time,
 )
-from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
@@ -39,9 +40,16 @@ from lockstep.parallel.model_specs import require_model_spec
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
-from lockstep.parallel.sequence_parallel import SequenceSharding
 from lockstep.parallel.sharded_module import ShardedModule
-from lockstep.parallel.tensor_parallel import WHOLE, SpecNames, TensorPlan, TensorSharding, shard_layers, ties_of
+from lockstep.parallel.tensor_parallel import (
+    WHOLE,
+    SequenceSharding,
+    SpecNames,
+    TensorPlan,
+    TensorSharding,
+    shard_layers,
+    ties_of,
+)
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.replicas.runner import ReplicaRunner
