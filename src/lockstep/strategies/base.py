@@ -1,7 +1,7 @@
 """What all strategies have in common: run, reduce, gather, mirror, variables and datasets.
 
-An ``Executor`` says where replicas run; ``Strategy`` builds everything else on it. ``ThreadedStrategy`` runs local
-replicas in threads. ``DefaultStrategy`` is the one outside every scope: one device, in the caller's thread.
+``ThreadedStrategy`` runs local replicas in threads. ``DefaultStrategy`` is the one outside every scope: one device, in
+the caller's thread.
 """
 
 from __future__ import annotations
@@ -41,13 +41,18 @@ from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard
 from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.batch_size import Bracket, Trials, search_batch_size
+from lockstep.strategies.batch_size import BatchSizeSearch, Bracket
 from lockstep.strategies.first_run import FirstRun
 from lockstep.strategies.scope import Scope, current_strategy, entered
 
+R = TypeVar("R")
 
-class Executor(ABC):
-    """Where the replicas of a strategy run, and how."""
+
+class Strategy(ABC):
+    """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others."""
+
+    def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
+        self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
 
     @property
     @abstractmethod
@@ -74,9 +79,9 @@ class Executor(ABC):
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         """Sets the guard of each local replica, which looks at its calls of torch functions."""
 
-    @abstractmethod
     def trial(self) -> AbstractContextManager[None]:
         """A block after which the replicas' random generators and memory peaks are as before."""
+        return nullcontext()
 
     @abstractmethod
     def device_memory(self) -> tuple[DeviceMemory, ...]:
@@ -88,22 +93,16 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the replicas' threads and connections. Idempotent; afterwards ``run`` raises."""
+        """Ends the replicas' threads and, among several workers, leaves the job; the others may go on alone.
+
+        Idempotent; afterwards ``run`` raises. The threads also end when the strategy is garbage collected and at
+        interpreter exit.
+        """
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas of all workers, which divide each global batch."""
         return self.workers.num_replicas
-
-
-R = TypeVar("R")
-
-
-class Strategy(Executor):
-    """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others."""
-
-    def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
-        self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
 
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:
@@ -160,7 +159,8 @@ class Strategy(Executor):
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [note_empty_shard(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
-        rows = [_rows(view) for view in views]
+        # The rows of each shard, taken from its first argument that has rows.
+        rows = [next((n for leaf in replica_leaves(view) if (n := rows_of(leaf)) is not None), None) for view in views]
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
             given = tree_leaves((args, kwargs))
@@ -168,12 +168,8 @@ class Strategy(Executor):
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
         try:
-            with (
-                entered(self),
-                looking,
-                self._mirrored.settled(),
-                self._mirrored.clearing_after_failure(len(self.devices)),
-            ):
+            clearing = self._mirrored.clearing_after_failure(len(self.devices))
+            with entered(self), looking, self._mirrored.settled(), clearing:
                 results = merge(self._execute(fn, bodies, rows))
         finally:
             self._mirrored.note()
@@ -358,13 +354,9 @@ class Strategy(Executor):
                 f"find_batch_size tries batches in one process, and this is a job of {self.workers.size} workers; find "
                 "the size on the devices of one worker with MirroredStrategy, and multiply it by the workers"
             )
-        bracket = Bracket(
-            start=start, multiple_of=self.num_replicas_in_sync if multiple_of is None else multiple_of, limit=limit
-        )
-        trials = Trials(
-            self, step, make_batch, optimizers=self._mirrored.optimizers, variables=self._mirrored.variables
-        )
-        return search_batch_size(trials, bracket, memory_mb=memory_mb)
+        multiple_of = self.num_replicas_in_sync if multiple_of is None else multiple_of
+        bracket = Bracket(start=start, multiple_of=multiple_of, limit=limit)
+        return BatchSizeSearch(self, step, make_batch, self._mirrored, memory_mb).run(bracket)
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
@@ -380,14 +372,6 @@ class Strategy(Executor):
                 f"{method} is for all replicas together and was called inside one; call it outside strategy.run, "
                 "or use the replica context: ls.get_replica_context().all_reduce, .all_gather, .merge_call"
             )
-
-
-def _rows(view: Any) -> int | None:
-    """The number of rows of a replica's shard, taken from its first argument that has rows."""
-    for leaf in replica_leaves(view):
-        if (rows := rows_of(leaf)) is not None:
-            return rows
-    return None
 
 
 class ThreadedStrategy(Strategy):
@@ -413,40 +397,28 @@ class ThreadedStrategy(Strategy):
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(make_exchange, partition)
-        self._guard = guard
-        self._devices = devices
-        self._workers = workers
-        self._runner = runner
+        self._devices, self._workers, self._runner, self._guard = devices, workers, runner, guard
 
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
-        """The logical devices of the local replicas, in replica order."""
         return self._devices
 
     @property
     def workers(self) -> Communicator:
-        """The workers that run this strategy's replicas."""
         return self._workers
 
     @property
     def generators(self) -> ReplicaGenerators:
-        """The random generators of the local replicas, whose states checkpoints save."""
         return self._runner.generators
 
     def trial(self) -> AbstractContextManager[None]:
-        """A block after which the replicas' random generators and memory peaks are as before."""
         return self._runner.trial()
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
-        """What the local replicas' GPUs, or shares of them, have of memory now, and the most they had, in bytes."""
         self._outside("device_memory")
         return self._runner.device_memory()
 
     def close(self) -> None:
-        """Ends the replica threads and, among several workers, leaves the job; the others may go on alone.
-
-        The threads also end when the strategy is garbage collected and at interpreter exit.
-        """
         self._runner.close()
         self._workers.close()
 
@@ -482,20 +454,13 @@ class DefaultStrategy(Strategy):
 
     @cached_property
     def workers(self) -> Communicator:
-        """This process alone."""
         return SingleWorkerCommunicator(1)
 
     @cached_property
     def generators(self) -> ReplicaGenerators:
-        """The one replica draws from torch's own generators."""
-        return ReplicaGenerators([], [], [])
-
-    def trial(self) -> AbstractContextManager[None]:
-        """There is nothing of its own to keep: the random numbers are torch's."""
-        return nullcontext()
+        return ReplicaGenerators([], [], [])  # torch's own
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
-        """What this process has of its GPU: a plain torch program keeps no accounts."""
         device = self.devices[0]
         driver = driver_of(device)
         if driver is None:
@@ -515,10 +480,8 @@ class DefaultStrategy(Strategy):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         device = self.devices[0]
-        context = ReplicaContext(
-            self, 0, device, ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0), IssueGate(1)
-        )
-        with in_context(context):
+        barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)
+        with in_context(ReplicaContext(self, 0, device, barrier, IssueGate(1))):
             return [bodies[0]()]
 
     def __repr__(self) -> str:

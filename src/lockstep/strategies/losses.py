@@ -13,7 +13,6 @@ number in the whole batch:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -68,11 +67,10 @@ def compute_average_loss(
         if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
             raise ConfigError(f"global_batch_size={global_batch_size!r}; expected the number of examples, at least 1")
         return total / global_batch_size
-    rows: Any = per_example_loss.shape[0]
+    rows: int = per_example_loss.shape[0]
     if context is not None:
         rows = context.meet(_NAME, rows, partial(_rows_of_all, context.workers))
-    average: torch.Tensor = total / max(rows, 1)
-    return average
+    return total / max(rows, 1)
 
 
 def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:

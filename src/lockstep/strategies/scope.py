@@ -34,21 +34,13 @@ def current_strategy() -> Strategy | None:
 
 
 class Scope(ContextDecorator):
-    """What ``strategy.scope()`` returns: enters the strategy, as often as wanted, also inside itself.
-
-    Args:
-        strategy: becomes the ambient one inside the ``with`` block.
-    """
+    """What ``strategy.scope()`` returns: makes the strategy the ambient one, as often as wanted, also inside itself."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
     def __enter__(self) -> Strategy:
-        """Makes the strategy the ambient one of this thread.
-
-        Raises:
-            UsageError: another strategy's scope is open, or this is inside a replica.
-        """
+        """Raises a UsageError if another strategy's scope is open, or if this is inside a replica."""
         if get_replica_context() is not None:
             raise UsageError(
                 "a scope is for all replicas together and was entered inside one; enter it outside strategy.run"
@@ -57,25 +49,20 @@ class Scope(ContextDecorator):
         return self._strategy
 
     def __exit__(self, *_: object) -> None:
-        """Makes the strategy the ambient one that was so before."""
-        _leave()
+        _open.set(_open.get()[:-1])
 
     def __repr__(self) -> str:
         return f"<scope of {self._strategy!r}>"
 
 
 @contextmanager
-def entered(strategy: Strategy) -> Iterator[Strategy]:
-    """Makes ``strategy`` the ambient one while it runs its replicas. Entering it again inside itself is fine.
-
-    Raises:
-        UsageError: another strategy's scope is open.
-    """
+def entered(strategy: Strategy) -> Iterator[None]:
+    """Makes ``strategy`` the ambient one while it runs its replicas. Entering it again inside itself is fine."""
     _enter(strategy)
     try:
-        yield strategy
+        yield
     finally:
-        _leave()
+        _open.set(_open.get()[:-1])
 
 
 def _enter(strategy: Strategy) -> None:
@@ -85,8 +72,3 @@ def _enter(strategy: Strategy) -> None:
             f"{strategy!r} cannot be used inside the scope of {outer!r}; leave that scope first, or use one strategy"
         )
     _open.set((*_open.get(), strategy))
-
-
-def _leave() -> None:
-    *outer, _ = _open.get()
-    _open.set(tuple(outer))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,7 @@ class LabelledBatch(NamedTuple):
 
 
 def unpack_labelled(item: Any) -> LabelledBatch:
-    """Splits an item of fit's or evaluate's data into inputs, targets and sample weights.
-
-    Raises:
-        DataError: the item is not a pair or triple.
-    """
+    """Splits an item of fit's or evaluate's data; raises a DataError if it is not a pair or triple."""
     if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
         raise DataError(
             f"the data gave {_describe(item)}; fit and evaluate need items (x, y) or (x, y, sample_weight), "
@@ -45,11 +41,7 @@ def unpack_labelled(item: Any) -> LabelledBatch:
 
 
 def unpack_inputs(item: Any) -> Any:
-    """The inputs of an item of predict's data: the item itself, or the first of a tuple or list (x, y, ...).
-
-    Raises:
-        DataError: a tuple or list of another length.
-    """
+    """The inputs of an item of predict's data: the item itself, or the first of a tuple or list (x, y, ...)."""
     if not isinstance(item, (tuple, list)):
         return item
     if len(item) not in (1, 2, 3):
@@ -93,8 +85,7 @@ class ShardRows:
 
     def index(self) -> Tensor | None:
         """The numbers of all rows, on their device; None if no tensor has rows."""
-        leaves = self._leaves()[0]
-        device = next((leaf.device for leaf in leaves if self._has_rows(leaf)), None)
+        device = next((leaf.device for leaf in self._leaves()[0] if self._has_rows(leaf)), None)
         return None if device is None else torch.arange(self.rows, device=device)
 
     def take(self, index: Tensor) -> ShardRows:
@@ -110,7 +101,7 @@ class ShardRows:
             floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
             return leaf.detach().requires_grad_() if floating else leaf
 
-        return ShardRows(tree_map(changed, self.outputs), self.batch, self.rows)
+        return replace(self, outputs=tree_map(changed, self.outputs))
 
     def has_other_outputs(self) -> bool:
         """Whether the outputs hold tensors or objects without rows, such as a computed loss, or a cache."""
@@ -125,7 +116,7 @@ class ShardRows:
                 return leaf
             return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
 
-        return ShardRows(tree_map(changed, self.outputs), self.batch, self.rows)
+        return replace(self, outputs=tree_map(changed, self.outputs))
 
     def _leaves(self) -> tuple[list[Any], Any]:
         arguments = (self.outputs, self.batch.y, self.batch.sample_weight)

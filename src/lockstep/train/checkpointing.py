@@ -28,18 +28,13 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
+from lockstep.train.fit import TrainLoop
 from lockstep.train.logs import EpochTiming, History, RunningLoss
-from lockstep.train.loop import TrainLoop
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.sharded_io import TensorReader
     from lockstep.train.model import Model
-
-
-_SAVED_IN_FIT: Any = {"loss": list[float], "callbacks": dict[str, dict[str, Any]]}
-_METRICS = dict[str, list[Any]]
-_PLACE: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +52,11 @@ class Position:
     step: int = 0
 
 
+_GROUP_BYTES = 32 * 2**20
+
+# The types of what is saved, for the check of a checkpoint before it is loaded.
+_SAVED_IN_FIT: Any = {"loss": list[float], "callbacks": dict[str, dict[str, Any]]}
+_POSITION_IN_DATA: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
 _SAVED: Any = {
     "position": Position,
     "run": str,
@@ -72,7 +72,6 @@ class TrainingState(StateAdapter):
         model: the model that is trained.
 
     Attributes:
-        position: where the training is.
         run: an identifier of this training, restored with its checkpoints.
     """
 
@@ -145,11 +144,11 @@ class TrainingState(StateAdapter):
         if self._fit is None or "loss" not in saved.shared:
             return
         check_kind(saved.shared, _SAVED_IN_FIT, "training")
-        check_kind(saved.replicas, list[_METRICS], "metrics")
-        for metrics in self._fit[0].metrics.per_replica[:1]:
-            for states in saved.replicas:
-                check_like(states, _kinds_of_states(metrics), "metrics")
-        check_kind(saved.worker, _PLACE, "place in the data")
+        check_kind(saved.replicas, list[dict[str, list[Any]]], "metrics")
+        expected = _kinds_of_states(self._fit[0].metrics.per_replica[0])
+        for states in saved.replicas:
+            check_like(states, expected, "metrics")
+        check_kind(saved.worker, _POSITION_IN_DATA, "position in the data")
 
     def load(self, saved: SavedState) -> None:
         """Restores the state. Loop, data and callbacks are restored during a fit only."""
@@ -174,26 +173,19 @@ class TrainingState(StateAdapter):
 
 def _kinds_of_states(metrics: dict[str, Any]) -> dict[str, Any]:
     """``replica_states`` with an empty tensor or list for each value."""
-    return {
-        name: [
-            {
-                "updates": 0,
-                "states": {
-                    key: [] if isinstance(value, list) else torch.empty(0) for key, value in each["states"].items()
-                },
-            }
-            for each in states
-        ]
-        for name, states in replica_states(metrics).items()
-    }
+
+    def kind(state: dict[str, Any]) -> dict[str, Any]:
+        kinds: dict[str, Any] = {
+            key: [] if isinstance(value, list) else torch.empty(0) for key, value in state["states"].items()
+        }
+        return {"updates": 0, "states": kinds}
+
+    return {name: [kind(state) for state in states] for name, states in replica_states(metrics).items()}
 
 
 def _history_state(history: History) -> dict[str, Any]:
-    return {
-        "history": {name: list(values) for name, values in history.history.items()},
-        "epoch": list(history.epoch),
-        "timing": [asdict(timing) for timing in history.timing],
-    }
+    named = {name: list(values) for name, values in history.history.items()}
+    return {"history": named, "epoch": list(history.epoch), "timing": [asdict(timing) for timing in history.timing]}
 
 
 def _history(state: Mapping[str, Any]) -> History:
@@ -202,9 +194,6 @@ def _history(state: Mapping[str, Any]) -> History:
     history.epoch = list(state["epoch"])
     history.timing = [EpochTiming(**timing) for timing in state["timing"]]
     return history
-
-
-_GROUP_BYTES = 32 * 2**20
 
 
 def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
@@ -234,16 +223,18 @@ def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.
 
 def _load_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads the weights of a sharded model: the chief reads group by group, and each worker takes its shards."""
+    from lockstep.checkpoint.sharded_io import TensorShard
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
     part = sharded_module_of(module)
     described = part.described()
-    stored = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
+    stored: Any = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
     for names in _grouped(described):
-        tensors = [torch.empty_like(described[name], device="cpu") for name in names]
-        run_on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
-        workers.broadcast("loaded weights", tensors)
-        for name, tensor in zip(names, tensors, strict=True):
+        tensors = {name: torch.empty_like(described[name], device="cpu") for name in names}
+        shards = {name: TensorShard(tensor) for name, tensor in tensors.items()}
+        run_on_chief(workers, "load the weights", lambda shards=shards: stored.read(shards))  # type: ignore[misc]
+        workers.broadcast("loaded weights", list(tensors.values()))
+        for name, tensor in tensors.items():
             part.take(name, tensor)
 
 
@@ -262,13 +253,6 @@ def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
         ) from error
     check_fit(stored.tensors, described, path)
     return stored
-
-
-def _read(stored: TensorReader | None, names: list[str], into: list[Tensor]) -> None:
-    from lockstep.checkpoint.sharded_io import TensorShard
-
-    if stored is not None:
-        stored.read({name: TensorShard(tensor) for name, tensor in zip(names, into, strict=True)})
 
 
 def _grouped(described: Mapping[str, Tensor]) -> Iterator[list[str]]:

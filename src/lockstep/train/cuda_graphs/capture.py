@@ -34,15 +34,9 @@ from lockstep.train.step import ReplicaState, StepOutput, train_step, update_met
 
 Value = torch.Tensor | float | None
 
-FREE = ("lr",)
-"""The hyperparameters that may change between replays."""
-
 
 def signature(batch: Any) -> Hashable:
-    """What two batches must have in common for one captured step to serve both.
-
-    Args:
-        batch: nested tuples, lists and mappings of ``PerReplica`` and plain values.
+    """What two batches of tuples, lists, mappings and values have in common if one captured step serves both.
 
     Raises:
         NotCapturableError: the batch holds something that cannot be compared.
@@ -75,11 +69,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
 
 
 class StaticInputs:
-    """A batch at fixed addresses.
-
-    Args:
-        batch: copied to them first.
-    """
+    """A copy of a batch, at fixed addresses."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = tree_map(_cloned, batch)
@@ -98,11 +88,7 @@ def _cloned(leaf: Any) -> Any:
 
 
 def cloned_outputs(outputs: Any) -> Any:
-    """The same structure with a copy of each tensor, made on the current stream. One tensor gets one copy.
-
-    Args:
-        outputs: nested dataclasses and whatever else torch takes for structure, such as transformers' outputs.
-    """
+    """The same structure, also of dataclasses, with one copy of each tensor, made on the current stream."""
     copies: dict[int, torch.Tensor] = {}
 
     def copied(leaf: Any) -> Any:
@@ -119,12 +105,7 @@ def cloned_outputs(outputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The gradients and sums of all replicas at one moment. It keeps the tensors alive.
-
-    Args:
-        gradients: of every parameter of every replica.
-        sums: the total and the count of every replica.
-    """
+    """The gradients of all parameters, and the total and count of each replica, at one moment."""
 
     gradients: tuple[Value, ...]
     sums: tuple[Value, ...]
@@ -137,7 +118,7 @@ class Snapshot:
     @property
     def kind(self) -> Hashable:
         """Equal for two snapshots if a step that was captured after one can be replayed after the other."""
-        if not any(gradient is not None for gradient in self.gradients):
+        if all(gradient is None for gradient in self.gradients):
             return tuple(map(_form, self.sums))
         return tuple(map(_form, (*self.gradients, *self.sums)))
 
@@ -148,6 +129,10 @@ class Snapshot:
             for into, value in pairs:
                 if isinstance(into, torch.Tensor) and isinstance(value, torch.Tensor) and into is not value:
                     into.copy_(value)
+
+
+def _form(value: Value) -> Hashable:
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 class CarriedState:
@@ -169,12 +154,7 @@ class CarriedState:
             return Snapshot(tuple([parameter.grad for parameter in self._parameters]), tuple(sums))
 
     def put(self, snapshot: Snapshot, *, present: Snapshot | None = None) -> None:
-        """Makes a snapshot the present state.
-
-        Args:
-            snapshot: the new state.
-            present: the state now, if it is known; gradients that are the same in both are not touched.
-        """
+        """Makes a snapshot the present state. Gradients that are the same in ``present`` are not touched."""
         old_gradients = snapshot.gradients if present is None else present.gradients
         for parameter, old, new in zip(self._parameters, old_gradients, snapshot.gradients, strict=True):
             if present is None or old is not new:
@@ -183,19 +163,11 @@ class CarriedState:
             state.total, state.count = total, count  # type: ignore[assignment]
 
 
-def _form(value: Value) -> Hashable:
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
 class DeviceLearningRates:
     """The learning rates of an optimizer's groups as float32 tensors of one element, which fused kernels read.
 
     A scheduler writes a float into the groups. A captured step would keep the float of its capture, so the groups hold
     tensors during the capture, and the floats are copied there before each replay.
-
-    Args:
-        optimizer: the mirrored optimizer.
-        device: the device of its parameters.
 
     Raises:
         NotCapturableError: the optimizer's kernels take the rate as a number, or count steps on the host.
@@ -247,8 +219,8 @@ class DeviceLearningRates:
 class DeferredMetric:
     """Takes the place of a replica's metrics in a step, and keeps what they would have been updated with."""
 
-    def __init__(self) -> None:
-        self.arguments: tuple[Any, Any] | None = None
+    def __init__(self, arguments: tuple[Any, Any] | None = None) -> None:
+        self.arguments = arguments
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Called by the step."""
@@ -282,12 +254,7 @@ def _update_metrics(state: ReplicaState, deferred: DeferredMetric) -> None:
 
 @dataclass(frozen=True)
 class StepResults:
-    """What a step of all replicas returns.
-
-    Args:
-        outputs: one per replica.
-        metrics: the updates of the metrics, one per replica.
-    """
+    """What a step of all replicas returns: the output and the update of the metrics of each replica."""
 
     outputs: tuple[StepOutput, ...]
     metrics: Sequence[DeferredMetric]
@@ -330,13 +297,7 @@ class CapturedStep:
         self.graph.replay()
         self.carried.put(self.left, present=entering)
         outputs, arguments = cloned_outputs((self.results.outputs, [each.arguments for each in self.results.metrics]))
-        return StepResults(outputs, [_deferred(each) for each in arguments])
-
-
-def _deferred(arguments: Any) -> DeferredMetric:
-    deferred = DeferredMetric()
-    deferred.arguments = arguments
-    return deferred
+        return StepResults(outputs, list(map(DeferredMetric, arguments)))
 
 
 class GraphCapture:
@@ -401,7 +362,7 @@ class GraphCapture:
             entered=before,
             left=left,
             results=results,
-            guards=StepGuards(self._setup, FREE),
+            guards=StepGuards(self._setup, free=("lr",)),  # read from a tensor
         )
 
 
