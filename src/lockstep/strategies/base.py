@@ -26,7 +26,7 @@ from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDa
 from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_empty_shard
 from lockstep.data.structure import replica_leaves, rows_of
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.local import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -438,9 +438,11 @@ def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[
         return body()
 
 
-def observed(devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
-    """The devices that an observer wants in place of these; without one, these."""
-    observer = current_observer()
+def chosen_devices(given: Sequence[str | torch.device | LogicalDevice] | None) -> tuple[LogicalDevice, ...]:
+    """The devices of a strategy: those given, all if None, or those that an observer wants in their place."""
+    if isinstance(given, str):
+        raise ConfigError(f"devices is a list, got the string {given!r}; write devices=[{given!r}]")
+    devices, observer = resolve_devices(given), current_observer()
     return devices if observer is None else observer.devices_chosen(devices)
 
 
