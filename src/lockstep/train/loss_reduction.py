@@ -28,8 +28,6 @@ from lockstep.replicas.rng.mode import restore_l1_weight
 
 Pair = tuple[Tensor, Any]
 """A total, and its count."""
-
-
 T = TypeVar("T")
 
 
@@ -54,6 +52,9 @@ class ReductionTracer(TorchFunctionMode):
     """A block that calls a loss function once. Then ``pair_of`` and ``sum_of`` say how its result was computed.
 
     In the block torch's mean losses are computed as their sum divided by their count, with the same results.
+
+    Attributes:
+        label_means: the means over labels that were computed.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,9 @@ class ReductionTracer(TorchFunctionMode):
         self._of_nothing: _TensorNotes[bool] = _TensorNotes()
         self._unclamped: _TensorNotes[Tensor] = _TensorNotes()
         self._reads: set[float] = set()
-        self._label_means: list[LabelMean] = []
+        self.label_means: list[LabelMean] = []
         self._masked = False
-        self._hooks = _hooks_of_saved_tensors()
+        self._hooks = saved_tensors_hooks(True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,7 +75,7 @@ class ReductionTracer(TorchFunctionMode):
         watch = _WATCHED.get(func)
         if watch is None or functorch_interpreter() is not None:  # vmap: tensors of one row
             return func(*args, **kwargs)
-        if _hooks_of_saved_tensors() is not self._hooks:  # activation checkpointing calls it again in backward
+        if saved_tensors_hooks(True) is not self._hooks:  # activation checkpointing calls it again in backward
             return self._unwatched(func, args, kwargs)
         return watch(self, func, args, kwargs)
 
@@ -85,11 +86,6 @@ class ReductionTracer(TorchFunctionMode):
     def sum_of(self, returned: Tensor) -> str | None:
         """The name of torch's loss whose sum ``returned`` is; None if it is not such a sum."""
         return self._sums.get(returned) or None
-
-    @property
-    def label_means(self) -> list[LabelMean]:
-        """The means over labels that were computed."""
-        return self._label_means
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
@@ -108,7 +104,7 @@ class ReductionTracer(TorchFunctionMode):
 
     def _note_labels(self, func: Callable[..., Any], given: Mapping[str, Any]) -> None:
         if func in _OF_LABELS and not _are_probabilities(given):
-            self._label_means.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
+            self.label_means.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
 
     def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_LABELS:
@@ -119,7 +115,7 @@ class ReductionTracer(TorchFunctionMode):
 
     def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor) and not args[0].dim():
-            return self._same(func, args, kwargs)
+            return self._linear(func, args, kwargs)
         result = func(*args, **kwargs)
         if not result.dim():
             self._note_sum(result, "", args[0])
@@ -139,16 +135,12 @@ class ReductionTracer(TorchFunctionMode):
 
     def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor) and not args[0].dim():
-            return self._same(func, args, kwargs)
+            return self._linear(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._masked and len(args) == 1 and not kwargs:
             chosen, *rest = args[0].shape
             self._pairs.put(result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
         return result
-
-    def _same(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A cast, a copy, or a reshape of one number."""
-        return self._linear(func, args, kwargs)
 
     def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if all(isinstance(each, (int, float)) for each in args[1:]):
@@ -156,6 +148,7 @@ class ReductionTracer(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A cast, a copy or a reshape of one number, or its product with a number."""
         result = func(*args, **kwargs)
         if (self._pairs or self._sums) and args and isinstance(args[0], Tensor) and result is not args[0]:
             pair, summed = self._pairs.get(args[0]), self._sums.get(args[0])
@@ -300,10 +293,6 @@ def _sum_exactly(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
 
 
-def _hooks_of_saved_tensors() -> Any:
-    return saved_tensors_hooks(True)
-
-
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -342,8 +331,8 @@ _WATCHED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], ReductionTracer._quotient),
     **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], ReductionTracer._scaled),
     **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], ReductionTracer._scaled),
-    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], ReductionTracer._same),
-    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], ReductionTracer._same),
+    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], ReductionTracer._linear),
+    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], ReductionTracer._linear),
     **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], ReductionTracer._added),
     **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], ReductionTracer._clamp),
     **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], ReductionTracer._clamp),
