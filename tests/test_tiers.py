@@ -25,6 +25,6 @@ def test_a_test_is_slow_by_its_file_its_name_or_its_parameters():
 
     assert tiers.is_slow(file, "test_another[1]")
     assert not tiers.is_slow(file, f"{kept}[1]")
-    assert not tiers.is_slow("cli/test_main.py", kept)
+    assert not tiers.is_slow("cli/test_app.py", kept)
     assert tiers.is_slow("strategies/test_parallel.py", "test_any[bert-tensor4]")
     assert not tiers.is_slow("strategies/test_parallel.py", "test_any[bert-tensor2]")

@@ -26,7 +26,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_ctrl_c_ends_a_run_in_one_line",
     ),
     "cli/test_train_reviews.py": ("test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files",),
-    "data/test_position.py": (),
+    "data/test_resume.py": (),
     "integrations/test_transformers_checkpoints.py": ("test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout",),
     "integrations/test_transformers_evaluation.py": (),
     "integrations/test_transformers_use.py": (
@@ -48,14 +48,14 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_a_worker_that_goes_silent_is_lost_on_all_others",
         "test_the_chief_is_lost_with_its_store",
     ),
-    "parallel/test_scores_shared.py": (),
-    "recipes/images/test_largest.py": (),
+    "parallel/test_vocab_parallel_sharded.py": (),
+    "recipes/images/test_batch_size.py": (),
     "recipes/images/test_resume.py": (),
     "recipes/images/test_run.py": (
         "test_three_replicas_compute_what_one_device_computes",
         "test_any_number_of_replicas_and_workers_sees_the_same_pictures",
     ),
-    "recipes/mlm/test_largest.py": (),
+    "recipes/mlm/test_batch_size.py": (),
     "recipes/mlm/test_resume.py": (),
     "recipes/mlm/test_run.py": ("test_two_replicas_learn_and_are_tested",),
     "recipes/reviews/test_run.py": ("test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads",),
@@ -98,12 +98,12 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
     "cli/test_bench.py": ("test_one_command_measures_prints_and_leaves_three_files",),
     "mirroring/test_compile.py": ("test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",),
     "recipes/memory/test_parity.py": ("test_two_workers_learn_as_one_device",),
-    "scaling/test_page.py": (
+    "scaling/test_html_report.py": (
         "test_a_browser_shows_every_number_and_all_plots",
         "test_a_narrow_window_shows_the_same_and_nothing_sticks_out",
         "test_a_browser_refuses_what_the_page_would_ask_for",
     ),
-    "strategies/test_shares_programs.py": ("test_masked_language_modelling_on_four_shares",),
+    "strategies/test_logical_gpu_programs.py": ("test_masked_language_modelling_on_four_shares",),
     "train/test_resume.py": ("test_a_record_with_values_of_another_type_is_passed_over_by_name",),
 }
 
@@ -127,7 +127,7 @@ BEGUN_FIRST = (
     "strategies/test_parallel_checkpoints.py",
     "strategies/test_parallel_schedules.py",
     "strategies/test_parallel_shared_stages.py",
-    "strategies/test_shares_programs.py",
+    "strategies/test_logical_gpu_programs.py",
     "test_docs.py",
     "test_packaging.py",
     "train/test_resume_killed.py",

@@ -1,4 +1,4 @@
-"""What docs/cluster.md, docs/security.md and the examples show is what the code reads."""
+"""What docs/cluster.md, docs/launch.md, docs/security.md and the examples show is what the code reads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lockstep.cli.app import parse
 from lockstep.cluster.resolve import resolve_cluster
 
 ROOT = Path(__file__).parents[2]
-CLUSTER, SECURITY = ((ROOT / "docs" / name).read_text() for name in ("cluster.md", "security.md"))
+CLUSTER, LAUNCH, SECURITY = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("cluster", "launch", "security"))
 
 TF_CONFIGS = [text for text in re.findall(r"TF_CONFIG='(.*?)'", CLUSTER, re.DOTALL) if text != "..."]
-COMMANDS = re.findall(r"^lockstep (run .*?)(?:  +#.*)?$", CLUSTER + SECURITY, re.MULTILINE)
+COMMANDS = re.findall(r"^lockstep (run .*?)(?:  +#.*)?$", LAUNCH + SECURITY, re.MULTILINE)
 BY_HAND = re.findall(r"^(RANK=.*) python train.py", CLUSTER, re.MULTILINE)
 
 
 def test_the_texts_are_found():
-    assert (len(TF_CONFIGS), len(BY_HAND), len(COMMANDS)) == (3, 2, 7)
+    assert (len(TF_CONFIGS), len(BY_HAND), len(COMMANDS)) == (3, 2, 13)
 
 
 @pytest.mark.parametrize(("text", "place"), list(zip(TF_CONFIGS, ((2, 0), (2, 1), (3, 1)), strict=True)))

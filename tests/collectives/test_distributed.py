@@ -175,8 +175,8 @@ def other_calls(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("name", "is at 'first' (test_remote.py:"),
-        ("shape", "is at 'sum of float32 (3,)' (test_remote.py:"),
+        ("name", "is at 'first' (test_distributed.py:"),
+        ("shape", "is at 'sum of float32 (3,)' (test_distributed.py:"),
         ("digest", "was handed other data, or has other weights"),
     ],
 )
