@@ -163,8 +163,7 @@ class Strategy(ABC):
         rows = [next((n for leaf in replica_leaves(view) if (n := rows_of(leaf)) is not None), None) for view in views]
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
-            given = tree_leaves((args, kwargs))
-            distributed = any(isinstance(leaf, PerReplica) for leaf in given)
+            distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
         try:
@@ -195,11 +194,8 @@ class Strategy(ABC):
         """
         self._outside("reduce")
         op, value = ReduceOp.of(op), read_for_reduction(value)
-        if (
-            op is ReduceOp.MEAN
-            and axis is None
-            and not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
-        ):
+        differs = axis is not None or any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
+        if op is ReduceOp.MEAN and not differs:
             return value  # equal in every replica; adding and dividing would only round it
         return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
@@ -322,12 +318,10 @@ class Strategy(ABC):
         """Finds the largest global batch whose step fits all replicas, by trial steps. Call it outside replicas.
 
         From ``start`` the size is doubled while it fits, or halved while it does not; a bisection follows. Each size is
-        tried with two steps, and everything that they change is restored: weights, buffers, gradients, optimizer state
-        and variables of this strategy, and random generators. No memory stays allocated.
-
-        A size fits if no replica runs out of memory. Replicas on a CPU must also stay within a budget, since the system
-        kills a process that exceeds it. A size is tried there only if it is predicted to fit from smaller ones, and the
-        search ends within 1/64 of the size, so the result may differ a little between calls.
+        tried with two steps, and everything that they change is restored: weights, buffers, gradients, optimizer state,
+        variables, and random generators. A size fits if no replica runs out of memory. Replicas on a CPU must also stay
+        within a budget, since the system kills a process that exceeds it. A size is tried there only if it is predicted
+        to fit, and the search ends within 1/64 of the size, so the result may differ a little between calls.
 
         Args:
             step: the step function; each replica calls it with its shard.
@@ -336,10 +330,10 @@ class Strategy(ABC):
             start: the first size to try.
             limit: the largest size to try, such as the number of examples. None is no limit, for steps that run out of
                 memory at some size.
-            multiple_of: the result is a multiple of this; None is the number of replicas, so that all shards are equal.
-            memory_mb: for replicas on a CPU, the resident memory in MB (2**20 bytes) that this process may use. None is
-                what it uses now plus 0.8 of what the machine, or the control group, has available. Batches that are
-                read ahead are not included.
+            multiple_of: the result is a multiple of this; None is the number of replicas.
+            memory_mb: for replicas on a CPU, the resident memory in MB (2**20 bytes) that this process may use, without
+                batches that are read ahead. None is what it uses now plus 0.8 of what the machine, or the control
+                group, has available.
 
         Raises:
             DeviceMemoryError: ``multiple_of`` examples do not fit.

@@ -98,17 +98,11 @@ def _rows_of_all(workers: Communicator, rows: list[int]) -> int:
 def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
     if weight.ndim == 1 and losses.ndim > 1 and weight.shape[0] == losses.shape[0]:
         weight = weight.reshape(-1, *[1] * (losses.ndim - 1))
-    elif 0 < weight.ndim < losses.ndim:  # a shard may have as many rows as the losses have columns
-        raise _unfit(weight, losses)
-    try:
-        torch.broadcast_to(weight, losses.shape)
-    except RuntimeError:
-        raise _unfit(weight, losses) from None
+    # One weight per column needs all dimensions: a shard may have as many rows as the losses have columns.
+    pairs = zip(reversed(weight.shape), reversed(losses.shape), strict=False)
+    if weight.ndim not in (0, losses.ndim) or any(size not in (1, other) for size, other in pairs):
+        raise ConfigError(
+            f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
+            f"give one weight per example, shape ({losses.shape[0]},), or one of {losses.ndim} dimensions"
+        )
     return weight
-
-
-def _unfit(weight: torch.Tensor, losses: torch.Tensor) -> ConfigError:
-    return ConfigError(
-        f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
-        f"give one weight per example, shape ({losses.shape[0]},), or one of {losses.ndim} dimensions"
-    )

@@ -52,8 +52,6 @@ class Position:
     step: int = 0
 
 
-_GROUP_BYTES = 32 * 2**20
-
 # The types of what is saved, for the check of a checkpoint before it is loaded.
 _SAVED_IN_FIT: Any = {"loss": list[float], "callbacks": dict[str, dict[str, Any]]}
 _POSITION_IN_DATA: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
@@ -83,8 +81,7 @@ class TrainingState(StateAdapter):
 
     @property
     def _model(self) -> Model:
-        model = self._weak_model()
-        if model is None:
+        if (model := self._weak_model()) is None:
             raise UsageError("the Model of this state no longer exists; keep it as long as its checkpoints are in use")
         return model
 
@@ -114,12 +111,6 @@ class TrainingState(StateAdapter):
             self._position, self._fit = self.position, None
 
     def state(self) -> AdapterState:
-        """All of the state.
-
-        Raises:
-            UsageError: called in the middle of an accumulation cycle, whose gradients a checkpoint cannot hold.
-            NonFiniteLossError: of a step that a GPU was still computing.
-        """
         shared: dict[str, Any] = {
             "position": asdict(self.position),
             "run": self.run,
@@ -151,7 +142,7 @@ class TrainingState(StateAdapter):
         check_kind(saved.worker, _POSITION_IN_DATA, "position in the data")
 
     def load(self, saved: SavedState) -> None:
-        """Restores the state. Loop, data and callbacks are restored during a fit only."""
+        """Loop, data and callbacks are restored during a fit only."""
         shared = saved.shared
         self.run = shared["run"]
         self._position = Position(**shared["position"])
@@ -222,20 +213,19 @@ def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.
 
 
 def _load_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads the weights of a sharded model: the chief reads group by group, and each worker takes its shards."""
+    """Loads the weights of a sharded model: the chief reads one tensor after another; each worker takes its shard."""
     from lockstep.checkpoint.sharded_io import TensorShard
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
     part = sharded_module_of(module)
     described = part.described()
     stored: Any = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
-    for names in _grouped(described):
-        tensors = {name: torch.empty_like(described[name], device="cpu") for name in names}
-        shards = {name: TensorShard(tensor) for name, tensor in tensors.items()}
-        run_on_chief(workers, "load the weights", lambda shards=shards: stored.read(shards))  # type: ignore[misc]
-        workers.broadcast("loaded weights", list(tensors.values()))
-        for name, tensor in tensors.items():
-            part.take(name, tensor)
+    for name, like in described.items():
+        tensor = torch.empty_like(like, device="cpu")
+        shard = {name: TensorShard(tensor)}
+        run_on_chief(workers, "load the weights", lambda shard=shard: stored.read(shard))  # type: ignore[misc]
+        workers.broadcast("loaded weights", [tensor])
+        part.take(name, tensor)
 
 
 def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
@@ -253,20 +243,6 @@ def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
         ) from error
     check_fit(stored.tensors, described, path)
     return stored
-
-
-def _grouped(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names in groups of at most ``_GROUP_BYTES``."""
-    names: list[str] = []
-    filled = 0
-    for name, tensor in described.items():
-        if names and filled + tensor.nbytes > _GROUP_BYTES:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += tensor.nbytes
-    if names:
-        yield names
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

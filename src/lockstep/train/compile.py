@@ -55,15 +55,8 @@ class Precision:
     def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> torch.Tensor | None:
         """The factor for the loss before backward; None without a scaler. Every replica must call it.
 
-        The first call sums the counts of the replicas.
-
-        Args:
-            context: the calling replica's.
-            count: this replica's count of the step.
-
-        Returns:
-            The scaler's own float32 tensor of one element, on replica 0's device. It is not read here, as an update may
-            still be changing it.
+        The first call sums ``count``, this replica's count of the step, over the replicas. The factor is the scaler's
+        own float32 tensor of one element, on replica 0's device. An update may still be changing it.
         """
         if self.name != "fp16":
             return None

@@ -93,16 +93,7 @@ def run_fit(
     callbacks: CallbackList,
     epochs: Epochs,
 ) -> None:
-    """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it.
-
-    Args:
-        model: the model that is trained.
-        setup: with an optimizer.
-        data: the training data; it is closed at the end.
-        validation: evaluated at the end of epochs; None for no validation.
-        callbacks: called at every hook.
-        epochs: which epochs are trained and validated.
-    """
+    """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it."""
     stop = AgreedStop(model)
     loop = TrainLoop(model.strategy, setup, callbacks=callbacks, stop=stop)
     state = model.training_state.during_fit(loop, data, callbacks, epoch=epochs.initial_epoch)
@@ -174,12 +165,6 @@ class AgreedStop:
 class TrainLoop:
     """Trains epochs on one strategy.
 
-    Args:
-        strategy: the strategy that runs the steps.
-        setup: what the replicas share.
-        callbacks: called for every batch.
-        stop: asked after each batch.
-
     Attributes:
         epoch: the current or next epoch, counted from 0.
         batch: how many global batches of the epoch are done.
@@ -209,13 +194,7 @@ class TrainLoop:
     def run_epoch(self, data: EpochIterator, clock: StepClock) -> dict[str, float]:
         """Runs one epoch, with an update per ``accumulate`` global batches and one for those left at the end.
 
-        If a checkpoint was loaded, the epoch goes on after the batches that are done.
-
-        Returns:
-            The loss and the metrics of the epoch.
-
-        Raises:
-            NonFiniteLossError: the loss became NaN or infinite. The weights are those of the last good update.
+        If a checkpoint was loaded, the epoch goes on after the batches that are done. Returns the loss and the metrics.
         """
         if not self.batch:
             self.loss = RunningLoss()

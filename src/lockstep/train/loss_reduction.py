@@ -76,7 +76,7 @@ class ReductionTracer(TorchFunctionMode):
         if watch is None or functorch_interpreter() is not None:  # vmap: tensors of one row
             return func(*args, **kwargs)
         if saved_tensors_hooks(True) is not self._hooks:  # activation checkpointing calls it again in backward
-            return self._unwatched(func, args, kwargs)
+            return self._loss(func, args, kwargs, trace=False) if func in _PARAMETERS else func(*args, **kwargs)
         return watch(self, func, args, kwargs)
 
     def pair_of(self, returned: Tensor) -> Pair | None:
@@ -87,31 +87,23 @@ class ReductionTracer(TorchFunctionMode):
         """The name of torch's loss whose sum ``returned`` is; None if it is not such a sum."""
         return self._sums.get(returned) or None
 
-    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _loss(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, trace: bool = True
+    ) -> Any:
         given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
         reduction = _reduction(given)
-        if reduction not in ("mean", "batchmean"):
+        if reduction == "mean" and func in _OF_LABELS and not _are_probabilities(given):
+            self.label_means.append(LabelMean.of(given))
+        if reduction not in ("mean", "batchmean") or not trace:
             result = func(*args, **kwargs)
-            if reduction == "sum":
+            if reduction == "sum" and trace:
                 self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(given.values())))
             return result
         given = {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
         total, count = _SUMMED.get(func, _values_summed)(func, given)
         result = total / count
         self._pairs.put(result, (total, count))
-        self._note_labels(func, given)
         return result
-
-    def _note_labels(self, func: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        if func in _OF_LABELS and not _are_probabilities(given):
-            self.label_means.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
-
-    def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _OF_LABELS:
-            given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
-            if _reduction(given) == "mean":
-                self._note_labels(func, given)
-        return func(*args, **kwargs)
 
     def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor) and not args[0].dim():
@@ -212,17 +204,17 @@ class ReductionTracer(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class LabelMean:
-    """The labels that a mean was taken over.
-
-    Args:
-        target: class numbers.
-        weight: of the classes, or None.
-        ignored: the label that does not count.
-    """
+    """The labels that a mean was taken over: class numbers, weights of the classes, and the label that is ignored."""
 
     target: Tensor
     weight: Tensor | None
     ignored: int
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LabelMean:
+        """The labels of a call of a loss."""
+        ignored = given.get("ignore_index", -100)
+        return cls(given["target"], given.get("weight"), -100 if ignored is None else int(ignored))
 
     def counts_rows(self) -> bool:
         """Whether all labels count alike, so that the mean is one over rows. Waits for the device."""
@@ -255,9 +247,8 @@ def _weighted_values_summed(func: Callable[..., Any], given: Mapping[str, Any]) 
 
 def _rows_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
     """KLDivLoss: "batchmean" divides by the rows, "mean" by the values."""
-    if _reduction(given) == "mean":
-        return _values_summed(func, given)
-    return _values_summed(func, given)[0], float(given["input"].shape[0])
+    total, count = _values_summed(func, given)
+    return total, count if _reduction(given) == "mean" else float(given["input"].shape[0])
 
 
 def _sequences_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
@@ -277,16 +268,11 @@ def _labels_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
     if _are_probabilities(given):
         classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
         return total, given["input"].numel() / classes
-    return total, LabelMean(given["target"], given.get("weight"), _ignored(given)).count()
+    return total, LabelMean.of(given).count()
 
 
 def _are_probabilities(given: Mapping[str, Any]) -> bool:
     return bool(given["target"].is_floating_point())
-
-
-def _ignored(given: Mapping[str, Any]) -> int:
-    ignored = given.get("ignore_index", -100)
-    return -100 if ignored is None else int(ignored)
 
 
 def _sum_exactly(values: Tensor) -> Tensor:

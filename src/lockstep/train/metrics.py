@@ -91,8 +91,7 @@ class ReplicaMetrics:
     @classmethod
     def on(cls, strategy: Strategy, metrics: Mapping[str, Any]) -> Self:
         """The metrics on all replicas of a strategy."""
-        devices = strategy.devices
-        return cls(metrics, [device.torch_device for device in devices], strategy.workers, devices[0])
+        return cls(metrics, [each.torch_device for each in strategy.devices], strategy.workers, strategy.devices[0])
 
     def skip_input_checks(self) -> None:
         """After the first batch on a GPU, switches off the metrics' checks of inputs, which make the host wait."""
@@ -156,13 +155,13 @@ def _single_numbers(name: str, value: Any) -> dict[str, Any]:
 def load_states(
     metrics: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, first: int, replicas: int
 ) -> None:
-    """Restores saved states into the local replicas' metrics.
+    """Restores saved states into the local replicas' metrics, which have been reset.
 
-    On the same number of replicas each gets its own. On another one, the states of replica r go to replica r modulo the
-    new number. Where several meet they are combined, which is exact for states that are summed, joined, or extremes.
+    On another number of replicas, the states of replica r go to replica r modulo the new number. Where several meet
+    they are combined, which is exact for states that are summed, joined, or extremes.
 
     Args:
-        metrics: each local replica's own metrics, by name, after a reset.
+        metrics: each local replica's own metrics, by name.
         saved: ``replica_states`` of each replica that saved, over all workers.
         first: the number of the first local replica, over all workers.
         replicas: the number of replicas now, over all workers.
@@ -217,15 +216,10 @@ def _moved(state: Any, device: Any) -> Any:
 
 
 def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
-    """Checks that one update with all rows gives what two updates with parts of them give, merged.
+    """Checks on a shard of ``LEAST_ROWS`` or more that one update gives what two updates with parts of it give, merged.
 
     A metric that adds up means would give other numbers on another number of replicas. The metrics of torchmetrics add
     up sums and counts, or keep all rows, and are not checked.
-
-    Args:
-        metrics: by name; copies of them are updated.
-        shard: at least ``LEAST_ROWS`` rows, without gradients.
-        context: the replica's.
 
     Raises:
         ConfigError: a metric gives another value for the rows in parts.

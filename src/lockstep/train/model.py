@@ -149,19 +149,18 @@ class Model:
         Args:
             optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
                 None to evaluate only.
-            loss: ``loss(outputs, targets)``, returning one value per example (any shape whose first dimension is the
+            loss: ``loss(outputs, targets)`` returns one value per example (any shape whose first dimension is the
                 rows), a pair (total, count), or a scalar mean. Means of torch's losses, and means over masked or
                 selected values, are divided by their count in the whole batch. Any other scalar is taken as the mean
-                over the examples, which the first step checks.
+                over the examples, which the first steps check.
             metrics: name to torchmetrics Metric, updated with (outputs, targets).
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
             clip_norm: clips the gradients of each update to this global norm.
-            graphs: on a GPU, capture whole steps as CUDA graphs and replay them where possible. Where it is not, the
-                log "lockstep" says why.
-            compile_module: run the module through ``torch.compile``, with one compiled code for all replicas; or a
-                dict of its options "mode", "dynamic" and "backend".
+            graphs: on a GPU, replay whole steps as CUDA graphs where possible; the log "lockstep" says why not.
+            compile_module: run the module through ``torch.compile``; or a dict of its options "mode", "dynamic" and
+                "backend". All replicas run one compiled code.
 
         Raises:
             ConfigError: a value is not valid.
@@ -222,9 +221,9 @@ class Model:
         batches = self._iterator(data, "the training data", steps_per_epoch)
         validation = None if validation_data is None else self._iterator(validation_data, "the validation data")
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
-        params = {"epochs": epochs, "steps": batches.steps, "verbose": verbose, "validated": validation is not None}
         self.stop_training, self.history = False, History()
-        with self._callbacks(callbacks, verbose, params) as called:
+        params = {"epochs": epochs, "validated": validation is not None}
+        with self._callbacks(callbacks, verbose, batches, **params) as called:
             run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
         return self.history
 
@@ -244,7 +243,7 @@ class Model:
         """
         setup = self._compiled("evaluate")
         batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with self._callbacks(callbacks, verbose, {"steps": batches.steps, "verbose": verbose}) as called:
+        with self._callbacks(callbacks, verbose, batches) as called:
             return run_evaluation(self.strategy, setup, batches, callbacks=called, clock=self.clock)
 
     def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
@@ -266,7 +265,7 @@ class Model:
         uncompiled = Precision("fp32", self.strategy.devices[0].torch_device.type)
         precision = uncompiled if self._setup is None else self._setup.precision
         batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with self._callbacks(callbacks, verbose, {"steps": batches.steps, "verbose": verbose}) as called:
+        with self._callbacks(callbacks, verbose, batches) as called:
             return run_prediction(self.strategy, self._module, precision, batches, callbacks=called, clock=self.clock)
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,9 +282,7 @@ class Model:
         self._module.load_state_dict(state)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Writes the module's state_dict to a safetensors file, atomically.
-
-        Every worker must call it; the chief writes.
+        """Writes the state_dict to a safetensors file, atomically. Every worker must call it; the chief writes.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -293,9 +290,7 @@ class Model:
         save_weights(self._module, self.strategy.workers, path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads a safetensors file into every replica's copy. Nothing is loaded unless everything fits.
-
-        Every worker must call it; the chief reads.
+        """Loads a safetensors file into every replica's copy, if everything fits. Every worker must call it.
 
         Raises:
             CheckpointError: there is no such file, or its keys or shapes are not the module's.
@@ -330,5 +325,8 @@ class Model:
     def _iterator(self, data: Data, name: str, steps_per_epoch: int | None = None) -> EpochIterator:
         return EpochIterator(distribute(self.strategy, data), name=name, steps_per_epoch=steps_per_epoch)
 
-    def _callbacks(self, given: Sequence[Callback] | None, verbose: Verbose, params: Mapping[str, Any]) -> CallbackList:
+    def _callbacks(
+        self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator, **params: Any
+    ) -> CallbackList:
+        params |= {"steps": data.steps, "verbose": verbose}
         return CallbackList(with_progress(given, verbose), model=self, params=params)
