@@ -29,22 +29,22 @@ html_theme = "furo"
 html_title = "Lockstep"
 
 _LITERAL = re.compile(r"(``.+?``)")
-# In a docstring these are what they look like: "*.train.tokens" and a trailing underscore, as in "val_".
+# reStructuredText markup that docstrings use as plain text: "*.train.tokens", and the trailing underscore of "val_".
 _NOT_MARKUP = re.compile(r"\*(?=\.)|(?<=\w)_(?=\W|$)")
 
 
-def _as_it_stands(line: str) -> str:
-    """A line of a docstring with what reStructuredText would take for markup escaped, outside ``literals``."""
+def _escaped(line: str) -> str:
+    """A line of a docstring, with such characters escaped outside ``literals`` and examples."""
     if line.lstrip().startswith((">>>", "...")):
         return line
     parts = _LITERAL.split(line)
     return "".join(part if part.startswith("``") else _NOT_MARKUP.sub(r"\\\g<0>", part) for part in parts)
 
 
-def _read_plainly(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    lines[:] = [_as_it_stands(line) for line in lines]
+def _escape_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    lines[:] = [_escaped(line) for line in lines]
 
 
 def setup(app: Sphinx) -> None:
-    """Reads docstrings plainly, before napoleon turns their sections into markup."""
-    app.connect("autodoc-process-docstring", _read_plainly, priority=100)
+    """Escapes docstrings before napoleon turns their sections into markup."""
+    app.connect("autodoc-process-docstring", _escape_docstring, priority=100)

@@ -1,10 +1,10 @@
-"""One program for one host or many: a small network learns handwritten digits, and goes on where it was interrupted.
+"""Trains a small network on handwritten digits with several workers, and resumes after an interruption.
 
-Every worker runs this file. On one host, with two workers:
+Every worker runs this file. Two workers on one host:
 
   lockstep run --workers 2 examples/multi_worker.py
 
-Without a launcher, each in a terminal of its own, with "index" 0 and 1:
+Without a launcher, in two terminals, with "index" 0 and 1:
 
   TF_CONFIG='{"cluster": {"worker": ["localhost:20000", "localhost:20001"]}, "task": {"type": "worker", "index": 0}}' \\
       python examples/multi_worker.py
@@ -26,11 +26,11 @@ from torchmetrics.classification import MulticlassAccuracy
 import lockstep as ls
 
 
-def main(words: Sequence[str] | None = None) -> dict[str, float]:
-    """Trains and tests; returns loss and accuracy of the test."""
-    args = arguments(words)
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Trains and tests. Returns the test loss and accuracy."""
+    args = parse_arguments(argv)
     devices = ls.config.apply_device_request(ls.config.parse_device_request(args.devices)) if args.devices else None
-    strategy = ls.MultiWorkerMirroredStrategy(devices, seed=0)  # waits until all workers are there
+    strategy = ls.MultiWorkerMirroredStrategy(devices, seed=0)  # waits for all workers
     train, test = digits(args.batch_size)
     with strategy.scope():
         network = nn.Sequential(
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def digits(batch_size: int) -> tuple[DataLoader, DataLoader]:
-    """scikit-learn's 1,797 pictures of 8x8 pixels, in global batches: what all workers together take in a step."""
+    """Global batches of scikit-learn's 1,797 images of 8x8 pixels. All workers together take one per step."""
     data = load_digits()
     pixels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -60,14 +60,14 @@ def digits(batch_size: int) -> tuple[DataLoader, DataLoader]:
     return DataLoader(train, batch_size, shuffle=True), DataLoader(test, 256)
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", help="of each worker: gpu:0 or cpu:2 (shares); default: every GPU, or the CPU")
-    parser.add_argument("--batch-size", type=int, default=64, help="pictures in a global batch, of all replicas")
+    parser.add_argument("--devices", help="devices of each worker, as gpu:0 or cpu:2; default: every GPU, or the CPU")
+    parser.add_argument("--batch-size", type=int, default=64, help="images in a global batch")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--backup", type=Path, help="folder of checkpoints; a run that was interrupted goes on there")
-    return parser.parse_args(words)
+    parser.add_argument("--backup", type=Path, help="folder of checkpoints, from which an interrupted run resumes")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

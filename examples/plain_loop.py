@@ -1,6 +1,6 @@
-"""Pictures in class folders, MobileNetV2 and a training loop by hand: plain PyTorch, on one device.
+"""A training loop for MobileNetV2 on folders of images, in plain PyTorch on one device.
 
-custom_loop.py is the same program on many devices, line by line. What differs is what there is to learn:
+custom_loop.py is the same program on many devices. To see what differs:
 
     diff -y examples/plain_loop.py examples/custom_loop.py
 """
@@ -21,20 +21,20 @@ from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.train import build_images
 
 
-def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]], nn.Module]:
-    """Trains and tests; returns loss and accuracy of every training step, and the trained network."""
-    args = arguments(words)
+def main(argv: Sequence[str] | None = None) -> tuple[list[tuple[float, float]], nn.Module]:
+    """Trains and tests. Returns loss and accuracy of every training step, and the trained network."""
+    args = parse_arguments(argv)
     dtype = torch.float64 if args.float64 else torch.float32
     device = torch.device(args.device)
-    # MobileNetV2 without its top, pooling, Dense(512), Dense(classes); and global batches of (pictures, labels).
+    # MobileNetV2 with a hidden layer of 512 before the output, and global batches of (images, labels).
     config = ImagesConfig(data=args.data, size=args.size, batch_size=args.batch_size, hidden=512, valid_fraction=0.0)
     task = build_images(config)
     model = task.module.to(device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     train, test = task.train, task.test
 
-    def train_step(pictures: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(pictures.to(dtype))
+    def train_step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(images.to(dtype))
         per_example = F.cross_entropy(logits, labels, reduction="none")
         loss = per_example.mean()
         loss.backward()
@@ -42,45 +42,45 @@ def main(words: Sequence[str] | None = None) -> tuple[list[tuple[float, float]],
         optimizer.zero_grad()
         return loss.detach(), (logits.argmax(1) == labels).sum()
 
-    def test_step(pictures: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(pictures.to(dtype))
+    def test_step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(images.to(dtype))
         return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
 
     steps = []
     for epoch in range(args.epochs):
-        train.set_epoch(epoch)  # another order
+        train.set_epoch(epoch)  # a new order
         model.train()
         with tqdm(train, desc=f"epoch {epoch + 1}/{args.epochs}", unit="batch") as bar:
-            for pictures, labels in bar:
+            for images, labels in bar:
                 rows = len(labels)
-                loss, right = train_step(pictures.to(device), labels.to(device))
+                loss, right = train_step(images.to(device), labels.to(device))
                 steps.append((float(loss), float(right) / rows))
                 bar.set_postfix(loss=f"{steps[-1][0]:.4f}", accuracy=f"{steps[-1][1]:.3f}")
 
     model.eval()
     total, right, rows = 0.0, 0, 0
     with torch.no_grad():
-        for pictures, labels in test:
+        for images, labels in test:
             rows += len(labels)
-            batch_loss, batch_right = test_step(pictures.to(device), labels.to(device))
+            batch_loss, batch_right = test_step(images.to(device), labels.to(device))
             total += float(batch_loss)
             right += int(batch_right)
     print(f"test: loss {total / rows:.4f}, accuracy {right / rows:.3f} ({rows} images)")
     return steps, task.module
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--data", type=Path, help="folder with train/CLASS/*.png and test/CLASS/*.png; default: digits")
-    parser.add_argument("--size", type=int, default=32, help="side of the pictures, in pixels")
-    parser.add_argument("--batch-size", type=int, default=64, help="pictures in a batch")
+    parser.add_argument("--size", type=int, default=32, help="side of the images, in pixels")
+    parser.add_argument("--batch-size", type=int, default=64, help="images in a batch")
     parser.add_argument("--epochs", type=int, default=5)
-    # In double precision both programs agree to seven digits. In single they part at the second step: Adam's first one
-    # is the gradient's sign times the rate, and the sign of a gradient that is next to nothing is a matter of rounding.
+    # In float64 both programs agree to seven digits. In float32 they differ from step 2 on: Adam's first update is
+    # the sign of the gradient times the rate, and rounding decides the sign of a gradient near 0.
     parser.add_argument("--float64", action="store_true", help="compute in double precision")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

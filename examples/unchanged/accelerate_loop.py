@@ -1,4 +1,4 @@
-"""A loop with Accelerate as it is written anywhere: nothing of Lockstep is imported.
+"""A training loop with Accelerate that imports nothing of Lockstep.
 
 Two processes, each with half of every batch:
 
@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-BATCH = 64  # pictures in a step, of all processes together
+BATCH = 64  # images per step, over all processes
 
 
 def digits() -> TensorDataset:

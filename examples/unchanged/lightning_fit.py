@@ -1,6 +1,6 @@
-"""A script for Lightning as it is written anywhere: nothing of Lockstep is imported.
+"""A script for Lightning that imports nothing of Lockstep.
 
-Two processes, each with half of every batch; Lightning starts none of its own, since it finds those of the launcher:
+Two processes, each with half of every batch; Lightning uses the processes of the launcher:
 
   lockstep run --workers 2 examples/unchanged/lightning_fit.py
 """
@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-BATCH = 64  # pictures in a step, of all processes together
+BATCH = 64  # images per step, over all processes
 
 
 class Classifier(lightning.LightningModule):
@@ -28,7 +28,7 @@ class Classifier(lightning.LightningModule):
         self.layers = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        """The mean loss of this process's part of a batch."""
+        """Mean loss over this process's part of a batch."""
         pixels, labels = batch
         return nn.functional.cross_entropy(self.layers(pixels), labels)
 

@@ -1,4 +1,4 @@
-"""A script for the transformers Trainer as it is written anywhere: nothing of Lockstep is imported.
+"""A script for the transformers Trainer that imports nothing of Lockstep.
 
 Two processes, each with half of every batch:
 
@@ -15,18 +15,18 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-BATCH = 64  # pictures in a step, of all processes together
+BATCH = 64  # images per step, over all processes
 
 
 class Classifier(nn.Module):
-    """Two layers; the loss comes with the logits, as the Trainer expects it."""
+    """Two layers. Returns the loss with the logits, as the Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
     def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Mean loss and logits [rows, 10] of pictures [rows, 64]."""
+        """Mean loss and logits [rows, 10] of images [rows, 64]."""
         logits = self.layers(pixels)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 

@@ -32,8 +32,7 @@ _PARTIAL, _REPLACED, _REMOVED = ".partial", ".replaced", ".removed"
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields the path of an empty file to write to. It becomes ``path`` when the block ends. The parent folder is made.
 
-    Raises:
-        OSError: the file cannot be written. Then nothing is left behind, as after any error in the block.
+    Raises OSError if the file cannot be written. Then nothing is left behind, as after any error in the block.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_dead_files(path)
@@ -51,8 +50,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def atomic_write(path: Path, text: str) -> Path:
     """Writes ``text`` to ``path`` as UTF-8, replaces what is there, and returns ``path``.
 
-    Raises:
-        OSError: the file cannot be written. Then nothing is left behind.
+    Raises OSError if the file cannot be written. Then nothing is left behind.
     """
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="")
@@ -124,8 +122,7 @@ def original_name(aside: Path) -> str:
 def _lock_new(descriptor: int) -> bool:
     """Locks a new file for as long as ``descriptor`` is open.
 
-    Returns:
-        False if another process took it for a dead writer's file before it was locked: make another one.
+    Returns False if another process took it for a dead writer's file before it was locked: make another one.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

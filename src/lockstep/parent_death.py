@@ -41,11 +41,7 @@ class ParentDeathGuard:
 
 
 def die_with(path: str) -> None:
-    """Has this process killed with the maker of a guard, or now if it is gone; a group leader with its group.
-
-    Args:
-        path: the guard's path.
-    """
+    """Has this process, a group leader with its group, killed with the maker of the guard, or now if it is gone."""
     try:
         reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # open from here to the end of this process
     except OSError:  # the process or the pipe no longer exists
@@ -65,10 +61,8 @@ def die_with_parent() -> None:
 def die_with_pipe(reading_end: int) -> None:
     """Has this process killed when the last writing end of a pipe closes; a group leader with its group.
 
-    Processes that inherit the reading end stay guarded when this one has ended before them.
-
-    Args:
-        reading_end: stays open to the end of this process. Nothing more is written to the pipe.
+    Processes that inherit the reading end, which stays open to the end, stay guarded when this one has ended before
+    them. Nothing more is written to the pipe.
     """
     leads = os.getpgrp() == os.getpid()
     fcntl.fcntl(reading_end, fcntl.F_SETOWN, -os.getpid() if leads else os.getpid())

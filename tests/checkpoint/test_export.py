@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lockstep as ls
-from lockstep.checkpoint.export import stream_weights
 from lockstep.checkpoint.format import CheckpointRecord, Contents, write_checkpoint
+from lockstep.checkpoint.weights import stream_weights
 from lockstep.errors import CheckpointError
 
 WEIGHTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.address import canonical, join_address, parse_address, shown
+from lockstep.cluster.spec import canonical, join_address, parse_address, shown
 from lockstep.errors import ClusterError
 
 

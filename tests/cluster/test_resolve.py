@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lockstep.cluster.resolve import cluster_from_environment, declared_job, find_job, resolve_cluster
+from lockstep.cluster.environment import cluster_from_environment, declared_job, find_job, resolve_cluster
 from lockstep.config import DeviceRegistry
 from lockstep.errors import ClusterError, UsageError
 from lockstep.strategies.mirrored import MirroredStrategy

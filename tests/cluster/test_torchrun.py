@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
+from lockstep.cluster.environment import parse_torchrun
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.torchrun import parse_torchrun
 from lockstep.errors import ClusterError
 
 PLAIN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "hosta", "MASTER_PORT": "29500"}

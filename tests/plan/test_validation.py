@@ -105,7 +105,7 @@ _WEAK_SCALING = (
     ("megatron-1t", (6, 64, 8), 3072, 1, 1, 163),
 )
 WEAK_SCALING = PublishedTable(
-    title="Narayanan et al. 2021, table 1 (TFLOP/s of a GPU)",
+    title="Narayanan et al. 2021, table 1 (TFLOP/s per GPU)",
     rows=tuple(
         Published(
             model=model,
@@ -130,7 +130,7 @@ _FIXED_BATCH = (
     ("megatron-530b", (8, 35, 8), 2240, 159),
 )
 FIXED_BATCH = PublishedTable(
-    title="Narayanan et al. 2021, table 2, PTD parallelism (TFLOP/s of a GPU)",
+    title="Narayanan et al. 2021, table 2, PTD parallelism (TFLOP/s per GPU)",
     rows=tuple(
         Published(model=model, layout=_layout(degrees, batch, 1, 1), value=tflops, unit="tflops")
         for model, degrees, batch, tflops in _FIXED_BATCH
@@ -147,7 +147,7 @@ _RECOMPUTATION = (
 )
 _RECOMPUTED: tuple[CheckpointingName, ...] = ("full", "selective")
 RECOMPUTATION = PublishedTable(
-    title="Korthikanti et al. 2022, table 5 (seconds of a step)",
+    title="Korthikanti et al. 2022, table 5 (seconds per step)",
     rows=tuple(
         Published(
             model=model,
@@ -247,54 +247,37 @@ def worst(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def validation_markdown() -> str:
-    """Every table with its errors, and the planner's own choices, as docs/plan.md shows them."""
-    parts = []
+    """The tables that docs/plan.md shows: the errors of each published table, and each row of the first one."""
+    summary = ["| published | rows | median error | largest error |", "| --- | ---: | ---: | ---: |"]
     for table in TABLES:
         comparisons = [compare(row) for row in table.rows]
-        head = [
-            "| model | GPUs | data x pipeline x tensor | schedule | checkpointing | published | predicted | error |",
-            "| --- | ---: | --- | --- | --- | ---: | ---: | ---: |",
-        ]
         far = worst(comparisons)
-        end = f"Median {middle_error(comparisons):.1%}, worst {far.error:+.1%} ({far.row.model})."
-        parts.append("\n".join([f"**{table.title}**", "", *head, *map(_row, comparisons), "", end]))
+        summary.append(
+            f"| {table.title} | {len(comparisons)} | {middle_error(comparisons):.1%} | "
+            f"{far.error:+.1%} ({far.row.model}) |"
+        )
     head = [
-        "| model | published | predicted step | planner's choice | predicted step | published one's rank | behind |",
-        "| --- | --- | ---: | --- | ---: | ---: | ---: |",
+        "| model | GPUs | layout | schedule | published | predicted | error | planner's layout | step saved |",
+        "| --- | ---: | --- | --- | ---: | ---: | ---: | --- | ---: |",
     ]
-    choices = [_choice_row(choose(row)) for row in WEAK_SCALING.rows]
-    parts.append("\n".join(["**The planner's choice beside the published layouts**", "", *head, *choices]))
-    return "\n\n".join(parts) + "\n"
+    return "\n".join([*summary, "", *head, *map(_row, WEAK_SCALING.rows)]) + "\n"
 
 
-def _row(comparison: Comparison) -> str:
-    layout, digits = comparison.row.layout, 0 if comparison.row.unit == "tflops" else 2
+def _row(row: Published) -> str:
+    comparison, choice, layout = compare(row), choose(row), row.layout
     schedule = (
         f"{layout.schedule}, {layout.stages_per_worker} stages" if layout.stages_per_worker > 1 else layout.schedule
     )
     cells = (
-        comparison.row.model,
+        row.model,
         f"{layout.devices:,}",
         _degrees(comparison.prediction),
         schedule if layout.pipeline > 1 else "",
-        layout.activation_checkpointing,
-        f"{comparison.row.value:.{digits}f}",
-        f"{comparison.predicted:.{max(1, digits)}f}",
+        f"{row.value:.0f}",
+        f"{comparison.predicted:.1f}",
         f"{comparison.error:+.1%}",
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def _choice_row(choice: Choice) -> str:
-    layout, found = choice.row.layout, choice.plan.best_of_each
-    cells = (
-        choice.row.model,
-        f"{layout.data} x {layout.pipeline} x {layout.tensor}",
-        f"{found[choice.rank - 1].step_s:.1f} s",
-        _degrees(choice.plan.best),
-        f"{choice.plan.best.step_s:.1f} s",
-        f"{choice.rank} of {len(found)}",
-        f"{choice.behind:.0%}",
+        "the same" if choice.rank == 1 else _degrees(choice.plan.best),
+        f"{1 - 1 / (1 + choice.behind):.0%}",
     )
     return f"| {' | '.join(cells)} |"
 

@@ -3,7 +3,7 @@
 ``Checkpoint`` collects and restores the state of named things; ``CheckpointManager`` saves it to a folder again and
 again. Begin reading at ``checkpoint``. The modules, each of which imports only those before it:
 
-    weights -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints) -> export
+    weights -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints)
     state_adapters (one for each kind of thing) -> checkpoint -> manager
 
 ``sharded_state`` and ``sharded_io`` are for models that workers hold parts of. They import
@@ -13,8 +13,7 @@ torch.distributed.checkpoint, which takes a second, so they are imported where t
 from __future__ import annotations
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.export import export_weights
-from lockstep.checkpoint.folder import latest_checkpoint
+from lockstep.checkpoint.folder import export_weights, latest_checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 

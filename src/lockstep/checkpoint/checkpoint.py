@@ -112,13 +112,10 @@ class Checkpoint:
         return restored[0]
 
     def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, CheckpointRecord] | None:
-        """Restores the checkpoint that ``find`` returns on the chief. Every worker must call this.
+        """Restores the checkpoint that ``find`` returns. Every worker must call this.
 
-        Args:
-            find: called on the chief alone, with a function that reads a checkpoint.
-
-        Returns:
-            The checkpoint's folder and record, or None if ``find`` returned None.
+        ``find`` is called on the chief alone, with a function that reads a checkpoint. Returns the checkpoint's folder
+        and record, or None if ``find`` returned None.
 
         Raises:
             CheckpointError: the checkpoint that ``find`` returned last is damaged, or does not fit.
@@ -138,7 +135,9 @@ class Checkpoint:
 
         while True:  # each round finds one more checkpoint to be damaged
             found = run_on_chief(self.workers, "checkpoint read", lambda: find(read))
-            payload = None if found is None else {"path": str(found[0]), **_as_dict(found[1])}
+            payload = None
+            if found is not None:
+                payload = {"path": str(found[0]), **vars(found[1]), "record": asdict(found[1].record)}
             payload = broadcast_state(self.workers.processes, "checkpoint restored", payload)
             if payload is None:
                 return None
@@ -152,13 +151,9 @@ class Checkpoint:
     def collect(
         self, step: int, *, run: str, monitored: float | None = None, copied: bool = False
     ) -> tuple[Contents, Shards]:
-        """Collects all state. Every worker must call it.
+        """Collects all state. Every worker must call it. ``step``, ``run`` and ``monitored`` are for the record.
 
-        Args:
-            step: the number of the step.
-            run: the id of the training run.
-            monitored: the number that says which checkpoint is best.
-            copied: tensors are copied, so that training can go on while they are written.
+        ``copied``: tensors are copied, so that training can go on while they are written.
 
         Returns:
             The state, complete on the chief, without the tensors that workers hold parts of; and what this worker
@@ -202,8 +197,7 @@ class Checkpoint:
     def _load(self, saved: Mapping[str, SavedState]) -> str:
         """Loads a checkpoint if every adapter finds that it fits. Every worker must call it.
 
-        Returns:
-            What is damaged in it, on any worker. Empty if everything has been loaded.
+        Returns what is damaged in it, on any worker; empty if everything has been loaded.
 
         Raises:
             CheckpointError: it is undamaged and does not fit.
@@ -250,15 +244,10 @@ class Checkpoint:
 
 
 def broadcast_state(workers: Communicator, name: str, state: Any) -> Any:
-    """Returns the chief's state on every worker. Every worker must call it.
+    """Returns the chief's state, which ``flatten`` must take, on every worker. Every worker must call it.
 
     Names and shapes are sent first, then the tensors: no file system has to be shared, and no worker holds more than
-    one copy.
-
-    Args:
-        workers: all workers.
-        name: the name of this collective.
-        state: on the chief, a state as ``flatten`` takes it; ignored on the others.
+    one copy. ``name`` is the name of this collective.
     """
     if workers.is_single:
         return state
@@ -280,15 +269,6 @@ def _find(path: Path, read: Read) -> Found | None:
             f"there is no checkpoint {path}; give a folder such as step-00000120, or the one it is in"
         )
     return CheckpointFolder(path).read_newest(read)
-
-
-def _as_dict(contents: Contents) -> dict[str, Any]:
-    return {
-        "record": asdict(contents.record),
-        "states": dict(contents.states),
-        "weights": dict(contents.weights),
-        "weight_paths": dict(contents.weight_paths),
-    }
 
 
 def _error_of(name: str, call: Callable[[], None]) -> CheckpointError | None:

@@ -22,9 +22,12 @@ from lockstep.checkpoint.format import (
     read_checkpoint,
     read_record,
     run_of,
+    weights_of,
     write_checkpoint,
 )
+from lockstep.checkpoint.weights import stream_weights
 from lockstep.errors import CheckpointError
+from lockstep.extras import require
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -43,12 +46,53 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return CheckpointFolder(Path(folder)).newest()
 
 
-class CheckpointFolder:
-    """The checkpoints in one folder.
+def export_weights(
+    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, module: str | None = None
+) -> Path:
+    """Writes the weights of a checkpoint to one safetensors file, with the plain module's keys, a tensor at a time.
+
+    transformers' ``from_pretrained`` reads the file if it is called ``model.safetensors`` and the model's
+    ``config.json`` is beside it. However many workers divided the model, this needs one process, which holds no more
+    than one tensor. Any machine that sees the checkpoint will do.
 
     Args:
-        path: the folder; made when the first checkpoint is written.
+        checkpoint: a checkpoint's folder, or the folder of several: then the newest.
+        path: the file. An existing one is replaced; its folder is made.
+        module: the name of the module in the ``Checkpoint``, if it has several.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, it has no such module, or the file cannot be written.
+
+    Example:
+        >>> ls.export_weights("checkpoints", "exported/model.safetensors")  # doctest: +SKIP
     """
+    # Imported here: it takes 0.7 s, which a program that exports nothing need not wait.
+    from lockstep.checkpoint.sharded_io import TensorReader
+
+    folder = Path(checkpoint)
+    source = folder if (folder / RECORD).exists() else CheckpointFolder(folder).newest()
+    if source is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}; give a folder such as step-00000120, or the one it is in"
+        )
+    weights = weights_of(source)
+    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
+    if chosen not in weights:
+        known = ", ".join(map(repr, sorted(weights))) or "none"
+        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {known}")
+    try:
+        reader = TensorReader(source / weights[chosen])
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint {source} is damaged ({error}); use another one") from error
+    stream_weights(path, reader.tensors, ((key, reader.read_whole(key)) for key in reader.tensors))
+    return source
+
+
+class CheckpointFolder:
+    """The checkpoints in the folder ``path``, which is made when the first one is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,8 +100,7 @@ class CheckpointFolder:
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first, damaged or not.
 
-        Raises:
-            CheckpointError: the folder is a file, or cannot be read.
+        Raises CheckpointError if the folder is a file, or cannot be read.
         """
         return [path for _, path in self._by_step()]
 
@@ -65,10 +108,8 @@ class CheckpointFolder:
         """Returns the undamaged checkpoints with their records, oldest first."""
         readable: list[tuple[Path, CheckpointRecord]] = []
         for path in self.paths():
-            try:
+            with suppress(CheckpointError):
                 readable.append((path, read_record(path)))
-            except CheckpointError:
-                continue
         return readable
 
     def newest(self) -> Path | None:
@@ -79,11 +120,9 @@ class CheckpointFolder:
     def read_newest(self, read: Callable[[Path], Contents] | None = None) -> tuple[Path, Contents] | None:
         """Reads the newest undamaged checkpoint, with a warning for each damaged one; None if there is none.
 
-        Args:
-            read: reads one checkpoint; None is ``read_checkpoint``.
+        ``read`` reads one checkpoint; None is ``read_checkpoint``.
 
-        Raises:
-            CheckpointError: there are checkpoints, and all are damaged.
+        Raises CheckpointError if there are checkpoints, and all are damaged.
         """
         paths = self.paths()
         for path in reversed(paths):
@@ -100,9 +139,8 @@ class CheckpointFolder:
 
         Later ones of the same run are removed: the run was set back to an earlier step and goes on from there.
 
-        Raises:
-            CheckpointError: it cannot be written, or there is a later one of another run, which would still be taken
-                for the newest.
+        Raises CheckpointError if it cannot be written, or there is a later one of another run, which would still be
+        taken for the newest.
         """
         with self._replacing_later(contents.record) as target:
             write_checkpoint(target, contents)
@@ -131,8 +169,7 @@ class CheckpointFolder:
     def prune(self, keep: int | None, step: int, best: Path | None, *, run: str | None = None) -> None:
         """Removes all checkpoints up to ``step`` but the last ``keep`` and the best; only those of ``run``, if given.
 
-        Raises:
-            CheckpointError: a checkpoint cannot be removed.
+        Raises CheckpointError if a checkpoint cannot be removed.
         """
         if keep is None:
             return
@@ -143,42 +180,27 @@ class CheckpointFolder:
 
     def best(self, *, maximise: bool) -> Path | None:
         """Returns the checkpoint with the best monitored number, the newest of equals; None if none has a number."""
-        scored = [(path, record.monitored) for path, record in self.records() if record.monitored is not None]
-        scored = [(path, value) for path, value in scored if value == value]  # NaN is not the best of anything
-        if not scored:
-            return None
-        wanted = (max if maximise else min)(value for _, value in scored)
-        return [path for path, value in scored if value == wanted][-1]
+        numbers = [(path, record.monitored) for path, record in self.records() if record.monitored is not None]
+        numbers = [(path, value) for path, value in numbers if value == value]  # NaN is not the best of anything
+        wanted = (max if maximise else min)((value for _, value in numbers), default=None)
+        return next((path for path, value in reversed(numbers) if value == wanted), None)
 
     def remove(self, path: Path) -> None:
-        """Removes one checkpoint: first its name, in one step.
-
-        Raises:
-            CheckpointError: it cannot be removed.
-        """
+        """Removes one checkpoint: first its name, in one step. Raises CheckpointError if it cannot be removed."""
         try:
             remove_folder(path)
         except OSError as error:
             raise CheckpointError(f"cannot remove {path}: {error.strerror}; check its permissions") from error
 
-    def remove_all(self) -> None:
-        """Removes all checkpoints, what killed writers left, and the folder if nothing else is in it."""
-        self._remove(self.paths())
-        self.remove_if_empty()
-
-    def remove_run(self, run: str) -> None:
-        """Removes the checkpoints of one run, and what killed writers left."""
-        self._remove([path for path in self.paths() if run_of(path) == run])
-
-    def remove_if_empty(self) -> None:
-        """Removes the folder if it is empty."""
-        with suppress(OSError):  # it is not empty, it is gone already, or it is the working directory
-            self.path.rmdir()
-
-    def _remove(self, paths: list[Path]) -> None:
-        for path in paths:
-            self.remove(path)
+    def remove_all(self, *, run: str | None = None, with_folder: bool = True) -> None:
+        """Removes all checkpoints, or those of ``run``, what killed writers left, and the folder if it is empty."""
+        for path in self.paths():
+            if run in (None, run_of(path)):
+                self.remove(path)
         self._clear()
+        if with_folder:
+            with suppress(OSError):  # it is not empty, it is gone already, or it is the working directory
+                self.path.rmdir()
 
     def _by_step(self) -> list[tuple[int, Path]]:
         try:

@@ -24,9 +24,9 @@ import json
 import math
 import numbers
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -49,6 +49,7 @@ _RECORD_KIND = {
     "step": int,
     "run": str,
     "replicas": list[int],
+    "layout": str,
     "monitored": float | None,
     "weights": dict[str, str],
     "files": dict[str, int],
@@ -82,14 +83,9 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A checkpoint's record and state.
+    """A checkpoint's record, the states of things by name, as ``flatten`` takes them, and the tensors of each module.
 
-    Args:
-        record: the record.
-        states: name of a thing -> its state, as ``flatten`` takes it.
-        weights: name of a module -> the tensors of its state_dict.
-        weight_paths: name of a module whose tensors are not in ``weights`` -> the file or folder, inside the
-            checkpoint's own, that has them.
+    ``weight_paths`` has, for modules that are not in ``weights``, the file or folder in the checkpoint that has them.
     """
 
     record: CheckpointRecord
@@ -105,8 +101,8 @@ Fill = Callable[[Contents], None]
 def write_checkpoint(path: Path, contents: Contents) -> None:
     """Writes a checkpoint to the folder ``path``, which appears whole or not at all.
 
-    Raises:
-        CheckpointError: it cannot be written, or the state holds what no checkpoint can hold; nothing is left behind.
+    Raises CheckpointError if it cannot be written, or the state holds what no checkpoint can hold; nothing is left
+    behind.
     """
     with new_checkpoint(path) as (_, fill):
         fill(contents)
@@ -133,17 +129,13 @@ def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
 def read_record(path: Path) -> CheckpointRecord:
     """Returns the record of the checkpoint ``path``.
 
-    Raises:
-        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
     return _record(_read_document(path))
 
 
 def run_of(path: Path) -> str | None:
-    """Returns the run that a checkpoint belongs to, even if files of it are damaged. None if it names no run.
-
-    This tells a run's own checkpoints from everything else that may have such a name.
-    """
+    """Returns the run that a checkpoint belongs to, even if files of it are damaged. None if it names no run."""
     try:
         document = json.loads((path / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -155,8 +147,7 @@ def run_of(path: Path) -> str | None:
 def weights_of(path: Path) -> dict[str, str]:
     """Returns, by module, the files or folders inside the checkpoint ``path`` that have its weights.
 
-    Raises:
-        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
     return dict(_read_document(path)["weights"])
 
@@ -164,28 +155,24 @@ def weights_of(path: Path) -> dict[str, str]:
 def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     """Reads the checkpoint ``path``.
 
-    Args:
-        path: its folder.
-        unread: names of things whose shared tensors are not read: modules get no weights, and in the states of others
-            a ``TensorRef`` stands for each tensor.
+    The shared tensors of the things named in ``unread`` are not read: modules get no weights, and in the states of
+    others a ``TensorRef`` stands for each tensor.
 
-    Raises:
-        CheckpointError: it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
     document = _read_document(path)
-    weight_paths = {name: file for name, file in document["weights"].items() if name in unread}
+    files: dict[str, str] = document["weights"]
     try:
         tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in unread))
-        weights = {
-            name: _read_module(path / file) for name, file in document["weights"].items() if name not in weight_paths
-        }
+        weights = {name: _read_module(path / file) for name, file in files.items() if name not in unread}
         states: dict[str, Any] = unflatten(document["state"], tensors)
     except (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError) as error:
         raise damaged(path, str(error)) from error
     except Exception as error:
         # The record itself says how it is decoded: with values other than the saved ones any error may be raised.
         raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
-    return Contents(record=_record(document), states=states, weights=weights, weight_paths=weight_paths)
+    paths = {name: file for name, file in files.items() if name in unread}
+    return Contents(record=_record(document), states=states, weights=weights, weight_paths=paths)
 
 
 def damaged(path: Path, why: str) -> CheckpointError:
@@ -212,10 +199,7 @@ def _write_files(folder: Path, contents: Contents) -> str:
             "format": FORMAT,
             "version": SHARDED_VERSION if record.layout else VERSION,
             "torch": torch.__version__,
-            "step": record.step,
-            "run": record.run,
-            "replicas": list(record.replicas),
-            "layout": record.layout,
+            **asdict(record),
             "monitored": flatten(record.monitored)[0],
             "weights": {**weights, **contents.weight_paths},
             "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
@@ -244,13 +228,8 @@ def _read_module(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _record(document: Mapping[str, Any]) -> CheckpointRecord:
-    return CheckpointRecord(
-        step=document["step"],
-        run=document["run"],
-        replicas=tuple(document["replicas"]),
-        monitored=document["monitored"],
-        layout=document.get("layout", ""),
-    )
+    values = {each.name: document[each.name] for each in fields(CheckpointRecord)}
+    return CheckpointRecord(**{**values, "replicas": tuple(values["replicas"])})
 
 
 def _read_document(path: Path) -> dict[str, Any]:
@@ -272,13 +251,13 @@ def _read_document(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} has version {document.get('version')!r}, this program reads up to "
             f"{SHARDED_VERSION}; use the version of lockstep that wrote it, or load its weights alone"
         )
+    document.setdefault("layout", "")  # the oldest checkpoints have none
     missing = sorted(_RECORD_KIND.keys() - document.keys())
     if missing:
         raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
     try:
         document["monitored"] = unflatten(document["monitored"], {})
         check_kind(document, _RECORD_KIND, RECORD)
-        check_kind(document.get("layout", ""), str, f"{RECORD}.layout")
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, str(error)) from error
     _check_files(path, document["files"])
@@ -313,11 +292,9 @@ class TensorsOrRefs(dict[str, Any]):
 
 
 def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Takes the tensors out of ``state``.
+    """Takes the tensors out of ``state``, to keys that begin with ``name``, if given.
 
-    Args:
-        state: None, numbers, strings, tensors and ``TensorRef``s, in lists, tuples, dicts and Counters.
-        name: the name of the state, with which the tensors' keys begin; empty for none.
+    The state has None, numbers, strings, tensors and ``TensorRef``s, in lists, tuples, dicts and Counters.
 
     Returns:
         What ``json.dumps`` can write, and the tensors by key, without those that are ``TensorRef``s.
@@ -332,8 +309,7 @@ def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the state that ``flatten`` was given. Non-contiguous dense tensors get their strides back.
 
-    Raises:
-        CheckpointError: a tensor is missing, or an object is of an unknown type.
+    Raises CheckpointError if a tensor is missing, or an object is of an unknown type.
     """
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
@@ -438,6 +414,19 @@ _DECODERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]
 
 # ---- the types of values that were read
 
+# A type as in an annotation -> the classes that a value may have, and how a message calls them.
+_ACCEPTED: dict[Any, tuple[Any, str]] = {
+    None: (NoneType, "None"),
+    NoneType: (NoneType, "None"),
+    bool: (bool, "a bool"),
+    int: (numbers.Integral, "an integer"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+    torch.Tensor: ((torch.Tensor, TensorRef), "a tensor"),
+    list: ((list, tuple), "a list"),
+    dict: (Mapping, "a dict"),
+}
+
 
 def check_kind(value: Any, kind: Any, place: str) -> None:
     """Checks that ``value``, and everything in it, is of a kind.
@@ -453,10 +442,41 @@ def check_kind(value: Any, kind: Any, place: str) -> None:
     Raises:
         DamagedStateError: it is of another kind.
     """
-    if kind is Any or _is_kind(value, kind):
-        _check_items(value, kind, place)
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    fitting = [each for each in kinds if each is Any or _is_kind(value, each)]
+    if not fitting:
+        expected = " or ".join(_ACCEPTED[_outer(each)][1] for each in kinds)
+        raise DamagedStateError(f"{place} is {_shown(value)} instead of {expected}")
+    kind = fitting[0]
+    if is_dataclass(kind):
+        kind = get_type_hints(kind)
+    if isinstance(kind, dict):
+        for key, expected_kind in kind.items():
+            if key not in value:
+                raise DamagedStateError(f"{place} lacks {key!r}")
+            check_kind(value[key], expected_kind, f"{place}.{key}")
         return
-    raise DamagedStateError(f"{place} is {_shown(value)} instead of {_kind_name(kind)}")
+    outer, inner = _outer(kind), kind if isinstance(kind, list) else get_args(kind)
+    if outer is list and inner:
+        for number, item in enumerate(value):
+            check_kind(item, inner[0], f"{place}[{number}]")
+    elif outer is dict and inner:
+        for key, item in value.items():
+            check_kind(key, inner[0], f"{place}: the key {key!r}")
+            check_kind(item, inner[1], f"{place}.{key}")
+
+
+def _outer(kind: Any) -> Any:
+    """The key in ``_ACCEPTED`` of a kind that is no union."""
+    if isinstance(kind, list):
+        return list
+    return dict if isinstance(kind, dict) or is_dataclass(kind) else get_origin(kind) or kind
+
+
+def _is_kind(value: Any, kind: Any) -> bool:
+    """Whether the value itself is of the kind, whatever is in it."""
+    outer = _outer(kind)
+    return isinstance(value, _ACCEPTED[outer][0]) and not (outer in (int, float) and isinstance(value, bool))
 
 
 def check_like(value: Any, like: Any, place: str) -> None:
@@ -465,8 +485,7 @@ def check_like(value: Any, like: Any, place: str) -> None:
     None may stand for a bool, a tensor for a number and the other way round, and any of them for None. In dicts only
     the keys that both have count. This is for torch's classes: values of other classes may change in kind.
 
-    Raises:
-        DamagedStateError: they differ in kind, or in the length of a tuple.
+    Raises DamagedStateError if they differ in kind, or in the length of a tuple.
     """
     check_kind(value, _kind_like(like), place)
     if isinstance(like, Mapping):
@@ -494,79 +513,11 @@ def _kind_like(value: Any) -> Any:
         case Mapping():
             return dict
         case list() | tuple():
-            return Sequence
+            return list
     return Any
-
-
-def _is_kind(value: Any, kind: Any) -> bool:
-    """Whether the value itself is of the kind, whatever is in it."""
-    if _has_keys(kind):
-        return isinstance(value, Mapping)
-    if isinstance(kind, list):
-        return isinstance(value, list)
-    origin = get_origin(kind) or kind
-    if origin in (Union, UnionType):
-        return any(each is Any or _is_kind(value, each) for each in get_args(kind))
-    if origin in (None, NoneType):
-        return value is None
-    if origin in (int, float):
-        return isinstance(value, numbers.Integral if origin is int else numbers.Real) and not isinstance(value, bool)
-    if origin is torch.Tensor:
-        return isinstance(value, (torch.Tensor, TensorRef))
-    if origin in (list, Sequence):
-        return isinstance(value, (list, tuple))
-    return isinstance(value, Mapping if origin is dict else origin)
-
-
-def _check_items(value: Any, kind: Any, place: str) -> None:
-    if _has_keys(kind):
-        for key, expected in _keys_of(kind).items():
-            if key not in value:
-                raise DamagedStateError(f"{place} lacks {key!r}")
-            check_kind(value[key], expected, f"{place}.{key}")
-        return
-    if isinstance(kind, list):
-        kind = list[kind[0]]
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        _check_items(value, next(each for each in args if each is Any or _is_kind(value, each)), place)
-    elif origin in (list, Sequence):
-        for number, item in enumerate(value):
-            check_kind(item, args[0], f"{place}[{number}]")
-    elif origin is dict:
-        for key, item in value.items():
-            check_kind(key, args[0], f"{place}: the key {key!r}")
-            check_kind(item, args[1], f"{place}.{key}")
-
-
-def _has_keys(kind: Any) -> bool:
-    return isinstance(kind, dict) or (isinstance(kind, type) and is_dataclass(kind))
-
-
-def _keys_of(kind: Any) -> dict[str, Any]:
-    if isinstance(kind, dict):
-        return kind
-    hints = get_type_hints(kind)
-    return {each.name: hints[each.name] for each in fields(kind)}
 
 
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, (bool, numbers.Real)):
         return repr(value)
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
-    return f"a {type(value).__name__}"
-
-
-def _kind_name(kind: Any) -> str:
-    if _has_keys(kind):
-        return "a dict"
-    if isinstance(kind, list):
-        return "a list"
-    origin = get_origin(kind) or kind
-    if origin in (Union, UnionType):
-        return " or ".join(_kind_name(each) for each in get_args(kind))
-    if origin in (None, NoneType):
-        return "None"
-    names = {int: "an integer", float: "a number", str: "a text", Sequence: "a list"}
-    return names.get(origin, f"a {origin.__name__.lower()}")
+    return f"the text {value[:40]!r}" if isinstance(value, str) else f"a {type(value).__name__}"

@@ -11,9 +11,9 @@ that workers hold parts of, with all workers:
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -76,7 +76,8 @@ class CheckpointManager:
         self._folder = CheckpointFolder(Path(folder))
         self._keep = keep
         self._best = best
-        self._writer = BackgroundWriter() if asynchronous else None
+        self._asynchronous = asynchronous
+        self._writing: Future[None] | None = None
         self._sharded_save: tuple[ShardedSave, int] | None = None
         self.run = uuid.uuid4().hex
 
@@ -116,21 +117,21 @@ class CheckpointManager:
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of a step; give 0 or more")
-        workers, writer = self._checkpoint.workers, self._writer
-        if self._checkpoint.is_sharded or writer is not None:
+        workers, is_sharded = self._checkpoint.workers, self._checkpoint.is_sharded
+        if is_sharded or self._asynchronous:
             self.wait()
-        contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=writer is not None)
-        if self._checkpoint.is_sharded:
+        contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=self._asynchronous)
+        if is_sharded:
             save = ShardedSave(workers, self._folder, contents, shards)
             self._sharded_save = save, step
-            if writer is None:
-                self._complete_sharded_save()
+            if self._asynchronous:
+                self._write_in_thread(save.write)
             else:
-                writer.start(save.write)
-        elif writer is None:
+                self._complete_sharded_save()
+        elif not self._asynchronous:
             run_on_chief(workers, "checkpoint written", lambda: self._write(contents))
         elif workers.is_chief:
-            writer.start(lambda: self._write(contents))
+            self._write_in_thread(lambda: self._write(contents))
         return self._folder.path / step_name(step)
 
     def restore_or_initialize(self) -> Path | None:
@@ -159,13 +160,12 @@ class CheckpointManager:
         """
         if self._sharded_save is not None:
             self._complete_sharded_save()
-        elif self._writer is not None and not self._checkpoint.is_sharded:
-            run_on_chief(self._checkpoint.workers, "checkpoint written", self._writer.finish)
+        elif self._asynchronous and not self._checkpoint.is_sharded:
+            run_on_chief(self._checkpoint.workers, "checkpoint written", self._finish_thread)
 
     def finish_writing(self) -> None:
         """Waits on this worker alone and raises nothing: for the way out of an error, when others may be gone."""
-        if self._writer is not None:
-            self._writer.join()
+        wait([self._writing] if self._writing is not None else [])
         pending, self._sharded_save = self._sharded_save, None
         if pending is not None:
             pending[0].abandon(CheckpointError("the training ended before all workers had written"))
@@ -182,17 +182,14 @@ class CheckpointManager:
     def remove_own(self, *, with_folder: bool) -> None:
         """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
 
-        Args:
-            with_folder: also removes the folder, if it is then empty.
+        ``with_folder`` also removes the folder, if it is then empty.
         """
-
-        def remove() -> None:
-            self._folder.remove_run(self.run)
-            if with_folder:
-                self._folder.remove_if_empty()
-
         self.wait()
-        run_on_chief(self._checkpoint.workers, "checkpoints removed", remove)
+        run_on_chief(
+            self._checkpoint.workers,
+            "checkpoints removed",
+            lambda: self._folder.remove_all(run=self.run, with_folder=with_folder),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -209,65 +206,35 @@ class CheckpointManager:
         if self._sharded_save is None:
             return
         (save, step), self._sharded_save = self._sharded_save, None
-        save.complete(error_text(save.write if self._writer is None else self._writer.finish))
+        save.complete(error_text(self._finish_thread if self._asynchronous else save.write))
         run_on_chief(self._checkpoint.workers, "older checkpoints removed", lambda: self._prune(step))
+
+    def _write_in_thread(self, write: Callable[[], None]) -> None:
+        # Not a daemon thread: Python waits at exit for a checkpoint that was begun. It ends when this one is written.
+        executor = ThreadPoolExecutor(1, thread_name_prefix="lockstep-checkpoint")
+        self._writing = executor.submit(write)
+        executor.shutdown(wait=False)
+
+    def _finish_thread(self) -> None:
+        """Waits for the thread and raises its error, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _write(self, contents: Contents) -> None:
         self._folder.write(contents)
         self._prune(contents.record.step)
 
     def _prune(self, step: int) -> None:
-        best = None if self._best is None else self._folder.best(maximise=self._best == "max")
-        self._folder.prune(self._keep, step, best, run=self.run)
-
-
-class BackgroundWriter:
-    """Does one write at a time in a thread of its own.
-
-    The thread is not a daemon: it lives as long as one write, and the interpreter waits for it at exit, so that a
-    checkpoint that was begun is finished.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Begins ``work``. The previous work must be finished."""
-        self._thread = threading.Thread(target=self._run, args=(work,), name="lockstep-checkpoint")
-        self._thread.start()
-
-    def join(self) -> None:
-        """Waits for the work."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def finish(self) -> None:
-        """Waits for the work and raises its error, once."""
-        self.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - not swallowed: finish raises it
-            self._error = error
+        self._folder.prune(self._keep, step, None if self._best is None else self.best, run=self.run)
 
 
 class ShardedSave:
     """One checkpoint that all workers write. Every worker must make this object, which begins the checkpoint.
 
-    Args:
-        workers: all workers.
-        folder: the folder of the checkpoints.
-        contents: complete on the chief, apart from the shards.
-        shards: what this worker writes.
+    ``contents`` are complete on the chief, apart from the shards; ``shards`` are what this worker writes.
 
-    Raises:
-        CheckpointError: it cannot be begun, or a worker does not see the folder; nothing is left behind.
+    Raises CheckpointError if it cannot be begun, or a worker does not see the folder; nothing is left behind.
     """
 
     def __init__(self, workers: Communicator, folder: CheckpointFolder, contents: Contents, shards: Shards) -> None:
@@ -285,11 +252,7 @@ class ShardedSave:
             raise
 
     def write(self) -> None:
-        """Writes this worker's shards.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Writes this worker's shards. Raises OSError if they cannot be written."""
         from lockstep.checkpoint.sharded_io import write_shards
 
         for folder, shards in self._shards.items():
@@ -299,12 +262,8 @@ class ShardedSave:
     def complete(self, error: str) -> None:
         """Gives the checkpoint its name, if all workers have written their shards. Every worker must call it.
 
-        Args:
-            error: what went wrong on this worker; empty if nothing did.
-
-        Raises:
-            CheckpointError: a worker could not write its shards, or the chief cannot write the rest; nothing is left
-                behind.
+        ``error`` is what went wrong on this worker; empty if nothing did. Raises CheckpointError if a worker could not
+        write its shards, or the chief cannot write the rest; nothing is left behind.
         """
         try:
             raise_gathered_errors(self._workers, "checkpoint filled", error)

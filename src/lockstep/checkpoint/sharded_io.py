@@ -12,10 +12,10 @@ page of traceback. Importing it takes 0.7 s, so this module is imported where it
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,12 +43,9 @@ FILE_BYTES = 2**30
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Writes whole tensors into ``folder``, which is made. Neither synced nor atomic: the caller sees to that.
 
-    Args:
-        tensors: on any device, of any dtype that safetensors has. Aliased and non-contiguous ones are written in full.
-        folder: where to.
+    They are on any device and of any dtype that safetensors has. Aliased and non-contiguous ones are written in full.
 
-    Raises:
-        OSError: they cannot be written.
+    Raises OSError if they cannot be written.
     """
     safetensors = require("safetensors.torch", "train")
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,22 +120,11 @@ class TensorShard:
         return next(box for box in self.boxes if box.offsets == wanted).of(self._flat)
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """The shape and dtype of a tensor in a file."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class TensorReader:
     """Reads the tensors of a safetensors file, or of a folder of such files, each of them whole or in boxes.
 
-    Args:
-        path: the file or folder.
-
     Attributes:
-        tensors: the shape and dtype of each tensor, by key.
+        tensors: by key, a tensor of the same shape and dtype on the meta device.
 
     Raises:
         OSError: it cannot be read.
@@ -151,13 +137,13 @@ class TensorReader:
         self._reader = HuggingFaceStorageReader(str(path))
         self._reader.fs = _FileOrFolder()
         self._metadata = self._reader.read_metadata()
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, Tensor] = {}
         for key, stored in self._metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
                 # Boxes of workers that cut a tensor differently may overlap, so there may be more than enough.
                 if sum(prod(chunk.sizes) for chunk in stored.chunks) < prod(stored.size):
                     raise CheckpointError(f"{path} lacks a part of {key!r}")
-                self.tensors[key] = TensorInfo(stored.size, stored.properties.dtype)
+                self.tensors[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
 
     def read(self, wanted: Mapping[str, TensorShard]) -> None:
         """Reads into the boxes of ``wanted``, by key, and converts to their dtypes.
@@ -175,37 +161,25 @@ class TensorReader:
             shard.finish_read()
 
     def read_all(self, *, without: Collection[str] = ()) -> dict[str, Tensor]:
-        """Returns all tensors, whole and contiguous, on the CPU.
-
-        Args:
-            without: keys to leave out.
-        """
+        """Returns all tensors but those of some keys, whole and contiguous, on the CPU."""
         left = frozenset(without)
-        found = {
-            key: torch.empty(info.shape, dtype=info.dtype) for key, info in self.tensors.items() if key not in left
-        }
+        found = {key: torch.empty_like(each, device="cpu") for key, each in self.tensors.items() if key not in left}
         self.read({key: TensorShard(tensor) for key, tensor in found.items()})
         return found
 
     def read_whole(self, key: str) -> Tensor:
         """Returns one tensor, whole."""
-        info = self.tensors[key]
-        tensor = torch.empty(info.shape, dtype=info.dtype)
+        tensor = torch.empty_like(self.tensors[key], device="cpu")
         self.read({key: TensorShard(tensor)})
         return tensor
 
 
 def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, number: int, of: int) -> None:
-    """Writes boxes of tensors to this worker's own files in ``folder``, which is made, and syncs them to the disk.
+    """Writes boxes of tensors, by key, to the own files of worker ``number`` ``of`` all, and syncs them to the disk.
 
-    Args:
-        shards: what to write, by key.
-        folder: the same folder on all workers.
-        number: the index of this worker.
-        of: the number of workers.
+    ``folder``, which is made, is the same on all workers.
 
-    Raises:
-        OSError: they cannot be written.
+    Raises OSError if they cannot be written.
     """
     require("safetensors", "train")
     # A file has each key once, so a tensor of several boxes goes to as many files.
@@ -225,11 +199,7 @@ def balance_writes(
 ) -> dict[str, dict[str, TensorShard]]:
     """Returns what this worker writes of what it holds, so that each box is written once and all write about as much.
 
-    Every worker must call it.
-
-    Args:
-        workers: all workers that write.
-        shards: what this worker holds, by folder and key.
+    Every worker must call it. ``shards`` are what this worker holds, by folder and key.
     """
     listed = [
         [folder, key, list(box.offsets), list(box.sizes), box.elements]
@@ -238,37 +208,31 @@ def balance_writes(
         for box in each.boxes
     ]
     own = writers(all_gather_object(workers, "who writes what", listed), workers.index)
-    found: dict[str, dict[str, TensorShard]] = {}
+    found: dict[str, dict[str, TensorShard]] = {folder: {} for folder in shards}
     for folder, tensors in shards.items():
-        chosen = {
-            key: each.only([box for box in each.boxes if (folder, key, box.offsets, box.sizes) in own])
-            for key, each in tensors.items()
-        }
-        found[folder] = {key: each for key, each in chosen.items() if each.boxes}
+        for key, each in tensors.items():
+            if boxes := [box for box in each.boxes if (folder, key, box.offsets, box.sizes) in own]:
+                found[folder][key] = each.only(boxes)
     return found
 
 
 def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any, ...]]:
     """Returns the boxes that one worker writes. Each box goes to that of its holders which writes least so far.
 
-    Args:
-        listed_by_all: for each worker its boxes as (folder, key, offsets, sizes, elements); the same on all workers.
-        worker: the index of the worker.
+    ``listed_by_all`` has for each worker its boxes as (folder, key, offsets, sizes, elements); it is equal on all
+    workers.
     """
     holders: dict[tuple[Any, ...], list[int]] = {}
-    elements_of: dict[tuple[Any, ...], int] = {}
     for number, listed in enumerate(listed_by_all):
         for folder, key, offsets, sizes, elements in listed:
-            box = (folder, key, tuple(offsets), tuple(sizes))
-            holders.setdefault(box, []).append(number)
-            elements_of[box] = elements
+            holders.setdefault((folder, key, tuple(offsets), tuple(sizes), elements), []).append(number)
     written = [0] * len(listed_by_all)
     own = set()
-    for box, candidates in holders.items():
+    for (*box, elements), candidates in holders.items():
         writer = min(candidates, key=written.__getitem__)
-        written[writer] += elements_of[box]
+        written[writer] += elements
         if writer == worker:
-            own.add(box)
+            own.add(tuple(box))
     return own
 
 
@@ -305,12 +269,7 @@ class _FileOrFolder(FileSystem):
         return [str(path)] if Path(path).is_file() else super().ls(path)
 
 
-class _HasBytes(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-def _files_of(tensors: Mapping[str, _HasBytes]) -> dict[str, int]:
+def _files_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorShard]) -> dict[str, int]:
     """The number, from 1, of the file that each tensor goes to."""
     files: dict[str, int] = {}
     number, filled = 1, 0

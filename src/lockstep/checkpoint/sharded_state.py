@@ -39,12 +39,7 @@ from lockstep.parallel.sharded_module import ShardedModule
 
 
 class ShardedModuleAdapter(StateAdapter):
-    """A module of which each worker holds a part. Buffers are averaged in the weights, and saved for each worker too.
-
-    Args:
-        module: the mirrored module.
-        workers: all workers that save and restore together.
-    """
+    """A module of which each worker holds a part. Its buffers are averaged in the weights and saved per worker too."""
 
     def __init__(self, module: MirroredModule, workers: Communicator) -> None:
         self._module, self._part, self._workers = module, sharded_module_of(module), workers.processes
@@ -93,14 +88,8 @@ class ShardedModuleAdapter(StateAdapter):
 class ShardedOptimizerAdapter(StateAdapter):
     """An optimizer over parts of models. Its state is saved as one device would save it, its tensors in shards.
 
-    Args:
-        name: the name of this optimizer, with which the keys of its tensors begin.
-        optimizer: the mirrored optimizer.
-        modules: the mirrored modules whose parameters it updates, by the prefix of their parameters' names.
-        workers: all workers that save and restore together.
-
-    Raises:
-        ConfigError: it updates a parameter of another module.
+    The keys of its tensors begin with its ``name``; ``modules`` are the mirrored modules whose parameters it updates,
+    by the prefix of their parameters' names. Raises ConfigError if it updates a parameter of another module.
     """
 
     def __init__(

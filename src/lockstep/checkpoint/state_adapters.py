@@ -8,7 +8,7 @@ the kind of thing requires.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from lockstep.checkpoint.format import DamagedStateError, TensorRef, check_kind,
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
-from lockstep.data.resume import random_state, set_random_state
+from lockstep.data.source_random import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -114,11 +114,7 @@ class StateAdapter(ABC):
 
     @abstractmethod
     def check(self, saved: SavedState) -> None:
-        """Checks that ``saved`` fits, before anything is loaded.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Raises a CheckpointError if ``saved`` does not fit, before anything is loaded."""
 
     @abstractmethod
     def load(self, saved: SavedState) -> None:
@@ -137,14 +133,8 @@ class Stateful(Protocol):
 def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Communicator) -> StateAdapter:
     """Returns the adapter for one thing given to a Checkpoint.
 
-    Args:
-        name: the name of the thing.
-        thing: the thing.
-        modules: the mirrored modules among all things, by name.
-        workers: all workers that save and restore together.
-
-    Raises:
-        ConfigError: the thing has no state that can be restored in place.
+    ``modules`` are the mirrored modules among all things, by name. Raises ConfigError if the thing has no state that
+    can be restored in place.
     """
     if isinstance(thing, StateAdapter):
         return thing
@@ -223,12 +213,7 @@ class ModuleAdapter(StateAdapter):
 
 
 class OptimizerAdapter(StateAdapter):
-    """An optimizer, mirrored or not: the plain optimizer's state_dict, and the names of its parameters.
-
-    Args:
-        optimizer: the optimizer.
-        names: the names of its parameters; None if they are unknown.
-    """
+    """An optimizer, mirrored or not: the plain optimizer's state_dict, and the names of its parameters, if known."""
 
     def __init__(self, optimizer: Optimizer, names: Names | None = None) -> None:
         self._optimizer, self._names = optimizer, names
@@ -242,13 +227,12 @@ class OptimizerAdapter(StateAdapter):
     def check(self, saved: SavedState) -> None:
         check_optimizer_state(saved.shared, self._optimizer)
         kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
-        theirs = [len(group["params"]) for group in groups]
-        ours = [len(group["params"]) for group in self._optimizer.param_groups]
+        theirs = " + ".join(str(len(group["params"])) for group in groups)
+        ours = " + ".join(str(len(group["params"])) for group in self._optimizer.param_groups)
         if kind != class_name(self._optimizer) or theirs != ours:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of a {kind} with {_sum(theirs)} parameters, but it "
-                f"is a {class_name(self._optimizer)} with {_sum(ours)}; make the optimizer as it was when that was "
-                "saved"
+                f"{saved.source} has for {saved.name!r} the state of a {kind} with {theirs} parameters, but it is a "
+                f"{class_name(self._optimizer)} with {ours}; make the optimizer as it was when that was saved"
             )
 
     def load(self, saved: SavedState) -> None:
@@ -349,11 +333,7 @@ class GeneratorAdapter(StateAdapter):
 
 
 class RngAdapter(StateAdapter):
-    """torch's default generators, Python's and NumPy's, each process's own, and those of the replicas.
-
-    Args:
-        generators: the local replicas' generators.
-    """
+    """torch's default generators, Python's and NumPy's, each process's own, and those of the local replicas."""
 
     def __init__(self, generators: ReplicaGenerators) -> None:
         self._generators = generators
@@ -394,11 +374,7 @@ def class_name(optimizer: Optimizer) -> str:
 
 
 def check_optimizer_state(shared: Any, optimizer: Optimizer) -> None:
-    """Checks that what was saved for an optimizer is of the kinds that ``OptimizerAdapter`` saves.
-
-    Raises:
-        DamagedStateError: it is not.
-    """
+    """Raises a DamagedStateError unless ``shared`` is of the kinds that ``OptimizerAdapter`` saves."""
     check_kind(shared, _OPTIMIZER_KIND, "the optimizer")
     check_kind(shared.get("names"), list[list[str]] | None, "the optimizer.names")
     state = shared["state"]
@@ -427,16 +403,13 @@ def by_name(shared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def in_order(shared: Mapping[str, Any], names: Names | None) -> dict[str, Any]:
-    """Returns a saved state_dict with its parameters in another optimizer's order.
+    """Returns a saved state_dict with its parameters in the order of an optimizer whose parameters have ``names``.
 
-    Args:
-        shared: what was saved.
-        names: the names of the other optimizer's parameters. If they, or the saved ones, are unknown, or if they
-            differ, the order stays.
+    If they, or the saved ones, are unknown, or if they differ, the order stays.
     """
     state: dict[str, Any] = shared["state"]
     theirs = shared.get("names")
-    if names is None or theirs is None or names == theirs or not _same_sets(names, theirs):
+    if names in (None, theirs) or theirs is None or list(map(set, names)) != list(map(set, theirs)):
         return state
     values = by_name(shared)
     ours = [name for group in names for name in group]
@@ -465,10 +438,6 @@ def _names_of(optimizer: Optimizer, modules: Mapping[str, MirroredModule]) -> Na
     return found if all(name for group in found for name in group) else None
 
 
-def _same_sets(ours: Sequence[Iterable[str]], theirs: Sequence[Iterable[str]]) -> bool:
-    return [set(group) for group in ours] == [set(group) for group in theirs]
-
-
 def _averages(replicas: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The mean of each floating-point buffer; the first replica's value of other buffers and of equal ones."""
     means: dict[str, torch.Tensor] = {}
@@ -479,19 +448,11 @@ def _averages(replicas: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
     return means
 
 
-def _sum(groups: Sequence[int]) -> str:
-    return " + ".join(map(str, groups))
-
-
 # ---- collective errors: all workers do something that may fail on each; then all of them raise, and none goes on alone
 
 
 def run_on_all(workers: Communicator, name: str, act: Callable[[], None]) -> None:
-    """Calls ``act`` on every worker. Every worker must call it.
-
-    Raises:
-        CheckpointError: it failed on a worker; raised on all of them.
-    """
+    """Calls ``act`` on every worker, and raises a CheckpointError on all of them if it failed on one."""
     raise_gathered_errors(workers, name, error_text(act))
 
 
@@ -505,15 +466,9 @@ def error_text(act: Callable[[], None]) -> str:
 
 
 def raise_gathered_errors(workers: Communicator, name: str, error: str) -> None:
-    """Raises on all workers the first error of any worker. Every worker must call it.
+    """Raises on all workers a CheckpointError of the first ``error`` of any worker; empty if there is none.
 
-    Args:
-        workers: all workers.
-        name: the name of this collective.
-        error: what went wrong on this worker; empty if nothing did.
-
-    Raises:
-        CheckpointError: a worker had an error.
+    Every worker must call it; ``name`` is the name of this collective.
     """
     for index, payload in enumerate(workers.all_gather_bytes(name, error.encode())):
         if text := payload.decode():

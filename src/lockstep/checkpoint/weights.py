@@ -5,8 +5,11 @@ The file is written aside and renamed, so a reader sees the old file or the new 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,13 @@ from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
 _SHOWN = 4
+_ALIGNMENT = 8
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""The names of dtypes in the safetensors format."""
 
 
 def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -30,22 +40,63 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     Raises:
         CheckpointError: an entry is not a tensor, or the file cannot be written; then nothing is left behind.
     """
-    target = Path(path)
     tensors = contiguous_tensors(state)
+    with _written(Path(path)) as partial:
+        require("safetensors.torch", "train").save_file(tensors, str(partial), metadata={"format": "pt"})
+
+
+def stream_weights(
+    path: str | os.PathLike[str], described: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Writes tensors to the safetensors file ``path`` as ``write_weights`` does, holding one of them at a time.
+
+    ``described`` has for each key a tensor of the same shape and dtype on the meta device; ``stream`` gives keys and
+    tensors, in any order, each key once.
+    """
+    target = Path(path)
+    header, offsets = _header(described, target)
+    with _written(target) as partial, partial.open("wb") as file:
+        file.write(header)
+        for key, tensor in stream:
+            file.seek(offsets[key])
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def _written(target: Path) -> Iterator[Path]:
     try:
         with atomic_file(target) as partial:
-            require("safetensors.torch", "train").save_file(tensors, str(partial), metadata={"format": "pt"})
+            yield partial
     except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the weights to {target}: {error}; choose a folder that can be written to and has room"
         ) from error
 
 
+def _header(described: Mapping[str, Tensor], target: Path) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file, and where in the file each tensor begins."""
+    unknown = [f"{key} is {each.dtype}" for key, each in described.items() if each.dtype not in _DTYPES]
+    if unknown:
+        raise CheckpointError(f"cannot write the weights to {target}: {unknown[0]}, which safetensors does not have")
+    keys = sorted(described, key=lambda key: -described[key].element_size())  # so that each is aligned
+    ends = [0]
+    for key in keys:
+        ends.append(ends[-1] + described[key].numel() * described[key].element_size())
+    spans = dict(zip(keys, pairwise(ends), strict=True))
+    entries = {
+        key: {"dtype": _DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": list(spans[key])}
+        for key, each in described.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {key: begin + start for key, (start, _) in spans.items()}
+
+
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Returns the tensors in a safetensors file, by key, on the CPU.
 
-    Raises:
-        CheckpointError: there is no such file, or it is not a safetensors file.
+    Raises CheckpointError if there is no such file, or it is not a safetensors file.
     """
     source = Path(path)
     if not source.is_file():
@@ -62,28 +113,26 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
     """Checks that weights have the keys and shapes of a module's state_dict, before anything is loaded.
 
-    Args:
-        weights: the weights, or anything with their shapes, by key.
-        state: the module's state_dict.
-        source: where the weights came from, for the message.
+    ``weights`` may be anything with shapes, by key; ``source`` is where they came from, for the message.
 
-    Raises:
-        CheckpointError: keys are missing or unexpected, or shapes differ; all of them are named.
+    Raises CheckpointError if keys are missing or unexpected, or shapes differ; all of them are named.
     """
-    shapes = [
-        f"{key} has shape {tuple(weights[key].shape)} instead of {tuple(state[key].shape)}"
-        for key in state
-        if key in weights and weights[key].shape != state[key].shape
-    ]
-    faults = [
-        _listed("missing keys", [key for key in state if key not in weights]),
-        _listed("unexpected keys", [key for key in weights if key not in state]),
-        _listed("wrong shapes", shapes),
-    ]
-    found = "; ".join(fault for fault in faults if fault)
+    faults = {
+        "missing keys": [key for key in state if key not in weights],
+        "unexpected keys": [key for key in weights if key not in state],
+        "wrong shapes": [
+            f"{key} has shape {tuple(weights[key].shape)} instead of {tuple(state[key].shape)}"
+            for key in state
+            if key in weights and weights[key].shape != state[key].shape
+        ],
+    }
+    found = []
+    for title, items in faults.items():
+        more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        found += [f"{title}: {', '.join(items[:_SHOWN])}{more}"] if items else []
     if found:
         raise CheckpointError(
-            f"the weights in {os.fspath(source)} do not fit the module: {found}; "
+            f"the weights in {os.fspath(source)} do not fit the module: {'; '.join(found)}; "
             "load them into a module built with the settings of the one that was saved"
         )
 
@@ -102,10 +151,3 @@ def contiguous_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
         seen.add(tensor.untyped_storage().data_ptr())
         tensors[key] = tensor
     return tensors
-
-
-def _listed(title: str, items: list[str]) -> str:
-    if not items:
-        return ""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"{title}: {', '.join(items[:_SHOWN])}{more}"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep import config
-from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.cluster.environment import cluster_from_environment
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.replicas.device.driver import gpu_driver
 from lockstep.replicas.device.memory import MB

@@ -114,7 +114,7 @@ def discard_broken_streams() -> None:
 
 def _has_launcher() -> bool:
     """Whether this process is a worker of ``lockstep run`` or torchrun."""
-    from lockstep.cluster.resolve import cluster_from_environment
+    from lockstep.cluster.environment import cluster_from_environment
 
     cluster = cluster_from_environment()
     return cluster is not None and cluster.store_is_served

@@ -29,7 +29,7 @@ from lockstep.cli.training_flags import (
     mesh_table,
     training_command,
 )
-from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.mesh_layout import MeshLayout, check_divides

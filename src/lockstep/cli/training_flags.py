@@ -17,7 +17,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.cli.devices import take_devices
 from lockstep.cli.flags import check_folder, check_output, config_command, field_docs, with_parameters
 from lockstep.cli.in_workers import InWorkers
-from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import REST, MeshCoordinate, MeshLayout, choose_mesh_layout

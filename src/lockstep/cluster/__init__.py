@@ -1,6 +1,5 @@
 """Which workers form a job, and which of them this process is: the only package that reads the environment for it.
 
-Begin with ``spec`` (``ClusterSpec``, public) and ``resolve``, which chooses among the forms in which a job is declared:
-``tf_config``, ``torchrun`` and ``slurm``. They read variables with ``variables`` and addresses with ``address``.
-``local`` finds a worker's GPUs and cores among those of its host.
+``spec`` has ``ClusterSpec`` (public) and addresses; ``environment`` reads TF_CONFIG, torchrun's and SLURM's variables;
+``local`` finds a worker's GPUs and cores among those of its host. Each imports only those before it.
 """

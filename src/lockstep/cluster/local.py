@@ -1,4 +1,4 @@
-"""A worker's share of its host: which GPUs that it sees are its own, and how many threads it uses.
+"""A worker's part of its host: which GPUs that it sees are its own, and how many threads it uses.
 
 It sees only its own GPUs           lockstep run, srun --gpus-per-task: all that it sees
 It sees all GPUs of the host        torchrun, srun: an equal part, by its rank among the host's workers
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
+from lockstep.cluster.environment import Variables
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.cluster.variables import count, whole_number
 from lockstep.errors import ClusterError
 
 OWN_GPUS = "LOCKSTEP_OWN_GPUS"
@@ -32,13 +32,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRank:
-    """A worker's rank among those of its host.
-
-    Args:
-        rank: from 0.
-        workers: the number of workers on the host.
-        sees_own: whether the process sees only its own GPUs.
-    """
+    """A worker's rank among the workers of its host, and whether it sees only its own GPUs."""
 
     rank: int = 0
     workers: int = 1
@@ -60,62 +54,47 @@ class LocalRank:
         return range(first, first + each)
 
 
-def find_local_rank(environment: Mapping[str, str], cluster: ClusterSpec | None) -> LocalRank:
-    """The local rank that the launcher's variables or the addresses of the cluster give. Pure.
-
-    Args:
-        environment: the environment variables of the process.
-        cluster: the cluster of the process; None for a process by itself.
-
-    Raises:
-        ClusterError: a variable is not a number or out of range.
-    """
-    if cluster is None or cluster.task != "worker" or cluster.num_workers == 1:
-        return LocalRank()
-    if environment.get("LOCAL_RANK") and environment.get("LOCAL_WORLD_SIZE"):
-        size = whole_number(environment, "LOCAL_WORLD_SIZE", cluster.source, least=1)
-        rank = whole_number(environment, "LOCAL_RANK", cluster.source, least=0, most=size - 1)
-        return LocalRank(rank=rank, workers=size, sees_own=bool(environment.get(OWN_GPUS)))
-    if cluster.source == "SLURM":
-        return _slurm_local_rank(environment)
-    # TF_CONFIG and a ClusterSpec name every worker's host. Whoever starts workers so sets CUDA_VISIBLE_DEVICES by hand.
-    hosts = [cluster.host(index) for index in range(cluster.num_workers)]
-    own = hosts[cluster.index]
-    if not own:
-        return LocalRank()
-    return LocalRank(
-        rank=Counter(hosts[: cluster.index])[own],
-        workers=Counter(hosts)[own],
-        sees_own=bool(environment.get("CUDA_VISIBLE_DEVICES")),
-    )
-
-
 def own_local_rank(cluster: ClusterSpec | None) -> LocalRank:
     """``find_local_rank`` with the environment of this process."""
     return find_local_rank(os.environ, cluster)
 
 
-def _slurm_local_rank(environment: Mapping[str, str]) -> LocalRank:
-    if not environment.get("SLURM_LOCALID") or not environment.get("SLURM_STEP_TASKS_PER_NODE"):
+def find_local_rank(environment: Mapping[str, str], cluster: ClusterSpec | None) -> LocalRank:
+    """The local rank that the launcher's variables or the addresses of the cluster give. Pure.
+
+    Raises ClusterError if a variable is not a number or out of range.
+    """
+    if cluster is None or cluster.task != "worker" or cluster.num_workers == 1:
         return LocalRank()
-    counts = _tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
-    size = counts[min(count(environment, "SLURM_NODEID", "SLURM"), len(counts) - 1)]
-    return LocalRank(
-        rank=whole_number(environment, "SLURM_LOCALID", "SLURM", least=0, most=size - 1),
-        workers=size,
-        sees_own=bool(environment.get("SLURM_GPUS_PER_TASK")) or "gpu" in environment.get("SLURM_TRES_PER_TASK", ""),
-    )
+    variables = Variables(environment, cluster.source)
+    if variables.get("LOCAL_RANK") and variables.get("LOCAL_WORLD_SIZE"):
+        size = variables.number("LOCAL_WORLD_SIZE", least=1)
+        rank = variables.number("LOCAL_RANK", most=size - 1)
+        return LocalRank(rank=rank, workers=size, sees_own=bool(variables.get(OWN_GPUS)))
+    if cluster.source == "SLURM":
+        return _slurm_local_rank(variables)
+    # TF_CONFIG and a ClusterSpec name every worker's host. Whoever starts workers so sets CUDA_VISIBLE_DEVICES by hand.
+    hosts = [cluster.host(index) for index in range(cluster.num_workers)]
+    own = hosts[cluster.index]
+    if not own:
+        return LocalRank()
+    sees_own = bool(variables.get("CUDA_VISIBLE_DEVICES"))
+    return LocalRank(rank=Counter(hosts[: cluster.index])[own], workers=Counter(hosts)[own], sees_own=sees_own)
 
 
-def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's short notation for the tasks of each host: "4(x2),3" is 4, 4, 3."""
-    counts: list[int] = []
-    for item in text.split(","):
+def _slurm_local_rank(variables: Variables) -> LocalRank:
+    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE")
+    if not variables.get("SLURM_LOCALID") or not tasks:
+        return LocalRank()
+    counts: list[int] = []  # "4(x2),3" is 4, 4, 3
+    for item in tasks.split(","):
         match = _TASKS.fullmatch(item.strip())
         if match is None or not int(match[1]):
-            raise ClusterError(f"SLURM: SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read; expected 4, or 4(x2),3")
+            raise ClusterError(f"SLURM: SLURM_STEP_TASKS_PER_NODE={tasks!r} cannot be read; expected 4, or 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    size = counts[min(variables.count("SLURM_NODEID"), len(counts) - 1)]
+    sees_own = bool(variables.get("SLURM_GPUS_PER_TASK")) or "gpu" in variables.get("SLURM_TRES_PER_TASK")
+    return LocalRank(rank=variables.number("SLURM_LOCALID", most=size - 1), workers=size, sees_own=sees_own)
 
 
 def core_info() -> dict[str, int]:
@@ -126,12 +105,7 @@ def core_info() -> dict[str, int]:
 
 
 def divide_cores(infos: Sequence[Mapping[str, int]], index: int) -> None:
-    """Sets this process's number of intra-op threads to its part of the cores.
-
-    Args:
-        infos: every worker's ``core_info``, in rank order.
-        index: the rank of this worker.
-    """
+    """Sets the intra-op threads of worker ``index`` to its part of the cores, from every worker's ``core_info``."""
     threads = torch.get_num_threads()
     workers = count_core_sharers(infos, index)
     own = threads_per_worker(os.environ, threads=threads, default=_default_threads(), workers=workers)
@@ -148,13 +122,8 @@ def count_core_sharers(infos: Sequence[Mapping[str, int]], index: int) -> int:
 def threads_per_worker(environment: Mapping[str, str], *, threads: int, default: int, workers: int) -> int:
     """The number of intra-op threads for one of the workers that share cores. Pure.
 
-    A number that the user set is kept, whether by OMP_NUM_THREADS or by ``torch.set_num_threads``.
-
-    Args:
-        environment: the environment variables of the process.
-        threads: its current number of threads.
-        default: the number that torch chooses by itself.
-        workers: the number of workers that share the cores.
+    A number that the user set is kept, whether by OMP_NUM_THREADS or by ``torch.set_num_threads``: then ``threads``,
+    the current number, is not ``default``, the number that torch chooses by itself.
     """
     if workers == 1 or environment.get("OMP_NUM_THREADS") or threads != default:
         return threads

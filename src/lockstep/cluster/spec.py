@@ -1,20 +1,95 @@
-"""``ClusterSpec``: the workers of a job, whichever variables or arguments describe them. Pure."""
+"""``ClusterSpec``: the workers of a job and their addresses, whichever variables or arguments declare them. Pure."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lockstep.cluster.address import canonical, check_addresses, parse_address, shown
 from lockstep.errors import ClusterError
 
 Task = Literal["worker", "evaluator"]
 
 _EXAMPLE = "for example ClusterSpec(workers=['hosta:20000', 'hostb:20000'], index=0)"
 _JOB_ID_LENGTH = 200
+_SHOWN_LENGTH = 120
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_NUMBERS = re.compile(r"[0-9.]+")
+
+
+def shown(value: object) -> str:
+    """A received value for a message: on one line, and cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
+
+
+def parse_address(address: object) -> tuple[str, int]:
+    """Host and port of "hosta:20000" or "[fd00::1]:20000", an IPv6 host without its brackets. Looks nothing up.
+
+    Raises ClusterError for what is no text, has no port or one out of range, or an impossible host.
+    """
+    if not isinstance(address, str):
+        raise ClusterError(f"{shown(address)} is no address; write text such as 'hosta:20000'")
+    if "/" in address:
+        raise ClusterError(f"{shown(address)} looks like a URL; write host and port alone, such as 'hosta:20000'")
+    host, colon, port = address.rpartition(":")
+    if not colon or not host:
+        raise ClusterError(f"{shown(address)} lacks {'a host' if colon else 'a port'}; write 'hosta:20000'")
+    if not port.isascii() or not port.isdecimal() or len(port) > 5 or not 1 <= int(port) <= 65535:
+        raise ClusterError(f"{shown(address)} has no port from 1 to 65535 after its last colon; write 'hosta:20000'")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if ":" in host and not bracketed:
+        raise ClusterError(
+            f"{shown(address)} has more than one colon; write an IPv6 address in brackets: '[fd00::1]:20000'"
+        )
+    host = host[1:-1] if bracketed else host
+    if bracketed or _NUMBERS.fullmatch(host):
+        _check_ip(host, address, bracketed)
+    elif not _HOST.fullmatch(host):
+        raise ClusterError(f"{shown(address)} has no host name before its colon; write 'hosta:20000'")
+    return host, int(port)
+
+
+def _check_ip(host: str, address: str, is_ipv6: bool) -> None:
+    try:
+        ip = ipaddress.IPv6Address(host) if is_ipv6 else ipaddress.IPv4Address(host)
+    except ValueError as error:
+        example = "[fd00::1]:20000" if is_ipv6 else "10.0.0.1:20000"
+        raise ClusterError(f"{shown(address)} has no IP address before its port ({error}); write '{example}'") from None
+    if ip.is_unspecified:
+        raise ClusterError(
+            f"{shown(address)} means every address of a host, which others cannot reach; write the one that they use"
+        )
+
+
+def join_address(host: str, port: int) -> str:
+    """The address of a port of a host, with brackets for an IPv6 host: "[fd00::1]:20000"."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def canonical(address: str) -> str:
+    """One spelling for equal addresses: host names in lower case, IPv6 in its short form, ports without zeros."""
+    host, port = parse_address(address)
+    if ":" in host:
+        host = str(ipaddress.IPv6Address(host))
+    return join_address(host.lower().removesuffix("."), port)
+
+
+def check_addresses(addresses: Mapping[str, str]) -> None:
+    """Raises a ClusterError if an address is malformed or two are the same. The keys say where each was declared."""
+    seen: dict[str, str] = {}
+    for place, address in addresses.items():
+        try:
+            spelling = canonical(address)
+        except ClusterError as error:
+            raise ClusterError(f"{place}: {error}") from None
+        if spelling in seen:
+            raise ClusterError(f"{seen[spelling]} and {place} are both {shown(address)}; give each its own address")
+        seen[spelling] = place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +128,21 @@ class ClusterSpec:
     store_is_served: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "workers", _as_tuple(self.workers))
+        workers: object = self.workers
+        if isinstance(workers, str) or not isinstance(workers, Iterable):
+            raise ClusterError(f"workers={shown(workers)} is no list of addresses; give one per worker, {_EXAMPLE}")
+        object.__setattr__(self, "workers", tuple(workers))
         self._check_workers()
         self._check_task()
         if not _is_count(self.attempt):
             raise ClusterError(f"attempt={shown(self.attempt)} is no number of earlier attempts; give 0, 1, ...")
         check_job_id(self.job_id)
         if not self.job_id:
-            object.__setattr__(self, "job_id", derive_job_id(self.workers))
+            object.__setattr__(self, "job_id", _derived_job_id(self.workers))
 
     @property
     def num_workers(self) -> int:
-        """How many processes train."""
+        """The number of processes that train."""
         return len(self.workers)
 
     @property
@@ -88,7 +166,7 @@ class ClusterSpec:
         return parse_address(self.workers[index])[0] if self.workers[index] else ""
 
     def name(self, index: int) -> str:
-        """A worker's name for messages: "worker 1 (hostb:20001)", or "worker 1" if its address is not known."""
+        """A worker's name in messages: "worker 1 (hostb:20001)", or "worker 1" if its address is not known."""
         return f"worker {index} ({self.workers[index]})" if self.workers[index] else f"worker {index}"
 
     def _check_workers(self) -> None:
@@ -111,13 +189,10 @@ class ClusterSpec:
 
 
 def check_job_id(job_id: object, name: str = "job_id") -> None:
-    """Accepts up to 200 printable characters, and the empty text, which asks for a derived id.
+    """Raises a ClusterError unless a job id is at most 200 printable characters. Empty asks for a derived id.
 
     The id guards against accidents, such as a forgotten process of an older job that finds a newer one's address. It
     does not guard against attackers.
-
-    Raises:
-        ClusterError: anything else.
     """
     if not isinstance(job_id, str) or not job_id.isprintable() or len(job_id) > _JOB_ID_LENGTH:
         raise ClusterError(
@@ -126,16 +201,10 @@ def check_job_id(job_id: object, name: str = "job_id") -> None:
         )
 
 
-def derive_job_id(workers: Sequence[str]) -> str:
+def _derived_job_id(workers: Sequence[str]) -> str:
     """The same id on every worker of a cluster, and another for other addresses or another number of workers."""
     addresses = [canonical(address) if address else "" for address in workers]
     return f"cluster-{hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]}"
-
-
-def _as_tuple(workers: object) -> tuple[str, ...]:
-    if isinstance(workers, str) or not isinstance(workers, Iterable):
-        raise ClusterError(f"workers={shown(workers)} is no list of addresses; give one per worker, {_EXAMPLE}")
-    return tuple(workers)
 
 
 def _is_count(value: object) -> bool:

@@ -24,12 +24,19 @@ from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
 from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
-from lockstep.data.resume import STARTED, RandomState, begin_again, random_state
 from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
-from lockstep.data.source_random import default_state, set_default_state, watched_generators
+from lockstep.data.source_random import (
+    STARTED,
+    RandomState,
+    begin_again,
+    default_state,
+    random_state,
+    set_default_state,
+    watched_generators,
+)
 from lockstep.data.sources import loads_by_index, may_read_ahead, shard_files
 from lockstep.data.transfer import Transfer
-from lockstep.data.worker_sync import NoSync, OwnDataSync, SameDataSync, WorkerSync
+from lockstep.data.worker_sync import OwnDataSync, SameDataSync, WorkerSync
 from lockstep.errors import ConfigError, DataError
 
 Shard = Literal["batch", "file", "off"]
@@ -217,8 +224,9 @@ class DistributedDataset(DistributedIterable):
             reader = _global_reader(source, workers, layout)
             sync = SameDataSync(workers, source, lambda: reader.generators)
         else:
+            replicas = workers.replicas[workers.index]
             own = shard_files(source, workers) if shard == "file" else source
-            reader = BatchReader(own, layout, partial(_all_rows, workers.replicas[workers.index]))
+            reader = BatchReader(own, layout, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)))
             sync = _own_data_sync(reader, workers)
         super().__init__(reader, sync, devices, prefetch=prefetch)
 
@@ -268,12 +276,8 @@ def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchL
     return BatchReader(dataset, layout, partial(local_rows, workers=workers), with_digest=True)
 
 
-def _all_rows(replicas: int, rows: int) -> LocalRows:
-    return LocalRows(start=0, sizes=shard_sizes(rows, replicas))
-
-
 def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:
-    return NoSync() if workers.is_single else OwnDataSync(workers, reader.length)
+    return WorkerSync() if workers.is_single else OwnDataSync(workers, reader.length)
 
 
 @runtime_checkable
@@ -281,12 +285,7 @@ class _ShufflesByEpoch(Protocol):
     def set_epoch(self, epoch: int, /) -> None: ...
 
 
-@runtime_checkable
-class _Indexed(Protocol):
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-def _checked(dataset: Any) -> Iterable[Any]:
+def _checked(dataset: Any) -> Any:
     if isinstance(dataset, DistributedIterable):
         raise DataError("received a dataset that is distributed already; distribute the original once")
     kind = type(dataset).__name__
@@ -303,8 +302,8 @@ def _checked(dataset: Any) -> Iterable[Any]:
             f"received a {kind}, whose items are rows, expected an iterable of global batches; give a DataLoader of "
             f"it, such as DataLoader(dataset, batch_size=64), or batch_size=None where the items of {kind} are batches"
         )
-    if not isinstance(dataset, (_Indexed, Iterable)):
+    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"received a {kind}, which cannot be iterated; give an iterable of global batches such as a DataLoader"
         )
-    return dataset  # type: ignore[return-value]  # what has __getitem__ alone is iterable too, by Python's old protocol
+    return dataset  # what has __getitem__ alone is iterable too, by Python's old protocol

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
@@ -34,6 +34,7 @@ from lockstep.errors import ConfigError, DataError
 
 Lists = Literal["auto", "rows", "columns"]
 _Mode = Literal["rows", "columns"]
+_Children = list[tuple[str, Any]]
 
 SINGLE_VALUES = (bool, int, float, complex, str, bytes, type(None))
 """Types of values without rows, which every replica gets unchanged."""
@@ -42,15 +43,8 @@ _MOST_ITEMS = 3
 
 
 @dataclass
-class _Fit:
-    """One reading of a part of a batch, for some number of rows.
-
-    Args:
-        rows: whether anything in it has rows.
-        modes: what each list in it is, by name.
-        unclear: the names of lists that could hold rows or columns.
-        of: that number of rows, in a reading of a whole batch.
-    """
+class _Reading:
+    """One reading of a part of a batch, for some number of rows."""
 
     rows: bool
     modes: dict[str, _Mode] = field(default_factory=dict)
@@ -117,29 +111,31 @@ class BatchLayout:
         sizes = self._sizes if rows is None else (rows,)
         if is_sequence(batch) and self._root_is_rows(batch, below, sizes):
             return _as_rows(batch)
-        if not _has_sequences(below):
+        if not any(is_sequence(node.value) for node in _walk(below)):
             return batch
-        fit = self._fit_root(below, sizes)
-        if fit is None:
+        reading = self._read_root(below, sizes)
+        if reading is None:
             self._check_known(below)
             return batch  # the tensors disagree in length, which dividing the batch reports
-        if fit.unclear:
-            raise self._unclear(fit.unclear[0])
-        self._known.update(fit.modes)
-        return _marked(batch, below, "batch", fit.modes)
+        if reading.unclear:
+            raise self._unclear(reading.unclear[0])
+        self._known.update(reading.modes)
+        return _marked(batch, below, "batch", reading.modes)
 
-    def _check_known(self, below: list[tuple[str, Any]]) -> None:
+    def _check_known(self, below: _Children) -> None:
         """Refuses a list that had one item a row before, and now has another number of items than there are rows."""
-        tensors = _tensor_lengths(below)
-        for name, node in _sequences(below):
-            if self._known.get(name) == "rows" and len(tensors) == 1 and len(node) not in tensors:
+        nodes = list(_walk(below))
+        lengths = {node.rows for node in nodes if node.rows is not None}
+        lists = [node for node in nodes if is_sequence(node.value) and self._known.get(node.name) == "rows"]
+        for name, value, _ in lists if len(lengths) == 1 else ():
+            if len(value) not in lengths:
                 raise DataError(
-                    f"{name} had one item a row in the batches before, and has {len(node)} items in one of "
-                    f"{next(iter(tensors))} rows; give as many as there are rows, and leave a value that is one for "
+                    f"{name} had one item a row in the batches before, and has {len(value)} items in one of "
+                    f"{next(iter(lengths))} rows; give as many as there are rows, and leave a value that is one for "
                     "all rows out of the batch, or give it as a dict"
                 )
 
-    def _root_is_rows(self, batch: Any, below: list[tuple[str, Any]], sizes: Sequence[int]) -> bool:
+    def _root_is_rows(self, batch: Any, below: _Children, sizes: Sequence[int]) -> bool:
         if self._items:
             return False
         if self._lists != "auto":
@@ -155,10 +151,10 @@ class BatchLayout:
                 return rows
         return False
 
-    def _root_readings(self, batch: Any, below: list[tuple[str, Any]], size: int | None) -> tuple[bool, bool]:
+    def _root_readings(self, batch: Any, below: _Children, size: int | None) -> tuple[bool, bool]:
         """Whether a batch of ``size`` rows that is a list or tuple may hold rows, and whether it may hold columns."""
-        fit = self._fit_root(below, () if size is None else (size,))
-        columns = fit is not None and (size is None or fit.of == size)
+        reading = self._read_root(below, () if size is None else (size,))
+        columns = reading is not None and (size is None or reading.of == size)
         if not _alike(batch) or all(isinstance(each, SINGLE_VALUES) for each in batch):
             return size is not None and len(batch) == size and _alike(batch), columns
         if size is not None:
@@ -166,91 +162,71 @@ class BatchLayout:
         long = (isinstance(batch, list) and self._keeps_tuples) or len(batch) > _MOST_ITEMS
         return columns and len(batch) > 1 and long, columns
 
-    def _fit_root(self, below: list[tuple[str, Any]], sizes: Sequence[int]) -> _Fit | None:
-        """The reading of a batch whose root is structure; None if there is none.
+    def _read_root(self, below: _Children, sizes: Sequence[int]) -> _Reading | None:
+        """The reading of a batch whose root is structure, from the root's children; None if there is none.
 
-        Args:
-            below: the children of the root.
-            sizes: the numbers of rows that the batch may have, the likeliest first; empty if unknown.
+        ``sizes`` are the numbers of rows that the batch may have, the likeliest first; empty if unknown.
         """
-        anchors = _anchors(below)
-        if len(anchors) > 1:
+        nodes = list(_walk(below))
+        lengths = {node.rows for node in nodes if node.rows is not None and not node.in_list}
+        if len(lengths) > 1:
             return None
-        if not anchors and not sizes and self._lists != "rows" and not _has_rows(below):
+        if not lengths and not sizes and self._lists != "rows" and not any(node.rows is not None for node in nodes):
             return None  # a single example has lists, too
-        lengths = anchors or (self._list_lengths(below) if self._lists == "rows" else self._lengths(below))
+        if not lengths and self._lists == "rows":
+            lengths = {len(node.value) for node in nodes if is_sequence(node.value) and not node.in_list}
+        elif not lengths:
+            closed = frozenset(name for name, mode in self._known.items() if mode == "rows")
+            found = (len(n.value) if is_sequence(n.value) else n.rows for n in _walk(below, closed=closed))
+            lengths = {length for length in found if length is not None}
         for size in sizes:
-            if size in lengths and (fit := self._fit_of(below, size)) is not None:
-                return fit
-        fits = [fit for rows in sorted(lengths) if (fit := self._fit_of(below, rows)) is not None]
-        if len(fits) > 1:
-            unclear = [name for fit in fits for name, mode in fit.modes.items() if mode == "rows"]
-            return _Fit(True, unclear=unclear or ["the batch"])
-        return fits[0] if fits else None
+            if size in lengths and (reading := self._read_for(below, size)) is not None:
+                return reading
+        readings = [reading for rows in sorted(lengths) if (reading := self._read_for(below, rows)) is not None]
+        if len(readings) > 1:
+            unclear = [name for reading in readings for name, mode in reading.modes.items() if mode == "rows"]
+            return _Reading(True, unclear=unclear or ["the batch"])
+        return readings[0] if readings else None
 
-    def _list_lengths(self, below: list[tuple[str, Any]]) -> set[int]:
-        """The lengths of the outermost lists."""
-        found: set[int] = set()
-        for name, child in below:
-            if is_sequence(child):
-                found.add(len(child))
-            elif (inner := children(child, name)) is not None:
-                found |= self._list_lengths(inner)
-        return found
-
-    def _lengths(self, below: list[tuple[str, Any]]) -> set[int]:
-        """The numbers of rows that a batch may have: the lengths of its tensors and of its lists."""
-        found: set[int] = set()
-        for name, child in below:
-            if is_sequence(child):
-                found.add(len(child))
-                if self._known.get(name) == "rows":
-                    continue
-            inner = children(child, name)
-            if inner is not None:
-                found |= self._lengths(inner)
-            elif (length := _leaf_rows(child)) is not None:
-                found.add(length)
-        return found
-
-    def _fit_of(self, below: list[tuple[str, Any]], rows: int) -> _Fit | None:
-        fit = self._together(below, rows)
-        if fit is None or not fit.rows:
+    def _read_for(self, below: _Children, rows: int) -> _Reading | None:
+        reading = self._read_all(below, rows)
+        if reading is None or not reading.rows:
             return None
-        fit.of = rows
-        return fit
+        reading.of = rows
+        return reading
 
-    def _fit(self, node: Any, name: str, rows: int) -> _Fit | None:
-        if is_sequence(node):
-            return self._fit_sequence(node, name, rows)
-        below = children(node, name)
-        if below is not None:
-            return self._together(below, rows)
-        length = _leaf_rows(node)
-        if length is not None:
-            return _Fit(True) if length == rows else None
-        return _Fit(False) if _is_single(node) else None
-
-    def _together(self, below: list[tuple[str, Any]], rows: int) -> _Fit | None:
-        whole = _Fit(False)
+    def _read_all(self, below: _Children, rows: int) -> _Reading | None:
+        whole = _Reading(False)
         for name, child in below:
-            fit = self._fit(child, name, rows)
-            if fit is None:
+            reading = self._read(child, name, rows)
+            if reading is None:
                 return None
-            whole.rows = whole.rows or fit.rows
-            whole.modes |= fit.modes
-            whole.unclear += fit.unclear
+            whole.rows = whole.rows or reading.rows
+            whole.modes |= reading.modes
+            whole.unclear += reading.unclear
         return whole
 
-    def _fit_sequence(self, node: Any, name: str, rows: int) -> _Fit | None:
-        one_a_row = _Fit(True, {name: "rows"})
+    def _read(self, node: Any, name: str, rows: int) -> _Reading | None:
+        if is_sequence(node):
+            return self._read_sequence(node, name, rows)
+        below = children(node, name)
+        if below is not None:
+            return self._read_all(below, rows)
+        length = _leaf_rows(node)
+        if length is not None:
+            return _Reading(True) if length == rows else None
+        return _Reading(False) if _is_single(node) else None
+
+    def _read_sequence(self, node: Any, name: str, rows: int) -> _Reading | None:
+        one_a_row = _Reading(True, {name: "rows"})
         known = self._known.get(name)
         if known == "rows":
             return one_a_row if len(node) == rows else None
-        columns = self._together(children(node, name) or [], rows)
+        columns = self._read_all(children(node, name) or [], rows)
         if columns is not None:
             columns.modes[name] = "columns"
-        if known == "columns" or len(node) != rows or not _alike(node) or not self._may_be_rows(node):
+        may_be_rows = self._lists != "columns" or _all_text(node)
+        if known == "columns" or len(node) != rows or not _alike(node) or not may_be_rows:
             return columns
         if columns is None or self._lists == "rows" or _all_text(node):
             return one_a_row
@@ -265,10 +241,7 @@ class BatchLayout:
             return columns
         else:
             unclear = True
-        return _Fit(True, one_a_row.modes, [name] if unclear else [])
-
-    def _may_be_rows(self, node: Any) -> bool:
-        return self._lists != "columns" or _all_text(node)
+        return _Reading(True, one_a_row.modes, [name] if unclear else [])
 
     def _unclear(self, name: str, batch: Any = None) -> DataError:
         of = "" if batch is None else f" of {len(batch)} items"
@@ -290,33 +263,28 @@ def _loader_sizes(loader: DataLoader[Any]) -> list[int]:
     return [each for each in (size if examples >= size else 0, examples % size) if each]
 
 
-def _has_rows(below: list[tuple[str, Any]]) -> bool:
-    """Whether there is a tensor or array with rows, in lists or not."""
-    return any(_leaf_rows(child) is not None or _has_rows(children(child, name) or []) for name, child in below)
+class _Node(NamedTuple):
+    """A leaf, list, tuple or mapping of a batch; ``in_list``: inside of a list or tuple below the root."""
+
+    name: str
+    value: Any
+    in_list: bool
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows of a leaf."""
+        return _leaf_rows(self.value)
 
 
-def _has_sequences(below: list[tuple[str, Any]] | None) -> bool:
-    return any(is_sequence(child) or _has_sequences(children(child, name)) for name, child in below or ())
-
-
-def _sequences(below: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _walk(below: _Children, *, in_list: bool = False, closed: frozenset[str] = frozenset()) -> Iterator[_Node]:
+    """Yields all nodes below the root of a batch, but none inside of those whose names are in ``closed``."""
     for name, child in below:
-        if is_sequence(child):
-            yield name, child
-        yield from _sequences(children(child, name) or [])
+        yield _Node(name, child, in_list)
+        if name not in closed:
+            yield from _walk(children(child, name) or [], in_list=in_list or is_sequence(child), closed=closed)
 
 
-def _tensor_lengths(below: list[tuple[str, Any]]) -> set[int]:
-    """The lengths of all tensors, in lists or not."""
-    found: set[int] = set()
-    for name, child in below:
-        if (length := _leaf_rows(child)) is not None:
-            found.add(length)
-        found |= _tensor_lengths(children(child, name) or [])
-    return found
-
-
-def _marked(node: Any, below: list[tuple[str, Any]] | None, name: str, modes: Mapping[str, _Mode]) -> Any:
+def _marked(node: Any, below: _Children | None, name: str, modes: Mapping[str, _Mode]) -> Any:
     if below is None:
         return node
     if modes.get(name) == "rows":
@@ -326,20 +294,6 @@ def _marked(node: Any, below: list[tuple[str, Any]] | None, name: str, modes: Ma
 
 def _as_rows(node: Any) -> Any:
     return RowList(node) if isinstance(node, list) else RowTuple(node)
-
-
-def _anchors(below: list[tuple[str, Any]]) -> set[int]:
-    """The lengths of the tensors outside of lists and tuples."""
-    found: set[int] = set()
-    for name, child in below:
-        if is_sequence(child):
-            continue
-        inner = children(child, name)
-        if inner is not None:
-            found |= _anchors(inner)
-        elif (length := _leaf_rows(child)) is not None:
-            found.add(length)
-    return found
 
 
 def _leaf_rows(leaf: Any) -> int | None:

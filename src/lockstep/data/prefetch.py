@@ -6,7 +6,7 @@
 The thread ends with its iterator: when the iterator is exhausted, closed or garbage-collected, and when either side
 fails. The consumer reads the first items itself, so that what a source draws to begin with (a DataLoader's sampler
 draws its seed then) is drawn in program order. The thread begins after the first item that draws from none of the
-generators that must be drawn from in program order. ``source_random`` is about what is drawn later.
+generators that must be drawn from in program order. ``source_random`` takes care of what is drawn later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -49,6 +50,25 @@ class ClosableIterator(Protocol[T_co]):
     def close(self) -> None: ...
 
 
+def check_skip(skip: int) -> None:
+    """Raises a ConfigError if ``skip`` is not a number of batches."""
+    if type(skip) is not int or skip < 0:
+        raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
+
+
+def skip_first(skip: int, source: Iterator[T]) -> Iterator[T]:
+    """Yields the items of ``source``, with ``SKIPPED`` in place of each of the first ``skip`` items."""
+    check_skip(skip)
+    return chain((SKIPPED for _ in islice(source, skip)), source) if skip else source
+
+
+def checked_depth(depth: Any) -> int:
+    """Returns ``depth``, or raises a ConfigError if it is not a number of batches."""
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise ConfigError(f"prefetch={depth!r} is not a number of batches; give 0 to read none ahead, or 1 and more")
+    return depth
+
+
 def read_ahead(
     source: Iterator[T],
     depth: int,
@@ -69,71 +89,27 @@ def read_ahead(
             changes them, items are read when they are asked for.
         skip: the number of ``SKIPPED`` items that the source gives first, if it gives any.
     """
-    checked_depth(depth)
-    beginning = _Beginning(source, begun or _nothing, skip)
-    return _PrefetchIterator(beginning, depth, others or _nothing) if depth else _read_in_turn(beginning)
-
-
-def checked_depth(depth: Any) -> int:
-    """Returns ``depth``.
-
-    Raises:
-        ConfigError: it is not a number of batches.
-    """
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ConfigError(f"prefetch={depth!r} is not a number of batches; give 0 to read none ahead, or 1 and more")
-    return depth
+    return _PrefetchIterator(source, checked_depth(depth), begun or _nothing, others or _nothing, skip)
 
 
 def _nothing() -> None:
     """The default of ``begun`` and ``others``."""
 
 
-class _Beginning(Generic[T]):
-    """A source that is read in the consumer's thread, and reports when it has begun."""
-
-    def __init__(self, source: Iterator[T], begun: Callable[[], object], skip: int) -> None:
-        self.source = source
-        self._begun = begun
-        self._skip = skip
-
-    def read(self) -> T:
-        """Returns the next item, ``SKIPPED`` or not."""
-        try:
-            item = next(self.source)
-        except StopIteration:
-            self.report()
-            raise
-        self._skip -= item is SKIPPED
-        return item
-
-    def report_after(self, item: T) -> None:
-        """Calls ``begun``, once, if ``item`` is wanted or is the last of the skipped items."""
-        if item is not SKIPPED or self._skip == 0:
-            self.report()
-
-    def report(self) -> None:
-        """Calls ``begun``, once."""
-        begun, self._begun = self._begun, _nothing
-        begun()
-
-
-def _read_in_turn(beginning: _Beginning[T]) -> Generator[T, None, None]:
-    while True:
-        try:
-            item = beginning.read()
-        except StopIteration:
-            return
-        beginning.report_after(item)
-        if item is not SKIPPED:
-            yield item
-        del item
-
-
 class _PrefetchIterator(Generic[T]):
-    def __init__(self, beginning: _Beginning[T], depth: int, others: Callable[[], object]) -> None:
-        self._beginning: _Beginning[T] | None = beginning
+    def __init__(
+        self,
+        source: Iterator[T],
+        depth: int,
+        begun: Callable[[], object],
+        others: Callable[[], object],
+        skip: int,
+    ) -> None:
+        self._source: Iterator[T] | None = source  # None once the thread reads it, and at the end
+        self._depth = depth
+        self._begun = begun
         self._others = others
+        self._skip = skip
         self._queue: _Queue[T] = _Queue(depth)
         self._random: SourceRandom | None = None
         self._end: Callable[[], object] = self._queue.close
@@ -143,7 +119,7 @@ class _PrefetchIterator(Generic[T]):
 
     def __next__(self) -> T:
         try:
-            return self._take() if self._beginning is None else self._read_here(self._beginning)
+            return self._take() if self._source is None else self._read_here(self._source)
         except StopIteration:
             random, last = self._random, self._queue.last
             self.close()
@@ -156,7 +132,7 @@ class _PrefetchIterator(Generic[T]):
 
     def close(self) -> None:
         """Ends the thread. No items come after it."""
-        self._beginning = self._random = None
+        self._source = self._random = None
         self._end()
 
     def _take(self) -> T:
@@ -165,28 +141,34 @@ class _PrefetchIterator(Generic[T]):
             self._random.follow(before, after)
         return item
 
-    def _read_here(self, beginning: _Beginning[T]) -> T:
+    def _read_here(self, source: Iterator[T]) -> T:
         while True:
-            before = self._others()
-            item = beginning.read()
-            if self._others() == before:
-                return self._start_thread(beginning, item)
-            beginning.report_after(item)
+            before = self._others() if self._depth else None
+            try:
+                item = next(source)
+            except StopIteration:
+                self._report_begun()
+                raise
+            self._skip -= item is SKIPPED
+            if self._depth and self._others() == before:
+                return self._start_thread(source, item)
+            if item is not SKIPPED or self._skip == 0:
+                self._report_begun()
             if item is not SKIPPED:
                 return item
 
-    def _start_thread(self, beginning: _Beginning[T], item: T) -> T:
-        source, self._beginning, self._random = beginning.source, None, SourceRandom()
-        beginning.report()
+    def _report_begun(self) -> None:
+        begun, self._begun = self._begun, _nothing
+        begun()
+
+    def _start_thread(self, source: Iterator[T], item: T) -> T:
+        self._source, self._random = None, SourceRandom()
+        self._report_begun()
         self._random.begun()
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
-        thread = threading.Thread(
-            target=context.run,
-            args=(_fill, source, self._queue, self._random),
-            name="lockstep-prefetch",
-            daemon=True,
-        )
+        arguments = (_fill, source, self._queue, self._random)
+        thread = threading.Thread(target=context.run, args=arguments, name="lockstep-prefetch", daemon=True)
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
         return self._take() if item is SKIPPED else item
@@ -215,16 +197,14 @@ class _Queue(Generic[T]):
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
 
-    def put(self, item: _Read[T]) -> bool:
-        """Adds an item, then waits until there is space for another one. Returns False if no more is wanted."""
+    def put(self, item: _Read[T]) -> None:
+        """Adds an item, then waits until there is space for another one or no more is wanted."""
         with self._changed:
-            if self._ended:
-                return False
-            self._items.append(item)
-            self._changed.notify_all()
-            # The wait comes after adding: the source is asked for an item only when there is a place for it.
-            self._changed.wait_for(lambda: self._ended or len(self._items) < self._depth)
-            return not self._ended
+            if not self._ended:
+                self._items.append(item)
+                self._changed.notify_all()
+                # The wait comes after adding: the source is asked for an item only when there is a place for it.
+                self._changed.wait_for(lambda: self._ended or len(self._items) < self._depth)
 
     @property
     def wanted(self) -> bool:
@@ -240,8 +220,7 @@ class _Queue(Generic[T]):
     def take(self) -> _Read[T]:
         """Returns the next item. The reading thread, which always finishes, ends the wait.
 
-        Raises:
-            UsageError: this process was forked after the reading began, and has no reading thread.
+        Raises UsageError if this process was forked after the reading began, and has no reading thread.
         """
         if os.getpid() != self._process:
             raise UsageError(
@@ -273,10 +252,11 @@ def _fill(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
             before = random.state()
             for item in source:
                 after = random.state()
-                wanted = queue.wanted if item is SKIPPED else queue.put(_Read(item, before, after))
+                if item is not SKIPPED:
+                    queue.put(_Read(item, before, after))
                 del item  # while the next one is made, this one is the consumer's alone
                 before = after
-                if not wanted:
+                if not queue.wanted:
                     return
             queue.last = (before, random.state())
     except BaseException as raised:  # noqa: BLE001 - not swallowed: the consumer raises it

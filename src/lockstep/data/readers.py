@@ -23,20 +23,10 @@ from torch.utils.data import DataLoader
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
-from lockstep.data.prefetch import SKIPPED
-from lockstep.data.resume import all_generators, check_skip, sampling_generators, skip_first
+from lockstep.data.prefetch import SKIPPED, check_skip, skip_first
 from lockstep.data.sharding import LocalRows, join_batches, local_rows, local_shards, shard_sizes
-from lockstep.data.source_random import borrowed_default
-from lockstep.data.sources import (
-    batches_in,
-    draws_at_first,
-    index_batches,
-    iterate_from,
-    persists,
-    rebuilt_loader,
-    start,
-    started,
-)
+from lockstep.data.source_random import all_generators, borrowed_default, sampling_generators
+from lockstep.data.sources import batches_in, draws_at_first, iterate_from, persists, rebuilt_loader, start, started
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.replicas.rng.state import replica_generator
 
@@ -56,35 +46,30 @@ class CheckedBatch(NamedTuple):
 
 
 class Reader(ABC):
-    """Reads one source.
-
-    Args:
-        dataset: the source.
-        layout: the layout of its batches.
-    """
+    """Reads one source, whose batches have a layout."""
 
     def __init__(self, dataset: Iterable[Any], layout: BatchLayout) -> None:
         self.dataset = dataset
         self._layout = layout
 
     @property
-    @abstractmethod
     def length(self) -> int | None:
         """The number of batches of an iteration, or None if the source does not say."""
+        return batches_in(self.dataset)
 
     @property
-    @abstractmethod
     def generators(self) -> list[torch.Generator]:
         """The generators, beside torch's default one, whose states decide what all workers read together."""
+        return all_generators(self.dataset)
 
     @property
-    @abstractmethod
     def started(self) -> bool:
         """Whether persistent loading processes run. If so, an iteration draws no seed for them."""
+        return started(self.dataset)
 
-    @abstractmethod
     def start(self) -> None:
         """Starts the source's persistent loading processes, if it has any that do not run yet."""
+        start(self.dataset)
 
     @abstractmethod
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
@@ -98,11 +83,8 @@ class Reader(ABC):
 class BatchReader(Reader):
     """Reads whole batches and takes this worker's rows of each.
 
-    Args:
-        dataset: the source.
-        layout: the layout of its batches.
-        rows: returns this worker's rows, given the number of rows of a batch.
-        with_digest: batches are ``CheckedBatch``, because all workers read the same ones.
+    ``rows`` returns this worker's rows, given the number of rows of a batch. ``with_digest``: batches are
+    ``CheckedBatch``, because all workers read the same ones.
     """
 
     def __init__(
@@ -117,21 +99,6 @@ class BatchReader(Reader):
         self._rows = rows
         self._with_digest = with_digest
 
-    @property
-    def length(self) -> int | None:
-        return batches_in(self.dataset)
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return all_generators(self.dataset)
-
-    @property
-    def started(self) -> bool:
-        return started(self.dataset)
-
-    def start(self) -> None:
-        start(self.dataset)
-
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
         source = iterate_from(self.dataset, skip)
         return (batch if batch is SKIPPED else self._shards(batch, to_devices) for batch in source)
@@ -142,13 +109,7 @@ class BatchReader(Reader):
 
 
 class PerReplicaReader(Reader):
-    """Reads batches that are per-replica already, in rounds of one batch for each local replica.
-
-    Args:
-        dataset: the source.
-        replicas: the number of local replicas.
-        layout: the layout of its batches.
-    """
+    """Reads batches that are per-replica already, in rounds of one batch for each of ``replicas`` local replicas."""
 
     def __init__(self, dataset: Iterable[Any], replicas: int, layout: BatchLayout) -> None:
         super().__init__(dataset, layout)
@@ -159,26 +120,10 @@ class PerReplicaReader(Reader):
         batches = batches_in(self.dataset)
         return None if batches is None else math.ceil(batches / self._replicas)
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return []
-
-    @property
-    def started(self) -> bool:
-        return started(self.dataset)
-
-    def start(self) -> None:
-        start(self.dataset)
-
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        replicas, layout = self._replicas, self._layout
-        rounds = skip_first(skip, _rounds(iter(self.dataset), replicas))
+        replicas, layout, batches = self._replicas, self._layout, iter(self.dataset)
+        rounds = skip_first(skip, iter(lambda: list(islice(batches, replicas)), []))
         return (each if each is SKIPPED else to_devices(join_batches(each, replicas, layout)) for each in rounds)
-
-
-def _rounds(source: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while batches := list(islice(source, size)):
-        yield batches
 
 
 class IndexShardedReader(Reader):
@@ -202,10 +147,6 @@ class IndexShardedReader(Reader):
         self._generator = torch.Generator()  # what loading the rows draws from
         self._sampler = _ShardSampler(loader, workers, self._generator)
         self._own: DataLoader[Any] | None = None
-
-    @property
-    def length(self) -> int | None:
-        return batches_in(self._loader)
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -260,9 +201,8 @@ class _Shard(NamedTuple):
 
     def rows_of(self, loaded: int) -> LocalRows:
         """The replicas' rows of the ``loaded`` rows. For an empty shard one row was loaded; collate_fn may add rows."""
-        if not self.rows:
-            return LocalRows(start=0, sizes=self.sizes)
-        return LocalRows(start=0, sizes=self.sizes if loaded == self.rows else shard_sizes(loaded, len(self.sizes)))
+        recut = self.rows and loaded != self.rows
+        return LocalRows(start=0, sizes=shard_sizes(loaded, len(self.sizes)) if recut else self.sizes)
 
 
 class _ShardSampler:
@@ -276,6 +216,7 @@ class _ShardSampler:
 
     def __init__(self, loader: DataLoader[Any], workers: Communicator, generator: torch.Generator) -> None:
         self._loader = loader
+        self._batch_sampler: Any = loader.batch_sampler
         self._workers = workers
         self._generator = generator
         self.seed_due = False
@@ -283,7 +224,7 @@ class _ShardSampler:
 
     def __iter__(self) -> Iterator[list[Any]]:
         # With processes a DataLoader calls this twice as it begins; the seed is drawn after the first time.
-        batches = iter(index_batches(self._loader))
+        batches = iter(self._batch_sampler)
         if self.seed_due:
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
             self._generator.set_state(replica_generator(seed, self._workers.index).get_state())
@@ -345,8 +286,10 @@ def batch_digest(batch: Any) -> int:
     digest = 0
     for name, leaf in named_leaves(batch):
         digest = zlib.crc32(f"{name}:{_description(leaf)}".encode(), digest)
-        if isinstance(leaf, torch.Tensor):
-            digest = zlib.crc32(_sample(leaf), digest)
+        if is_plain(leaf) and leaf.numel():  # evenly spread elements, from the first to the last; all else stays
+            last = leaf.numel() - 1
+            places = torch.tensor([last * step // (_SAMPLED - 1) for step in range(_SAMPLED)], device=leaf.device)
+            digest = zlib.crc32(bytes(leaf.detach().take(places).cpu().view(torch.uint8).tolist()), digest)
     return digest
 
 
@@ -362,13 +305,3 @@ def _description(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{leaf.dtype}{leaf.size(0) if leaf.is_nested else tuple(leaf.shape)}"
     return repr(leaf) if type(leaf) in _PLAIN else type(leaf).__name__
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Evenly spread elements, from the first to the last, as bytes. Nothing else is copied."""
-    if not is_plain(tensor) or not tensor.numel():
-        return b""
-    last = tensor.numel() - 1
-    places = [last * step // (_SAMPLED - 1) for step in range(_SAMPLED)]
-    taken = tensor.detach().take(torch.tensor(places, device=tensor.device))
-    return bytes(taken.cpu().view(torch.uint8).tolist())

@@ -45,43 +45,9 @@ def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(rows_each + (replica < larger) for replica in range(num_replicas))
 
 
-def batch_rows(batch: Any) -> int:
-    """Returns the number of rows of a shard, or of a batch whose lists of rows are marked.
-
-    Raises:
-        DataError: leaves disagree in length, nothing has rows, or a leaf cannot be divided.
-    """
-    return _rows(_with_tensors(batch))
-
-
-def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> Any:
-    """Divides a batch among replicas. Returns the same structure with ``PerReplica`` leaves.
-
-    Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
-    lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
-
-    Args:
-        batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
-        num_replicas: the number of shards.
-        layout: finds the lists of rows; None is a layout for this batch alone.
-
-    Raises:
-        DataError: leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a leaf
-            cannot be divided.
-    """
-    return local_shards(
-        batch, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalRows:
-    """The rows of a batch that one worker's replicas get.
-
-    Args:
-        start: the index of the first row.
-        sizes: the number of rows of each local replica, in replica order.
-    """
+    """The rows of a batch that one worker's replicas get: from ``start`` on, so many each, in replica order."""
 
     start: int
     sizes: tuple[int, ...]
@@ -104,26 +70,32 @@ def local_rows(rows: int, workers: Communicator) -> LocalRows:
     return LocalRows(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
 
 
-def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
-    """Divides some rows of a batch as ``per_replica_batch`` divides all of them.
+def batch_rows(batch: Any) -> int:
+    """Returns the number of rows of a shard, or of a batch whose lists of rows are marked.
+
+    Raises DataError if leaves disagree in length, nothing has rows, or a leaf cannot be divided.
+    """
+    return _rows(map_leaves(_as_tensor, batch))
+
+
+def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> Any:
+    """Divides a batch among replicas. Returns the same structure with ``PerReplica`` leaves.
+
+    Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
+    lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
 
     Args:
-        batch: as in ``per_replica_batch``.
-        cut: returns the wanted rows, given the number of rows of the batch.
-        layout: finds the lists of rows.
-        loaded: the number of rows that were loaded for the batch, if known.
+        batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
+        num_replicas: the number of shards.
+        layout: finds the lists of rows; None is a layout for this batch alone.
 
     Raises:
-        DataError: as in ``per_replica_batch``.
+        DataError: leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a leaf
+            cannot be divided.
     """
-    tensors = _with_tensors(layout.marked(batch, rows=loaded))
-    part = cut(_rows(tensors))
-    return map_leaves(lambda _, leaf: PerReplica(_divide(leaf, part)), tensors)
-
-
-def with_no_rows(batch: Any) -> Any:
-    """Returns the batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
-    return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
+    return local_shards(
+        batch, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
+    )
 
 
 def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
@@ -132,20 +104,38 @@ def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None
     return [select(divided, replica, num_replicas) for replica in range(num_replicas)]
 
 
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
+    """Divides some rows of a batch as ``per_replica_batch`` divides all of them.
+
+    ``cut`` returns the wanted rows, given the number of rows of the batch; ``loaded`` is the number of rows that were
+    loaded for it, if known.
+    """
+    tensors = map_leaves(_as_tensor, layout.marked(batch, rows=loaded))
+    rows = cut(_rows(tensors))
+
+    def divide(_: str, leaf: Any) -> PerReplica[Any]:
+        if not leaf_has_rows(leaf):
+            return PerReplica([leaf] * len(rows.sizes))
+        starts = accumulate(rows.sizes, initial=rows.start)
+        return PerReplica([take_rows(leaf, start, size) for start, size in zip(starts, rows.sizes, strict=False)])
+
+    return map_leaves(divide, tensors)
+
+
+def with_no_rows(batch: Any) -> Any:
+    """Returns the batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
+    return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
+
+
 def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout | None = None) -> Any:
-    """Joins batches that are per-replica already to one structure with ``PerReplica`` leaves.
+    """Joins batches that are per-replica already, in replica order, to one structure with ``PerReplica`` leaves.
 
-    Args:
-        batches: one per replica, in replica order, all of one structure. If there are fewer than replicas, the last
-            replicas get an empty batch: the first one with 0 rows.
-        num_replicas: the number of replicas.
-        layout: finds the lists of rows; None is a layout for these batches alone.
+    If there are fewer than ``num_replicas``, the last replicas get an empty batch: the first one with 0 rows.
 
-    Raises:
-        DataError: the structures differ, or a leaf cannot be given to a replica.
+    Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
     layout = layout or BatchLayout()
-    given = [_with_tensors(layout.marked(batch)) for batch in batches]
+    given = [map_leaves(_as_tensor, layout.marked(batch)) for batch in batches]
     empty = with_no_rows(given[0])
     flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]
     names = [[name for name, _ in leaves] for leaves in flat]
@@ -157,13 +147,6 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout 
             )
     columns = iter([PerReplica([leaf for _, leaf in column]) for column in zip(*flat, strict=True)])
     return map_leaves(lambda *_: next(columns), given[0])
-
-
-def _divide(leaf: Any, part: LocalRows) -> tuple[Any, ...]:
-    if not leaf_has_rows(leaf):
-        return (leaf,) * len(part.sizes)
-    starts = accumulate(part.sizes, initial=part.start)
-    return tuple(take_rows(leaf, start, size) for start, size in zip(starts, part.sizes, strict=False))
 
 
 def _rows(tensors: Any) -> int:
@@ -182,10 +165,6 @@ def _rows(tensors: Any) -> int:
             'as many items (strategy.distribute_dataset(data, lists="rows") says that they are some)'
         )
     return next(iter(lengths.values()))
-
-
-def _with_tensors(batch: Any) -> Any:
-    return map_leaves(_as_tensor, batch)
 
 
 def _as_tensor(name: str, leaf: Any) -> Any:
@@ -254,13 +233,7 @@ def has_rows(batch: Any) -> bool:
 
 
 def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
-    """``body``, whose errors get a note where a tensor among its arguments has no rows.
-
-    Args:
-        body: one replica's part of a run.
-        view: its arguments.
-        replicas: how many there are, of all workers.
-    """
+    """``body``, one replica's part of a run, with a note on its errors if a tensor in ``view`` has no rows."""
     return body if replicas == 1 else partial(_run, body, view, replicas)
 
 

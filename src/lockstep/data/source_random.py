@@ -1,4 +1,4 @@
-"""Keeps the random numbers of a source that is read in a thread those of a plain loop.
+"""The random numbers of a source: those of a plain loop if it is read ahead, and the same again if it is resumed.
 
 If a dataset draws (a random crop) while the consumer or a replica draws too, every run would get other numbers. So the
 reading thread draws from a copy of the default generator, in the order in which a plain loop would draw, and torch's
@@ -9,16 +9,21 @@ default generator follows with each item that the consumer takes:
 An iteration that is left early thus leaves torch's generator where a plain loop would. Only a loop that draws too gets
 other numbers, and a warning. Therefore a source that draws is read ahead only on request, and a source that draws from
 Python's or NumPy's generators, or from generators that the data holds, never is: those cannot be copied so.
+
+To resume, ``random_state`` saves the states of torch's default generator, Python's, NumPy's, and every
+``torch.Generator`` that the dataset, a DataLoader or its samplers hold, as the iteration begins. The batches that were
+used are then skipped. A source that keeps other state between iterations must derive it from ``set_epoch``.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -26,15 +31,36 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
+from lockstep.errors import DataError
 from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK, ReplicaRng
 from lockstep.replicas.rng.state import own_generator
 
+RandomState = dict[str, Tensor]
+"""The name of a generator -> its state. Tensors only, so that a checkpoint can hold it."""
+
+STARTED = "started"
+"""A key in a state: persistent processes ran already, so the iteration began without drawing a seed for them."""
+
+_DEFAULT = "torch"
 _NOT_THE_USERS = ("builtins", "torch", "numpy", "datasets", "transformers", "accelerate", "lockstep")
 """Packages whose code is not searched: what it draws from is an argument or an attribute."""
 _MOST_LOOKED_AT = 500
 _MOST_OF_A_LIST = 32
+
+
+def default_state() -> Tensor:
+    """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
+    with DEFAULT_GENERATOR_LOCK:
+        return torch.default_generator.get_state()
+
+
+def set_default_state(state: Tensor) -> None:
+    """Sets torch's default generator to what ``default_state`` returned."""
+    with DEFAULT_GENERATOR_LOCK:
+        torch.default_generator.set_state(state)
 
 
 class SourceRandom:
@@ -49,7 +75,7 @@ class SourceRandom:
         """Returns a mode for the reading thread, in which torch's random functions on the CPU draw from the copy."""
         return ReplicaRng(self._generator)
 
-    def state(self) -> torch.Tensor:
+    def state(self) -> Tensor:
         """Returns the state of the copy; for the reading thread."""
         return self._generator.get_state()
 
@@ -57,14 +83,10 @@ class SourceRandom:
         """Is called in the consumer's thread when the default generator is the caller's again."""
         self._together = _equal(default_state(), self._begin)
 
-    def follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Sets the default generator to its state after an item, if it has the state before that item.
+    def follow(self, before: Tensor, after: Tensor) -> None:
+        """Sets the default generator to the state ``after`` the item taken now, if it has the state ``before`` it.
 
         A consumer that has drawn from the default generator is warned once, if the source draws too.
-
-        Args:
-            before: the state of the copy before the item that the consumer takes now.
-            after: its state after that item.
         """
         with DEFAULT_GENERATOR_LOCK:
             if _equal(torch.default_generator.get_state(), before):
@@ -81,29 +103,58 @@ class SourceRandom:
             )
 
 
+@contextmanager
+def borrowed_default(generator: torch.Generator) -> Iterator[None]:
+    """Makes whatever draws from this thread's default generator draw the numbers of ``generator`` instead.
+
+    In a thread that reads ahead, that default is the source's generator; in the consumer's thread it is torch's.
+    """
+    here = own_generator.get()
+    lent = (here() if here is not None else None) or torch.default_generator
+    with DEFAULT_GENERATOR_LOCK:
+        state = lent.get_state()
+        lent.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        with DEFAULT_GENERATOR_LOCK:
+            generator.set_state(lent.get_state())
+            lent.set_state(state)
+
+
+def _equal(state: Tensor, other: Tensor) -> bool:
+    """Compares as bytes: an operator of torch would look like a program that waits for a device."""
+    return state.numpy().tobytes() == other.numpy().tobytes()
+
+
+# ---- the generators that a source draws from
+
+
 def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]]:
     """Returns a function that returns the states of the generators that must be drawn from in program order.
 
     They are Python's, NumPy's, and those that a dataset, a DataLoader and its samplers reach through their attributes
-    and their code, such as a transform's or a global of the program. A reading thread has no copy of them.
-
-    Args:
-        dataset: the source.
-        default: torch's default generator is one of them, so that the loop may draw from it too.
+    and their code, such as a transform's or a global of the program. A reading thread has no copy of them. ``default``
+    adds torch's default generator, so that the loop may draw from it too.
     """
     # Loading processes have their own copies; only the samplers draw in this process.
     in_processes = isinstance(dataset, DataLoader) and dataset.num_workers > 0
-    held = list(_held([dataset.sampler, dataset.batch_sampler, dataset.generator] if in_processes else [dataset]))
+    held = list(_reachable([dataset.sampler, dataset.batch_sampler, dataset.generator] if in_processes else [dataset]))
 
     def states() -> list[Any]:
-        numpy = sys.modules.get("numpy")
         own = default_state().view(torch.int64).tolist() if default else None
-        return [own, random.getstate(), _numpy_state(numpy) if numpy else None, *map(_state, held)]
+        return [own, random.getstate(), pickle.dumps(_numpy_state()), *map(_state, held)]
 
     return states
 
 
-def _held(roots: list[Any]) -> Iterator[Any]:
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().view(torch.int64).tolist()
+    return generator.getstate() if isinstance(generator, random.Random) else pickle.dumps(generator)
+
+
+def _reachable(roots: list[Any]) -> Iterator[Any]:
     """The generators that the roots reach through attributes, lists, and the names in their methods and functions."""
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
@@ -130,18 +181,14 @@ def _reached(node: Any) -> list[Any]:
         return [node.func, node.args, node.keywords]
     if isinstance(node, FunctionType):
         return [*_named(node), *(node.__defaults__ or ())]
-    if isinstance(node, (type, ModuleType, torch.Tensor)):
+    if isinstance(node, (type, ModuleType, Tensor)):
         return []
     own: dict[str, Any] = {}
     with suppress(AttributeError):
         own = object.__getattribute__(node, "__dict__")  # not the answer of a proxy
-    return [*own.values(), *_methods(type(node))]
-
-
-def _methods(kind: type) -> list[Any]:
-    """The functions of a user's class and of its bases."""
-    classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in _NOT_THE_USERS]
-    return [each for base in classes for each in vars(base).values() if isinstance(each, FunctionType)]
+    classes = [base for base in type(node).__mro__ if base.__module__.split(".")[0] not in _NOT_THE_USERS]
+    methods = [each for base in classes for each in vars(base).values() if isinstance(each, FunctionType)]
+    return [*own.values(), *methods]
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
@@ -162,53 +209,93 @@ def _named(function: FunctionType) -> Iterator[Any]:
                 yield from (vars(found)[each] for each in code.co_names if each in vars(found))
 
 
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().view(torch.int64).tolist()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return pickle.dumps(generator)
+# ---- the states to resume from
 
 
-def _numpy_state(numpy: Any) -> Any:
-    found = numpy.random.get_state(legacy=False)
-    state = found["state"]
-    if found["bit_generator"] != "MT19937":
-        return repr(found)
-    return state["key"].tobytes(), state["pos"], found["has_gauss"], found["gauss"]
+def sampling_generators(dataset: Any) -> list[torch.Generator]:
+    """Returns the generators that decide the order: those of a DataLoader and of its samplers, each once."""
+    if isinstance(dataset, DataLoader):
+        return _held_by(dataset, dataset.sampler, dataset.batch_sampler)
+    return _held_by(dataset) if isinstance(dataset, Sampler) else []
 
 
-def default_state() -> torch.Tensor:
-    """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
-    with DEFAULT_GENERATOR_LOCK:
-        return torch.default_generator.get_state()
+def all_generators(dataset: Any) -> list[torch.Generator]:
+    """Returns the generators that decide the order, and those that the dataset itself holds."""
+    if isinstance(dataset, DataLoader):
+        return _held_by(dataset, dataset.sampler, dataset.batch_sampler, dataset.dataset)
+    return _held_by(dataset)
 
 
-def set_default_state(state: torch.Tensor) -> None:
-    """Sets torch's default generator to what ``default_state`` returned."""
-    with DEFAULT_GENERATOR_LOCK:
-        torch.default_generator.set_state(state)
+def _held_by(*holders: Any) -> list[torch.Generator]:
+    """The generators among the attributes of some objects and of the samplers that they wrap, each once."""
+    found: dict[int, torch.Generator] = {}
+    for holder in holders:
+        for value in getattr(holder, "__dict__", {}).values():
+            held = _held_by(value) if isinstance(value, Sampler) else [value]
+            found |= {id(each): each for each in held if isinstance(each, torch.Generator)}
+    return list(found.values())
 
 
-@contextmanager
-def borrowed_default(generator: torch.Generator) -> Iterator[None]:
-    """Makes whatever draws from this thread's default generator draw the numbers of ``generator`` instead.
+def random_state(dataset: Any) -> RandomState:
+    """Returns the current states of all generators that ``dataset`` may draw from."""
+    _, values, spare = random.getstate()
+    state = {_DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
+    found = _numpy_state()
+    if found and found["bit_generator"] == "MT19937":
+        state["numpy"] = torch.tensor([*found["state"]["key"].tolist(), found["state"]["pos"]])
+        state["numpy normal"] = _spare_normal(found["gauss"] if found["has_gauss"] else None)
+    own = {f"data {index}": generator.get_state() for index, generator in enumerate(all_generators(dataset))}
+    return {**state, **own}
 
-    In a thread that reads ahead, that default is the source's generator; in the consumer's thread it is torch's.
+
+def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
+    """Restores what ``random_state`` returned, in this process or another.
+
+    Raises DataError if the dataset holds other generators than the state has.
     """
-    here = own_generator.get()
-    lent = (here() if here is not None else None) or torch.default_generator
-    with DEFAULT_GENERATOR_LOCK:
-        state = lent.get_state()
-        lent.set_state(generator.get_state())
-    try:
-        yield
-    finally:
-        with DEFAULT_GENERATOR_LOCK:
-            generator.set_state(lent.get_state())
-            lent.set_state(state)
+    generators, own = all_generators(dataset), [name for name in state if name.startswith("data ")]
+    if len(generators) != len(own):
+        raise DataError(
+            f"the saved position has the states of {len(own)} generators of the data, which now holds "
+            f"{len(generators)}; give the data and samplers that it was saved with"
+        )
+    for index, generator in enumerate(generators):
+        generator.set_state(state[f"data {index}"])
+    if _DEFAULT in state:
+        set_default_state(state[_DEFAULT])
+    version, _, _ = random.getstate()
+    spare = state["python normal"].item()
+    random.setstate((version, tuple(state["python"].tolist()), None if math.isnan(spare) else spare))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        *values, position = state["numpy"].tolist()
+        spare = state["numpy normal"].item()
+        has_spare = not math.isnan(spare)
+        numpy.random.set_state(("MT19937", values, position, int(has_spare), spare if has_spare else 0.0))
 
 
-def _equal(state: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares as bytes: an operator of torch would look like a program that waits for a device."""
-    return state.numpy().tobytes() == other.numpy().tobytes()
+def without_default(state: Mapping[str, Tensor]) -> RandomState:
+    """Returns the state without that of torch's default generator, which then stays as it is on restoring."""
+    return {name: value for name, value in state.items() if name != _DEFAULT}
+
+
+def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[], None] | None:
+    """Sets the generators to ``random``, the states at the beginning of an earlier iteration, if given.
+
+    Returns a function to call when the iteration has begun, which gives torch's default generator back to the caller.
+    """
+    if random is None:
+        return None
+    callers = default_state()
+    set_random_state(dataset, random)
+    return partial(set_default_state, callers) if _DEFAULT in random else None
+
+
+def _numpy_state() -> dict[str, Any]:
+    """The state of NumPy's default generator; empty if the program has not imported NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state(legacy=False) if numpy else {}
+
+
+def _spare_normal(value: float | None) -> Tensor:
+    """Normal numbers are drawn in pairs. This is the second number of a pair, or NaN if none is left over."""
+    return torch.tensor(math.nan if value is None else value, dtype=torch.float64)

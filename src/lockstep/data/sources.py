@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 
@@ -30,11 +31,17 @@ from torch.utils.data import (
 )
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.resume import check_skip, skip_first
+from lockstep.data.prefetch import check_skip, skip_first
 from lockstep.errors import DataError
 
 # These draw from torch's default generator at their first index, if at all, and not between batches.
 _DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+# The arguments of a DataLoader that say how rows are loaded, not which.
+_LOADING = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
 
 _KNOWN_PACKAGES = ("torch", "builtins", "transformers", "accelerate", "lockstep")
 """Packages whose samplers, and iterables of batches, look at nothing that a training step changes."""
@@ -96,8 +103,9 @@ def iterate_from(dataset: Iterable[Any], skip: int) -> Iterator[Any]:
     """Begins a new iteration, at once. Its first ``skip`` items are left out or ``SKIPPED``."""
     check_skip(skip)
     if skip and loads_by_index(dataset) and draws_at_first(dataset):
+        sampler: Any = dataset.batch_sampler
         seeds = torch.Generator() if started(dataset) else dataset.generator
-        return iter(rebuilt_loader(dataset, _SkippingSampler(index_batches(dataset), skip), seeds))
+        return iter(rebuilt_loader(dataset, _SkippingSampler(sampler, skip), seeds))
     return skip_first(skip, iter(dataset))
 
 
@@ -112,11 +120,6 @@ def draws_at_first(loader: DataLoader[Any]) -> bool:
     )
 
 
-def index_batches(loader: DataLoader[Any]) -> Iterable[Any]:
-    """Returns the sampler that gives the indices of each batch."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
 def rebuilt_loader(
     loader: DataLoader[Any], batch_sampler: Iterable[Any], generator: torch.Generator | None
 ) -> DataLoader[Any]:
@@ -127,29 +130,18 @@ def rebuilt_loader(
 
 
 def _loading_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a DataLoader that say how rows are loaded, not which."""
-    return {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "pin_memory_device": loader.pin_memory_device,
-    }
+    return {name: getattr(loader, name) for name in _LOADING}
 
 
+@dataclass
 class _SkippingSampler:
     """The batches of a batch sampler without the first ones."""
 
-    def __init__(self, batches: Iterable[Any], skip: int) -> None:
-        self._batches = batches
-        self._skip = skip
+    batches: Iterable[Any]
+    skip: int
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._batches), self._skip, None)
+        return islice(iter(self.batches), self.skip, None)
 
 
 def _draws_nothing(dataset: Any) -> bool:
@@ -177,22 +169,13 @@ class _Shardable(Protocol):
     def shard(self, num_shards: int, index: int) -> Any: ...
 
 
-@runtime_checkable
-class _Counted(Protocol):
-    @property
-    def num_shards(self) -> int: ...
-
-
 def shard_files(dataset: Iterable[Any], workers: Communicator) -> Iterable[Any]:
     """Returns this worker's files of the data, for ``shard="file"``. Batches are then made of them alone.
 
-    Args:
-        dataset: data that has ``shard(num_shards=, index=)``, as Hugging Face datasets have, or a DataLoader over such
-            data, in file order or shuffled by the DataLoader itself.
-        workers: all workers.
+    ``dataset`` has ``shard(num_shards=, index=)``, as Hugging Face datasets have, or is a DataLoader over such data, in
+    file order or shuffled by the DataLoader itself.
 
-    Raises:
-        DataError: the data cannot be divided so.
+    Raises DataError if the data cannot be divided so.
     """
     if not isinstance(dataset, DataLoader):
         part: Iterable[Any] = _own_part(dataset, workers)
@@ -204,23 +187,16 @@ def shard_files(dataset: Iterable[Any], workers: Communicator) -> Iterable[Any]:
     if workers.size == 1:
         return loader
     sampler = None if isinstance(loader.dataset, IterableDataset) else _own_sampler(loader, rows)
-    return DataLoader(
-        rows,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
-        generator=loader.generator,
-        in_order=loader.in_order,
-        sampler=sampler,
-        **_loading_of(loader),
-    )
+    which = {name: getattr(loader, name) for name in ("batch_size", "drop_last", "generator", "in_order")}
+    return DataLoader(rows, sampler=sampler, **which, **_loading_of(loader))
 
 
 def _own_part(dataset: Any, workers: Communicator) -> Any:
     if not isinstance(dataset, _Shardable):
         _refuse(f"{type(dataset).__name__} has no shard(num_shards=, index=)")
-    if isinstance(dataset, _Counted) and dataset.num_shards < workers.size:
+    if (shards := getattr(dataset, "num_shards", workers.size)) < workers.size:
         raise DataError(
-            f'shard="file": the data has {dataset.num_shards} shards for {workers.size} workers; save it in at least '
+            f'shard="file": the data has {shards} shards for {workers.size} workers; save it in at least '
             'as many, or use shard="batch"'
         )
     return dataset if workers.size == 1 else dataset.shard(num_shards=workers.size, index=workers.index)

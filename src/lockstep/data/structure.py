@@ -35,6 +35,8 @@ class RowTuple(tuple[T, ...]):
 for _kind in (RowList, RowTuple):
     # So that tree_map in a step goes into them as into the lists and tuples that one device gets.
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda children, kind: kind(children))
+# So that a worker can read another worker's empty batch with ``weights_only``.
+torch.serialization.add_safe_globals([RowList, RowTuple])
 
 
 def map_leaves(fn: Callable[[str, Any], Any], batch: Any) -> Any:
@@ -76,11 +78,7 @@ def rebuilt(node: Any, kept: Iterable[Any]) -> Any:
 
 def is_sequence(node: Any) -> bool:
     """Whether a node is a list or tuple other than a named tuple, not marked as having one item a row."""
-    return isinstance(node, (tuple, list)) and not isinstance(node, (RowList, RowTuple)) and not _is_named(node)
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, tuple) and bool(getattr(node, "_fields", ()))
+    return isinstance(node, (tuple, list)) and not (isinstance(node, (RowList, RowTuple)) or hasattr(node, "_fields"))
 
 
 def _map(fn: Callable[[str, Any], Any], node: Any, below: list[tuple[str, Any]] | None, name: str) -> Any:
@@ -129,11 +127,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def check_layout(name: str, leaf: Tensor) -> None:
-    """Checks that rows of a tensor can be taken.
-
-    Raises:
-        DataError: it is neither strided nor nested nor sparse by rows.
-    """
+    """Raises a DataError if rows of a tensor cannot be taken: it is neither strided nor nested nor sparse by rows."""
     if leaf.layout not in _LAYOUTS:
         raise DataError(
             f"{name} is a tensor of layout {leaf.layout}, of which no rows can be taken; give it strided, as "
@@ -144,8 +138,7 @@ def check_layout(name: str, leaf: Tensor) -> None:
 def take_rows(leaf: Any, start: int, size: int) -> Any:
     """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a strided tensor, else copies.
 
-    Raises:
-        DataError: ``size`` is 0 and the leaf is a nested tensor or a packed sequence, which cannot be empty.
+    Raises DataError if ``size`` is 0 and the leaf is a nested tensor or a packed sequence, which cannot be empty.
     """
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])

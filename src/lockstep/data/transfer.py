@@ -10,8 +10,8 @@ waits for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -56,17 +56,39 @@ class Transfer:
         """Returns the batch with every tensor on its replica's device, and other values as they are."""
         sent = _Sent([], [])
         sources: list[torch.Tensor] = []
-        moved = map_leaves(partial(self._move_leaf, sent.copies, sources), batch)
+
+        def move(value: Any, device: LogicalDevice) -> Any:
+            if isinstance(value, (RowList, RowTuple)):
+                return value if driver_of(device) is None else tree_map(lambda each: move(each, device), value)
+            if is_plain(value) and device.physical in self._copying and value.device.type == "cpu":
+                driver, _, stream = self._copying[device.physical]
+                sources.append(driver.pinned(value))
+                sent.copies.append(driver.to_device(sources[-1], device, stream))
+                return sent.copies[-1]
+            is_tensor: Any = isinstance(value, (torch.Tensor, PackedSequence))
+            return value.to(device.torch_device) if is_tensor else value
+
+        moved = map_leaves(lambda _, leaf: PerReplica(list(map(move, leaf, self._devices))), batch)
         if sources:
             for driver, device, stream in self._copying.values():
                 sent.marks.append(StreamEvent(driver, device, driver.record(stream)))
             self._sent[id(moved)] = sent
-            self._keep(sources, sent.marks)
+            # The sources live until they have been copied: else their memory might be reused and overwritten.
+            self._read_from.append((sent.marks, sources))
+            while self._read_from and all(mark.driver.query(mark.event) for mark in self._read_from[0][0]):
+                self._read_from.popleft()
         return moved
 
     def received(self, batches: ClosableIterator[Any]) -> ClosableIterator[Any]:
         """Returns the batches for the calling thread, whose work on the devices will run after their copies."""
-        return _Received(batches, self) if self._copying else batches
+        return self._received(batches) if self._copying else batches
+
+    def _received(self, batches: ClosableIterator[Any]) -> Generator[Any, None, None]:
+        with closing(batches):
+            for batch in batches:
+                self.receive(batch)
+                yield batch
+                del batch  # while the next one is made
 
     def receive(self, batch: Any) -> None:
         """Makes whatever the calling thread queues from now on run after the copies of ``batch``."""
@@ -79,57 +101,3 @@ class Transfer:
             for copy in sent.copies:
                 if copy.device == mark.device:
                     mark.driver.use_on(copy, here)
-
-    def _move_leaf(
-        self, copies: list[torch.Tensor], sources: list[torch.Tensor], _: str, leaf: PerReplica[Any]
-    ) -> PerReplica[Any]:
-        return PerReplica(
-            [
-                self._move_rows(copies, sources, value, device)
-                if isinstance(value, (RowList, RowTuple))
-                else self._move(copies, sources, value, device)
-                for value, device in zip(leaf, self._devices, strict=True)
-            ]
-        )
-
-    def _move_rows(
-        self, copies: list[torch.Tensor], sources: list[torch.Tensor], rows: Any, device: LogicalDevice
-    ) -> Any:
-        if driver_of(device) is None:
-            return rows
-        return tree_map(lambda value: self._move(copies, sources, value, device), rows)
-
-    def _move(self, copies: list[torch.Tensor], sources: list[torch.Tensor], value: Any, device: LogicalDevice) -> Any:
-        goes = isinstance(value, (torch.Tensor, PackedSequence))
-        if is_plain(value) and device.physical in self._copying and value.device.type == "cpu":
-            driver, _device, stream = self._copying[device.physical]
-            sources.append(driver.pinned(value))
-            copies.append(driver.to_device(sources[-1], device, stream))
-            return copies[-1]
-        return value.to(device.torch_device) if goes else value
-
-    def _keep(self, sources: list[torch.Tensor], marks: list[StreamEvent]) -> None:
-        """Keeps the sources alive until they have been copied: else their memory might be reused and overwritten."""
-        self._read_from.append((marks, sources))
-        while self._read_from and all(mark.driver.query(mark.event) for mark in self._read_from[0][0]):
-            self._read_from.popleft()
-
-
-class _Received:
-    """An iterator of batches that the calling thread may use."""
-
-    def __init__(self, batches: ClosableIterator[Any], transfer: Transfer) -> None:
-        self._batches = batches
-        self._transfer = transfer
-
-    def __iter__(self) -> _Received:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._transfer.receive(batch)
-        return batch
-
-    def close(self) -> None:
-        """Stops reading."""
-        self._batches.close()

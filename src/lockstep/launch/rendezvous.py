@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from lockstep._torch_compat import PrefixStore, Store
-from lockstep.cluster.address import join_address, parse_address
+from lockstep.cluster.spec import join_address, parse_address
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.output import StatusCallback
 from lockstep.membership.rendezvous import Deadline, this_process

@@ -7,7 +7,6 @@ that had nothing to do with the lost one therefore raises the same sentence as t
 from __future__ import annotations
 
 import json
-import re
 import threading
 import traceback as tracebacks
 from collections.abc import Callable
@@ -16,9 +15,8 @@ from dataclasses import asdict, dataclass
 from lockstep.errors import ClusterError
 
 _TRACEBACK_LINES = 12
-_MESSAGE_LENGTH = 600
-# A place in gloo's source, and its advice to the author of the program.
-_GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
+MESSAGE_LENGTH = 600
+"""To how many characters the message of another error is cut in a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +68,7 @@ class JobStatus:
         return self._failure
 
     def fail(self, report: FailureReport, *, notify: bool = True) -> FailureReport:
-        """Keeps the report, unless there is one already, and returns the one that is kept.
-
-        Args:
-            report: why the job ends.
-            notify: whether to call the subscribers.
-        """
+        """Keeps the report and calls the subscribers, unless there is one already. Returns the one that is kept."""
         with self._changed:
             if self._failure is not None:
                 return self._failure
@@ -114,7 +107,7 @@ def describe_exception(name: str, error: BaseException, status: str) -> str:
         return f"{name} was interrupted (Ctrl-C){where}"
     if isinstance(error, SystemExit):
         return f"{name} ended itself with exit code {error.code or 0}{where}"
-    message = " ".join(str(error).split())[:_MESSAGE_LENGTH]
+    message = " ".join(str(error).split())[:MESSAGE_LENGTH]
     notes = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if "\n" not in note)
     return f"{name} failed with {type(error).__name__}{': ' if message else ''}{message}{notes}{where}"
 
@@ -124,32 +117,6 @@ def describe_loss(name: str, how: str, status: str) -> str:
     return (
         f"{name} is lost: {how} (last status: {status or 'unknown'}). "
         "It was killed or stopped, or its network failed; look at its output and its machine"
-    )
-
-
-def describe_lost_launcher(launcher: str, how: str) -> str:
-    """The reason for a launcher that serves the store when the store is gone."""
-    return (
-        f"{launcher}, which serves the job's store, is lost: {how}. "
-        "It has ended, or the network to it failed; look at its output"
-    )
-
-
-def describe_broken_connection(name: str, other: str, waiting_in: str, message: str) -> str:
-    """The reason for a broken connection between two workers that are both alive."""
-    return (
-        f"{name} and {other or 'another worker'} can no longer reach each other although both are alive, so the network"
-        f" between them has failed; {name} waited in {waiting_in}: "
-        f"{_GLOO_NOISE.sub('', ' '.join(message.split()))[:_MESSAGE_LENGTH]}"
-    )
-
-
-def describe_early_exit(left: str, name: str, status: str, addition: str) -> str:
-    """The reason for a worker that ended normally while another still waits for it."""
-    last = f" (last status: {status})" if status else ""
-    return (
-        f"{left} has ended while {name} still waits for it{last}{addition}; "
-        "every worker must run the same number of steps and make the same calls"
     )
 
 

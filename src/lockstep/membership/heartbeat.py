@@ -7,22 +7,17 @@ does. It measures how long nothing was heard, so it also finds a chief that was 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from lockstep._torch_compat import Store
 from lockstep.errors import ClusterError
-from lockstep.membership.failure_report import (
-    FailureReport,
-    JobStatus,
-    describe_broken_connection,
-    describe_early_exit,
-    describe_loss,
-    describe_lost_launcher,
-)
+from lockstep.membership.failure_report import MESSAGE_LENGTH, FailureReport, JobStatus, describe_loss
 from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read
 
 _BEATS_TO_LOSS = 15
@@ -35,6 +30,9 @@ _CLOSE_TIMEOUT_S = 10.0
 _LINGER_BEATS = 3
 _LINGER_LEAST_S = 1.0
 _LINGER_POLL_S = 0.02
+
+# A place in gloo's source, and its advice to the author of the program.
+_GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +74,12 @@ class _Peer:
 class Peers:
     """The last heartbeat of every worker and when it came. Times are in seconds on the caller's clock.
 
-    Args:
-        count: the number of workers.
-        own: the rank of this worker, which is never silent to itself; -1 for none.
-        now_s: when it begins to listen.
+    ``own`` is the rank of this worker, which is never silent to itself; -1 for none.
     """
 
     def __init__(self, count: int, own: int, now_s: float) -> None:
-        self._own = own
         self._peers = [_Peer(Heartbeat(), heard_s=now_s) for _ in range(count)]
+        self._others = {rank: peer for rank, peer in enumerate(self._peers) if rank != own}
 
     def update(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
         """Takes every worker's heartbeat as read now. Only a changed count is a sign of life."""
@@ -107,11 +102,8 @@ class Peers:
 
     def silent(self, now_s: float, patience_s: float) -> dict[int, float]:
         """The workers that have not ended and were silent for more than ``patience_s``, and for how long."""
-        return {
-            rank: now_s - peer.heard_s
-            for rank, peer in enumerate(self._peers)
-            if rank != self._own and peer.ended_s is None and now_s - peer.heard_s > patience_s
-        }
+        silences = {rank: now_s - peer.heard_s for rank, peer in self._others.items() if peer.ended_s is None}
+        return {rank: silence_s for rank, silence_s in silences.items() if silence_s > patience_s}
 
     def longest_silent(self, now_s: float, patience_s: float) -> int | None:
         """The one of ``silent`` that has been silent longest."""
@@ -126,35 +118,30 @@ class Peers:
         """What a worker was doing at its last heartbeat."""
         return self._peers[rank].last.status
 
+    def other_statuses(self, than: str) -> dict[int, str]:
+        """The last status of every other worker that is another than this one."""
+        return {rank: peer.last.status for rank, peer in self._others.items() if peer.last.status != than}
+
     def beats(self, rank: int) -> int:
         """How many heartbeats of a worker were heard. The first may be an old one that was only read now."""
         return self._peers[rank].beats
 
     def first_ended(self, now_s: float, grace_s: float) -> int | None:
         """The worker that ended first, at least ``grace_s`` ago."""
-        ended = [
-            (peer.ended_s, rank)
-            for rank, peer in enumerate(self._peers)
-            if rank != self._own and peer.ended_s is not None and now_s - peer.ended_s >= grace_s
-        ]
-        return min(ended)[1] if ended else None
+        ended = [(peer.ended_s, rank) for rank, peer in self._others.items() if peer.ended_s is not None]
+        return min((each for each in ended if now_s - each[0] >= grace_s), default=(0.0, None))[1]
 
     def all_acknowledged(self, but: Collection[int]) -> bool:
         """Whether all others, without the ranks in ``but``, have ended or know that this worker or the job has."""
-        return all(
-            peer.last.ended or peer.last.acknowledged
-            for rank, peer in enumerate(self._peers)
-            if rank != self._own and rank not in but
-        )
+        lasts = [peer.last for rank, peer in self._others.items() if rank not in but]
+        return all(last.ended or last.acknowledged for last in lasts)
 
 
 class ActiveClock:
     """Seconds in which this process ran: a time in which it, or its machine, was stopped does not count.
 
-    Otherwise a worker that was stopped for a minute and then goes on would take all others for lost.
-
-    Args:
-        longest_step_s: the most that counts between two calls of ``advance``.
+    Otherwise a worker that was stopped for a minute and then goes on would take all others for lost. At most
+    ``longest_step_s`` counts between two calls of ``advance``.
     """
 
     def __init__(self, longest_step_s: float) -> None:
@@ -173,8 +160,7 @@ class WorkerEndedError(ClusterError):
     """A worker has ended normally while another still waits for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Exchange:
+class _Exchange(NamedTuple):
     """What one exchange with the store read, and whether it wrote that this worker knows of an end."""
 
     failure: str
@@ -188,10 +174,10 @@ class HeartbeatMonitor:
     Args:
         client: the client of the store; it is closed with the monitor.
         keys: the keys of the run.
-        names: how messages call the workers, in rank order.
+        names: the workers' names in messages, in rank order.
         rank: this worker's rank.
         lost_after_s: after how many seconds of silence a worker is lost.
-        launcher: how messages call the launcher that serves the store; None where worker 0 serves it.
+        launcher: the name in messages of the launcher that serves the store; None if worker 0 serves it.
 
     Attributes:
         job: whether the job goes on.
@@ -208,10 +194,7 @@ class HeartbeatMonitor:
         lost_after_s: float,
         launcher: str | None = None,
     ) -> None:
-        self._client = client
-        self._keys = keys
-        self._names = tuple(names)
-        self._rank = rank
+        self._client, self._keys, self._names, self._rank = client, keys, tuple(names), rank
         self._lost_after_s = lost_after_s
         self._launcher = launcher
         self._beat_s = max(_SHORTEST_BEAT_S, lost_after_s / _BEATS_TO_LOSS)
@@ -237,15 +220,14 @@ class HeartbeatMonitor:
     def check(self) -> None:
         """Returns while the job goes on.
 
-        Raises:
-            ClusterError: a worker is lost, has failed, or has ended while this one still waits for it.
+        Raises ClusterError if a worker is lost, has failed, or has ended while this one still waits for it.
         """
         if (error := self._find_error(self._quick_s)) is not None:
             raise error
 
     def explain_broken(self, broken: BaseException, other: str, waiting_in: str) -> ClusterError:
         """Why a connection between workers broke. Waits until it is known: a few beats for a worker that was killed."""
-        addition = f"; {self._names[self._rank]} waited in {waiting_in}"
+        name = self._names[self._rank]
         self._alarmed = True
         # From now on a silent worker is found after ``quick_s``.
         until = time.monotonic() + self._quick_s + _BEATS_TO_SPREAD * self._beat_s
@@ -254,16 +236,19 @@ class HeartbeatMonitor:
             # A worker that ended wrote so before its connections broke: the next exchange reads it. There is no next
             # exchange if the store went away with that worker.
             known = self._exchanges > seen + 1 or self._chief_ended
-            if (error := self._find_error(0.0 if known else None, addition)) is not None:
+            if (error := self._find_error(0.0 if known else None, f"; {name} waited in {waiting_in}")) is not None:
                 return error
             self.job.wait(self._beat_s)
-        reason = describe_broken_connection(self._names[self._rank], other, waiting_in, str(broken))
+        reason = (
+            f"{name} and {other or 'another worker'} can no longer reach each other although both are alive, so the "
+            f"network between them has failed; {name} waited in {waiting_in}: "
+            f"{_GLOO_NOISE.sub('', ' '.join(str(broken).split()))[:MESSAGE_LENGTH]}"
+        )
         return self.fail(FailureReport(worker=self._rank, reporter=self._rank, reason=reason)).error()
 
     def other_statuses(self) -> dict[int, str]:
         """The last status of every other worker that differs from this worker's."""
-        statuses = {rank: self._peers.status(rank) for rank in range(len(self._names))}
-        return {rank: status for rank, status in statuses.items() if rank != self._rank and status != self.status}
+        return self._peers.other_statuses(self.status)
 
     def fail(self, report: FailureReport) -> FailureReport:
         """Ends the job for all workers, and returns the report that they all raise: this one or an earlier one."""
@@ -301,8 +286,7 @@ class HeartbeatMonitor:
         store.set(self._keys.heartbeat(self._rank), own.to_json())
         failure = read(store, self._keys.failure)
         texts = store.multi_get([self._keys.heartbeat(rank) for rank in range(len(self._names))])
-        heartbeats = tuple(Heartbeat.from_json(text.decode()) for text in texts)
-        return _Exchange(failure=failure, heartbeats=heartbeats, acknowledged=own.acknowledged)
+        return _Exchange(failure, tuple(Heartbeat.from_json(text.decode()) for text in texts), own.acknowledged)
 
     def _take(self, done: Future[_Exchange]) -> None:
         try:
@@ -337,16 +321,19 @@ class HeartbeatMonitor:
 
     def _lose_store(self, how: str) -> None:
         """The store is gone, and so is whoever serves it, unless worker 0 serves it and had said that it ends."""
-        if self._launcher is None and self._peers.has_ended(0):
+        self._store_lost = True
+        if self._launcher is not None:
+            reason = (
+                f"{self._launcher}, which serves the job's store, is lost: {how}. "
+                "It has ended, or the network to it failed; look at its output"
+            )
+        elif self._peers.has_ended(0):
             self._chief_ended = True
-        elif self._launcher is None:
+            return
+        else:
             name = f"{self._names[0]}, which serves the job's store,"
             reason = describe_loss(name, how, self._peers.status(0))
-            self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
-        else:
-            reason = describe_lost_launcher(self._launcher, how)
-            self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
-        self._store_lost = True
+        self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
 
     def _publish(self, report: FailureReport, timeout_s: float) -> FailureReport:
         try:
@@ -355,22 +342,22 @@ class HeartbeatMonitor:
             return report  # the others lose the store too, and raise that
 
     def _find_error(self, grace_s: float | None, addition: str = "") -> ClusterError | None:
-        """What ends this worker, if anything does.
-
-        Args:
-            grace_s: how long ago another worker must have ended to count; None if none counts.
-            addition: added to the error's sentence.
-        """
+        """What ends this worker, if anything does. A worker that ended counts ``grace_s`` later; None: never."""
+        name = self._names[self._rank]
         if (report := self.job.failure) is not None:
             was_stopped = report.worker == self._rank != report.reporter
             return report.error("; this worker itself was stopped or cut off" if was_stopped else addition)
         if self._closing.is_set():
-            return ClusterError(f"{self._names[self._rank]} has left the job{addition}")
+            return ClusterError(f"{name} has left the job{addition}")
         ended = None if grace_s is None else self._peers.first_ended(self._clock.now_s, grace_s)
         if ended is None:
             return None
         status = self._peers.status(ended)
-        return WorkerEndedError(describe_early_exit(self._names[ended], self._names[self._rank], status, addition))
+        last = f" (last status: {status})" if status else ""
+        return WorkerEndedError(
+            f"{self._names[ended]} has ended while {name} still waits for it{last}{addition}; "
+            "every worker must run the same number of steps and make the same calls"
+        )
 
     def _say_goodbye(self) -> None:
         """Tells the others of this worker's end. A worker that serves the store lets them read that first."""

@@ -19,7 +19,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError, UsageError
 from lockstep.membership.failure_report import FailureReport, describe_exception, last_traceback_lines
 from lockstep.membership.heartbeat import HeartbeatMonitor, WorkerEndedError
-from lockstep.membership.join import JobJoiner, JoinResult
+from lockstep.membership.rendezvous import JobJoiner, JoinResult
 
 T = TypeVar("T")
 
@@ -52,14 +52,10 @@ def join(
 
 
 def run_with_watchdog(call: Callable[[], T], check: Callable[[], None]) -> T:
-    """Makes a call that may hang, without hanging with it.
+    """Makes a call that may hang, in a thread of its own.
 
-    Returns what ``call`` returns, and raises what it raises. If ``check`` raises meanwhile, raises that, and leaves the
-    call to itself.
-
-    Args:
-        call: runs in a thread of its own, which ends with the interpreter if the call never returns.
-        check: called four times a second.
+    If ``check``, called four times a second, raises meanwhile, this raises that and leaves the call to its thread,
+    which ends with the interpreter.
     """
     done: Future[T] = Future()
 
@@ -82,14 +78,9 @@ def run_with_watchdog(call: Callable[[], T], check: Callable[[], None]) -> T:
 class Membership:
     """A worker that has joined its job, until ``close`` or the end of the interpreter. Made by ``join``.
 
-    Args:
-        spec: the cluster and this process's rank in it.
-        joined: what joining brought.
-        lost_after_s: after how many seconds of silence a worker is lost.
-
     Attributes:
         spec: the cluster and this process's rank in it.
-        names: how messages call the workers, in rank order: "worker 1 (hostb:20001)".
+        names: the workers' names in messages, in rank order: "worker 1 (hostb:20001)".
         infos: every worker's ``info``, in rank order.
         address: the IP address of this machine that listeners bind to.
         lost_after_s: after how many seconds of silence a worker is lost.
@@ -120,8 +111,7 @@ class Membership:
     def store(self, prefix: str) -> Store:
         """A client of the job's store with a connection of its own, for a process group.
 
-        Args:
-            prefix: equal on all workers, and different for every group.
+        ``prefix`` is equal on all workers, and different for every group.
         """
         return self.run_with_watchdog(
             lambda: PrefixStore(f"{self._keys.prefix}/groups/{prefix}", self._store_address.connect()),
@@ -131,9 +121,7 @@ class Membership:
     def run_with_watchdog(self, call: Callable[[], T], waiting_in: str) -> T:
         """Makes a call that depends on other workers and may hang, such as making a process group.
 
-        Args:
-            call: runs in a thread of its own; it is left to itself if the job ends meanwhile.
-            waiting_in: what this worker waits in, for messages.
+        ``waiting_in`` is what this worker waits in, for messages.
 
         Raises:
             ClusterError: a worker was lost or failed meanwhile, or a connection broke.
@@ -164,12 +152,7 @@ class Membership:
         self._monitor.check()
 
     def explain_broken(self, error: BaseException, waiting_in: str) -> ClusterError:
-        """Why a connection to another worker broke: waits until it is known, and returns the error to raise.
-
-        Args:
-            error: what the connection raised.
-            waiting_in: what this worker waited in.
-        """
+        """The error to raise where a connection raised ``error``: waits until it is known why it broke."""
         others = [
             self.names[worker.rank]
             for worker in self._workers
@@ -184,10 +167,8 @@ class Membership:
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``. All workers keep the first cause of a job's end."""
-        own = self.spec.index
-        if isinstance(error, WorkerEndedError):  # it says itself who ended too early
-            reason = str(error)
-        else:
+        own, reason = self.spec.index, str(error)
+        if not isinstance(error, WorkerEndedError):  # which says itself who ended too early
             reason = describe_exception(self.names[own], error, self._monitor.status)
         trace = last_traceback_lines(error)
         self._monitor.fail(FailureReport(worker=own, reporter=own, reason=reason, traceback=trace))

@@ -1,7 +1,8 @@
-"""The rendezvous: every worker claims its rank in the store, and none goes on before all are there and agree.
+"""How a worker joins its job: it serves or finds the store, claims its rank there, and waits until all are there.
 
 A rank is claimed by compare-and-set, so the first process has it as long as it lives. The next process of the same rank
-takes it over when the first goes silent, until worker 0 finds every rank claimed and completes the rendezvous.
+takes it over when the first goes silent, until worker 0 finds every rank claimed and completes the rendezvous. Until
+then a store that goes away is looked for again: the chief may have been started anew.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import ipaddress
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,40 +28,43 @@ from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import FailureReport, describe_exception
 from lockstep.membership.heartbeat import Heartbeat, Peers
 from lockstep.membership.store import (
+    OWNER_KEY,
     REFUSED_KEY,
+    PortTakenError,
+    StoreAddress,
     StoreBrokenError,
     StoreClient,
     StoreKeys,
     StoreSilentError,
+    find_store,
+    listen,
     read,
     run_key,
+    serve_store,
 )
 
 T = TypeVar("T")
 
 PROTOCOL = 1
 """The version of what workers exchange. Raise it when two versions of lockstep could not understand each other."""
-SILENT_S = 3.0
-"""After how many seconds of silence another process may take over a rank."""
 
+_SILENT_S = 3.0  # after so many seconds of silence another process may take over a rank
 _FIRST_REPORT_S = 2.0
 _REPORT_EVERY_S = 5.0
 _SHORTEST_TIMEOUT_S = 0.2
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
+_RUN_POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 1.0
 _LINGER_S = 1.0
+_PORT_FREED_S = 5.0
+_JOB_LENGTH = 300
+_NOT_OPENED = "its store is there, but worker 0 has not opened the job yet"
 
 _log = logging.getLogger("lockstep")
 
 
 class Deadline:
-    """The end of a wait. Every few seconds it reports what is still missing.
-
-    Args:
-        who: who waits: "worker 1 (hostb:20001)".
-        timeout_s: how long.
-        report: takes a line; by default a warning of the logger "lockstep".
-    """
+    """The end of a wait, after ``timeout_s``. Every few seconds it reports what ``who`` still waits for."""
 
     def __init__(self, who: str, timeout_s: float, *, report: Callable[[str], None] = _log.warning) -> None:
         self._report = report
@@ -76,8 +81,7 @@ class Deadline:
     def check(self, missing: str, advice: str) -> None:
         """Returns before the deadline, after a warning if one is due.
 
-        Raises:
-            ClusterError: the deadline has passed; it names what is missing and ends with the advice.
+        Raises ClusterError if the deadline has passed; it names what is missing and ends with the advice.
         """
         now = time.monotonic()
         if now >= self._end:
@@ -114,11 +118,7 @@ class WorkerInfo:
 
     @classmethod
     def from_json(cls, text: str) -> WorkerInfo:
-        """Reads an info from the store.
-
-        Raises:
-            ClusterError: the text is something else.
-        """
+        """Reads an info from the store. Raises ClusterError if the text is something else."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
@@ -154,13 +154,7 @@ def job_terms(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
 
 
 def find_disagreement(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, str]) -> str:
-    """The first term that differs between two workers, as a sentence; empty if none does.
-
-    Args:
-        mine: this worker.
-        theirs: another worker.
-        names: how messages call the two.
-    """
+    """The first term that differs between two workers, which messages call ``names``; empty if none does."""
     for term in [*mine.terms, *(term for term in theirs.terms if term not in mine.terms)]:
         here, there = mine.terms.get(term, "unknown"), theirs.terms.get(term, "unknown")
         if here != there:
@@ -171,8 +165,8 @@ def find_disagreement(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, st
     return ""
 
 
-def find_unreachable(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, str]) -> str:
-    """Says, of two workers on different machines, which one listens on a loopback address; empty if none does."""
+def _find_unreachable(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, str]) -> str:
+    """Which of two workers on different machines listens on a loopback address, as a sentence; empty if none does."""
     for info, name in ((mine, names[0]), (theirs, names[1])):
         if mine.host != theirs.host and ipaddress.ip_address(info.address).is_loopback:
             return (
@@ -182,7 +176,7 @@ def find_unreachable(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, str
     return ""
 
 
-def rank_taken_error(spec: ClusterSpec, holder: WorkerInfo) -> ClusterError:
+def _rank_taken_error(spec: ClusterSpec, holder: WorkerInfo) -> ClusterError:
     """The error for a process whose rank another live process has."""
     return ClusterError(
         f"{spec.name(spec.index)} is there already: {holder.process}; this is {this_process()}. "
@@ -190,8 +184,158 @@ def rank_taken_error(spec: ClusterSpec, holder: WorkerInfo) -> ClusterError:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _View:
+class JoinResult(NamedTuple):
+    """What a worker has after it joined its job."""
+
+    workers: tuple[WorkerInfo, ...]
+    keys: StoreKeys
+    address: StoreAddress
+    client: StoreClient
+    server: Store | None
+
+
+class JobJoiner:
+    """One attempt of a worker to join its job within ``timeout_s``. ``info`` is what it tells the other workers."""
+
+    def __init__(self, spec: ClusterSpec, *, timeout_s: float, lost_after_s: float, info: Mapping[str, int]) -> None:
+        self._spec = spec
+        self._deadline = Deadline(spec.name(spec.index), timeout_s)
+        self._port_freed_by = time.monotonic() + min(_PORT_FREED_S, timeout_s)
+        self._lost_after_s = lost_after_s
+        self._info = info
+        self._token = secrets.token_hex(8)
+        self._pause = threading.Event()
+        self._serves = spec.index == 0 and not spec.store_is_served
+        self._server: Store | None = None
+
+    def join(self) -> JoinResult:
+        """Waits until all workers of the job are there.
+
+        Raises ClusterError if the store cannot be served or reached, or the rendezvous failed.
+        """
+        try:
+            host, port = self._serve() if self._serves else self._spec.chief_address
+            poll_s = _SHORTEST_POLL_S
+            while True:
+                try:
+                    return self._try(find_store(host, port))
+                except (StoreBrokenError, StoreSilentError) as error:
+                    self._deadline.check(
+                        f"{self._spec.name(0)}, where the job's store is ({error})",
+                        "start it, or correct its address, its port or a firewall",
+                    )
+                self._pause.wait(poll_s)
+                poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
+        finally:
+            self._server = None  # else a caught error would keep the store alive through its frames
+
+    def _serve(self) -> tuple[str, int]:
+        host, port = self._spec.chief_address if self._spec.workers[0] else ("127.0.0.1", 0)
+        while True:
+            try:
+                listener = listen(host, port, self._spec.name(0))
+            except PortTakenError:  # perhaps by an earlier run, which lets the others read how it ended
+                if time.monotonic() > self._port_freed_by:
+                    raise
+                self._pause.wait(_LONGEST_POLL_S)
+            else:
+                bound_host, bound_port = listener.getsockname()[:2]
+                self._server = serve_store(listener)
+                return bound_host, bound_port
+
+    def _try(self, address: StoreAddress) -> JoinResult:
+        client = StoreClient(address.connect)
+        try:
+            client.call(lambda store: _claim_store(store, self._spec), self._deadline.left_s)
+            run = self._open_run(client) if self._spec.index == 0 else self._find_run(client)
+            rendezvous = Rendezvous(self._spec, self._worker_info(address), client, run, self._deadline)
+            try:
+                workers = rendezvous.wait()
+            except (StoreBrokenError, StoreSilentError):
+                raise
+            except BaseException as error:
+                rendezvous.leave(error)
+                raise
+            return JoinResult(workers, StoreKeys.of_run(self._spec, run), address, client, self._server)
+        except BaseException:
+            client.close()
+            raise
+
+    def _open_run(self, client: StoreClient) -> str:
+        """Opens a run as worker 0: the first, or the next one if a launcher's store has seen an earlier one end.
+
+        A worker 0 of an earlier run that was killed has not said that it ended: silence is enough.
+        """
+        key = run_key(self._spec)
+
+        def newest(store: Store) -> tuple[str, Heartbeat, str, str]:
+            run = read(store, key)
+            keys = StoreKeys.of_run(self._spec, run or "0")
+            heartbeat = Heartbeat.from_json(read(store, keys.heartbeat(0)))
+            return run, heartbeat, read(store, keys.rank(0)), read(store, keys.failure)
+
+        silent_s = max(_SILENT_S, self._lost_after_s / 4)
+        peers = Peers(1, -1, time.monotonic())
+        while True:
+            run, heartbeat, chief, failure = client.call(newest, self._deadline.left_s)
+            now_s = time.monotonic()
+            peers.update([heartbeat], now_s)
+            if not run or failure or heartbeat.ended or peers.silence_s(0, now_s) > silent_s:
+                own = str(int(run or "0") + 1)
+                return client.call(lambda store: store.compare_set(key, run, own), self._deadline.left_s).decode()  # noqa: B023
+            if peers.beats(0) > 1:
+                raise _rank_taken_error(self._spec, WorkerInfo.from_json(chief))
+            self._deadline.check("an earlier run of this job to end", "end its processes")
+            self._pause.wait(_RUN_POLL_S)
+
+    def _find_run(self, client: StoreClient) -> str:
+        run = client.call(lambda store: read(store, run_key(self._spec)), self._deadline.left_s)
+        if not run:
+            raise StoreBrokenError(_NOT_OPENED)
+        return run
+
+    def _worker_info(self, address: StoreAddress) -> WorkerInfo:
+        own = self._spec.index
+        host = address.host if self._serves else address.own_host
+        if not self._serves and self._spec.host(own):
+            with listen(self._spec.host(own), 0, self._spec.name(own)) as bound:
+                host = str(bound.getsockname()[0])
+        return WorkerInfo(
+            rank=own,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=host,
+            token=self._token,
+            info=dict(self._info),
+            terms=job_terms(self._spec, self._lost_after_s),
+        )
+
+
+def _claim_store(store: Store, spec: ClusterSpec) -> None:
+    """Makes sure that the store belongs to this job. A process of another job only leaves a note that it was here.
+
+    Raises ClusterError if the store belongs to another job, StoreBrokenError if it belongs to none yet.
+    """
+    mine = json.dumps({"job_id": spec.job_id, "workers": spec.workers})
+    found = store.compare_set(OWNER_KEY, "", mine if spec.index == 0 else "").decode()
+    if not found:
+        raise StoreBrokenError(_NOT_OPENED)
+    owner = json.loads(found)
+    if owner["job_id"] != spec.job_id:
+        own = _describe_job(spec.job_id, spec.workers)
+        store.set(REFUSED_KEY, f"{this_process()}, of {own}")
+        raise ClusterError(
+            f"{spec.name(spec.index)} belongs to {own}, but the store at {spec.workers[0]} belongs to "
+            f"{_describe_job(**owner)}. Give all workers of a job the same cluster and job id, and every job its own "
+            "port"
+        )
+
+
+def _describe_job(job_id: str, workers: Sequence[str]) -> str:
+    return f"job {job_id!r} with the workers {', '.join(workers)}"[:_JOB_LENGTH]
+
+
+class _View(NamedTuple):
     """What one poll read from the store; tuples are in rank order."""
 
     run: str
@@ -203,22 +347,15 @@ class _View:
 
 
 class Rendezvous:
-    """One worker's part in the rendezvous of one run.
-
-    Args:
-        spec: the cluster and this worker's rank.
-        info: what this worker tells the others.
-        client: the client of the store.
-        run: the name of the run.
-        deadline: until when to wait.
-    """
+    """One worker's part in the rendezvous of one run. ``info`` is what this worker tells the others."""
 
     def __init__(self, spec: ClusterSpec, info: WorkerInfo, client: StoreClient, run: str, deadline: Deadline) -> None:
-        self._spec = spec
+        self._spec, self._own = spec, spec.index
         self._info = info
         self._text = info.to_json()
         self._client = client
         self._keys = StoreKeys.of_run(spec, run)
+        self._rank_key = self._keys.rank(spec.index)
         self._run = run
         self._deadline = deadline
         self._has_rank = False
@@ -245,7 +382,7 @@ class Rendezvous:
     def leave(self, error: BaseException) -> None:
         """Gives up: worker 0 ends the rendezvous for all, any other frees its rank for a process that comes later."""
         try:
-            if self._spec.index != 0:
+            if self._own != 0:
                 self._client.call(lambda store: store.compare_set(self._rank_key, self._text, ""), _ANSWER_TIMEOUT_S)
                 return
             reason = str(error)
@@ -257,10 +394,6 @@ class Rendezvous:
         except (StoreBrokenError, StoreSilentError):
             return  # nobody is left to tell
 
-    @property
-    def _rank_key(self) -> str:
-        return self._keys.rank(self._spec.index)
-
     def _poll(self, store: Store) -> _View:
         """Claims or keeps the rank, writes a heartbeat, and reads everything. Runs in the client's thread."""
         failure, complete = read(store, self._keys.failure), read(store, self._keys.complete)
@@ -269,7 +402,7 @@ class Rendezvous:
         if self._has_rank:
             self._count += 1
             own = Heartbeat(count=self._count, status="the rendezvous", acknowledged=bool(failure))
-            store.set(self._keys.heartbeat(self._spec.index), own.to_json())
+            store.set(self._keys.heartbeat(self._own), own.to_json())
         ranks = range(self._spec.num_workers)
         return _View(
             run=read(store, run_key(self._spec)),
@@ -291,18 +424,20 @@ class Rendezvous:
             raise FailureReport.from_json(view.failure).error()
         if view.complete:
             infos = tuple(WorkerInfo.from_json(text) for text in json.loads(view.complete))
-            own = infos[self._spec.index]
+            own = infos[self._own]
             if own.token != self._info.token:  # this process was silent and another took its rank over
-                raise rank_taken_error(self._spec, own)
+                raise _rank_taken_error(self._spec, own)
             return infos
         present = {rank: WorkerInfo.from_json(text) for rank, text in enumerate(view.ranks) if text}
         self._compare(present)
-        silent = self._peers.silent(time.monotonic(), SILENT_S)
+        silent = self._peers.silent(time.monotonic(), _SILENT_S)
         missing = [rank for rank in range(self._spec.num_workers) if rank not in present or rank in silent]
-        if not missing and self._spec.index == 0 and self._all_alive(view.ranks):
+        if not missing and self._own == 0 and self._all_alive(view.ranks):
             self._call(lambda store: store.set(self._keys.complete, json.dumps(view.ranks)))
             return tuple(present[rank] for rank in range(self._spec.num_workers))
-        self._report_missing(missing, view.refused)
+        what = ", ".join(self._spec.name(rank) for rank in missing) or f"{self._spec.name(0)} to begin"
+        note = f" ({view.refused}, was here and was refused)" if view.refused else ""
+        self._deadline.check(what + note, "start them all, or look at why they ended")
         return None
 
     def _all_alive(self, ranks: tuple[str, ...]) -> bool:
@@ -313,21 +448,17 @@ class Rendezvous:
         return all(now > then for now, then in zip(beats, self._beats_when_full[1], strict=True))
 
     def _wait_for_rank(self, view: _View) -> None:
-        """Another process has the rank, or the run has begun or ended: waits for the rank or for the next run.
-
-        Raises:
-            ClusterError: the process that has the rank is alive, or the deadline has passed.
-        """
-        own, text = self._spec.index, view.ranks[self._spec.index]
-        if view.failure or not text or self._peers.has_ended(own):
+        """Another process has the rank, or the run has begun or ended: waits for the rank or for the next run."""
+        text = view.ranks[self._own]
+        if view.failure or not text or self._peers.has_ended(self._own):
             self._deadline.check("an earlier run of this job to end", "end its processes, or look at what they do")
             return
         holder = WorkerInfo.from_json(text)
-        if self._peers.beats(own) > 1:
-            raise rank_taken_error(self._spec, holder)
-        if view.complete or self._peers.silence_s(own, time.monotonic()) <= SILENT_S:
+        if self._peers.beats(self._own) > 1:
+            raise _rank_taken_error(self._spec, holder)
+        if view.complete or self._peers.silence_s(self._own, time.monotonic()) <= _SILENT_S:
             self._deadline.check(
-                f"the end of the run in which {self._spec.name(own)} was {holder.process}",
+                f"the end of the run in which {self._spec.name(self._own)} was {holder.process}",
                 "end all workers and start them again",
             )
         else:
@@ -336,17 +467,11 @@ class Rendezvous:
 
     def _compare(self, present: dict[int, WorkerInfo]) -> None:
         """Raises, on all workers, what makes it impossible for this one and another to train together."""
-        own = self._spec.index
         for rank, info in present.items():
-            names = (self._spec.name(own), f"worker {rank} ({info.process})")
-            if reason := find_disagreement(self._info, info, names) or find_unreachable(self._info, info, names):
-                report = FailureReport(worker=rank, reporter=own, reason=reason)
+            names = (self._spec.name(self._own), f"worker {rank} ({info.process})")
+            if reason := find_disagreement(self._info, info, names) or _find_unreachable(self._info, info, names):
+                report = FailureReport(worker=rank, reporter=self._own, reason=reason)
                 raise self._call(lambda store, report=report: self._keys.write_failure(store, report)).error()  # type: ignore[misc]
-
-    def _report_missing(self, missing: Sequence[int], refused: str) -> None:
-        what = ", ".join(self._spec.name(rank) for rank in missing) or f"{self._spec.name(0)} to begin"
-        note = f" ({refused}, was here and was refused)" if refused else ""
-        self._deadline.check(what + note, "start them all, or look at why they ended")
 
     def _call(self, call: Callable[[Store], T]) -> T:
         """Makes a call to the store; a store that does not answer is reported, and given up at the deadline."""
@@ -363,7 +488,7 @@ class Rendezvous:
     def _linger(self) -> None:
         """Lets the workers that are there read the failure before the store goes away."""
         pause, until = threading.Event(), time.monotonic() + _LINGER_S
-        absent = self._peers.silent(time.monotonic(), SILENT_S)
+        absent = self._peers.silent(time.monotonic(), _SILENT_S)
         while time.monotonic() < until and not self._peers.all_acknowledged(absent):
             view = self._client.call(self._poll, _ANSWER_TIMEOUT_S)
             self._peers.update(view.heartbeats, time.monotonic())

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep._torch_compat import Store, TCPStore
-from lockstep.cluster.address import join_address
-from lockstep.cluster.spec import ClusterSpec
+from lockstep.cluster.spec import ClusterSpec, join_address
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.membership.failure_report import FailureReport
 
@@ -105,10 +104,8 @@ class StoreClient:
     """A client of the store with a thread of its own, so that a silent store cannot hang the caller.
 
     A call of torch's client blocks in C++ and keeps no time limit when the server is stopped or cut off, and it holds
-    the client's lock meanwhile. The thread makes every call; the caller waits as long as it wants to.
-
-    Args:
-        connect: makes torch's client; called in the thread before the first call.
+    the client's lock meanwhile. The thread makes every call, the first one to ``connect``; the caller waits as long as
+    it wants to.
     """
 
     def __init__(self, connect: Callable[[], Store]) -> None:
@@ -158,13 +155,7 @@ class StoreClient:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """Where this process reaches the store.
-
-    Args:
-        host: the IP address that answered.
-        port: its port.
-        own_host: this process's IP address on that connection.
-    """
+    """Where this process reaches the store: the IP address and the port that answered, and its own address there."""
 
     host: str
     port: int
@@ -180,8 +171,7 @@ def find_store(host: str, port: int) -> StoreAddress:
 
     torch's client would retry by itself and print a C++ traceback to stderr for each failure.
 
-    Raises:
-        StoreBrokenError: it does not answer.
+    Raises StoreBrokenError if it does not answer.
     """
     try:
         with socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S) as probe:

@@ -27,7 +27,7 @@ from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_empty_shard
 from lockstep.data.structure import replica_leaves, rows_of
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.local import LocalExchange
+from lockstep.mirroring.gradients.exchange import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
@@ -166,12 +166,9 @@ class Strategy(ABC):
             distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
-        try:
-            clearing = self._mirrored.clearing_after_failure(len(self.devices))
-            with entered(self), looking, self._mirrored.settled(), clearing:
-                results = merge(self._execute(fn, bodies, rows))
-        finally:
-            self._mirrored.note()
+        clearing = self._mirrored.clearing_after_failure(len(self.devices))
+        with entered(self), looking, self._mirrored.settled(), clearing:
+            results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.cluster.resolve import declared_job
+from lockstep.cluster.environment import declared_job
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.collectives.options import check_waiting_time
 from lockstep.config import LogicalDevice

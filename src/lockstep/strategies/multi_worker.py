@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.local import core_info, divide_cores, own_local_rank
-from lockstep.cluster.resolve import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
 from lockstep.collectives.distributed import DistributedCommunicator
@@ -23,7 +23,7 @@ from lockstep.config import LogicalDevice, list_logical_devices, list_physical_d
 from lockstep.errors import ClusterError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
-from lockstep.mirroring.gradients.local import Copies, GradientExchange, LocalExchange
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices

@@ -16,15 +16,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.cluster.resolve import cluster_from_environment
+from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object, check_agreement
 from lockstep.collectives.mesh_communicator import MeshCommunicator
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.mirroring.gradients.local import Copies, GradientExchange
-from lockstep.mirroring.gradients.partitioned import PartExchange
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy, Pipelined
@@ -298,7 +297,8 @@ class ModelParts(PartitionPolicy):
     ) -> None:
         self._groups, self._grid, self._place, self._mesh = groups, groups.grid, groups.place, mesh
         self._pipelining, self._device = pipelining, device
-        self._shard_parameters = shard_parameters and groups.grid.data > 1
+        self.parts = mesh is not None
+        self.shards_weights = shard_parameters and groups.grid.data > 1
         self.draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
         self._sequence_parallel = sequence_parallel
@@ -309,14 +309,6 @@ class ModelParts(PartitionPolicy):
 
     def take(self, module: nn.Module) -> nn.Module:
         return self.divide(module, "auto", "auto")
-
-    @property
-    def parts(self) -> bool:
-        return self._mesh is not None
-
-    @property
-    def shards_weights(self) -> bool:
-        return self._shard_parameters
 
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         return module.pipeline if isinstance(module, ShardedModule) else None
@@ -377,7 +369,7 @@ class ModelParts(PartitionPolicy):
             sequences.bound([stage.parts for stage in stages] or [module.modules()])
         self._fill(module, first, division)
         self.draws.give(module, division.apart, division.together)
-        borrowing = self._shared(module, stages, self._mesh) if self._shard_parameters else None
+        borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)

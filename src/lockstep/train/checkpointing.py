@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.export import stream_weights
 from lockstep.checkpoint.format import check_kind, check_like
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
-from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
+from lockstep.checkpoint.weights import check_fit, read_weights, stream_weights, write_weights
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.mirroring.module.module import MirroredModule

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from lockstep.errors import DataError, NonFiniteLossError
-from lockstep.mirroring.optim.nonfinite import check_finite
+from lockstep.mirroring.optim.step import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
 
 MOST_AHEAD = 2

@@ -1,8 +1,7 @@
 """The Transformers ``Trainer`` on the replicas of a strategy: the same arguments, the same numbers, N devices.
 
     trainer      the Trainer: begin here
-    sharding     divides a collated batch, weighs the loss of each shard, and joins outputs
-    loss_check   checks in the first steps that shards of the loss add up
+    sharding     divides a collated batch, weighs and checks the loss of each shard, and joins outputs
     arguments    which strategy is used, arguments that are refused, and what transformers sees of the devices
     sync         what the workers agree on, and the random states in checkpoints
 

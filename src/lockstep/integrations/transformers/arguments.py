@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
-from lockstep.cluster.resolve import declared_job
+from lockstep.cluster.environment import declared_job
 from lockstep.config import list_logical_devices
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
@@ -30,16 +30,9 @@ _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 
 
 def check_arguments(args: TrainingArguments, *, workers: int) -> None:
-    """Refuses arguments that do not work on replicas. ``workers`` is their number.
-
-    Raises:
-        ConfigError: says which argument, and what to do instead.
-    """
-    for complaint in _complaints(args):
+    """Raises a ConfigError that names the first argument that does not work on replicas of so many workers."""
+    for complaint in (*_complaints(args), *(_complaints_of_workers(args, workers) if workers > 1 else ())):
         raise ConfigError(f"the Trainer of lockstep got {complaint}")
-    if workers > 1:
-        for complaint in _complaints_of_workers(args, workers):
-            raise ConfigError(f"the Trainer of lockstep got {complaint}")
 
 
 def _complaints(args: TrainingArguments) -> Iterator[str]:
@@ -73,11 +66,7 @@ def _complaints_of_workers(args: TrainingArguments, workers: int) -> Iterator[st
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model whose parts are on several devices.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Raises a ConfigError if the parts of a model are on several devices."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:
         raise ConfigError(
@@ -89,23 +78,15 @@ def check_model(model: Any) -> None:
 def chosen_strategy(given: Strategy | None, *, on_cpu: bool) -> Strategy:
     """The given strategy, else the one in scope, else one over all local devices or over the whole job.
 
-    Args:
-        given: the Trainer's argument.
-        on_cpu: use CPU devices only.
-
     Raises:
         ConfigError: the strategy does not give every replica the whole model.
         ClusterError: the environment declares a job that cannot be joined.
     """
     strategy = given or current_strategy()
-    if strategy is not None:
-        return _checked(strategy)
-    if declared_job() is not None:
+    if strategy is None and declared_job() is not None:
         return _strategy_of_job(on_cpu)
-    return MirroredStrategy(list_logical_devices("CPU") if on_cpu else None)
-
-
-def _checked(strategy: Strategy) -> Strategy:
+    if strategy is None:
+        return MirroredStrategy(list_logical_devices("CPU") if on_cpu else None)
     if not isinstance(strategy, (MirroredStrategy, MultiWorkerMirroredStrategy)):
         raise ConfigError(
             f"the Trainer of lockstep got {strategy!r}, and needs replicas that have the whole model; give a "
@@ -121,12 +102,7 @@ def _strategy_of_job(on_cpu: bool) -> Strategy:
 
 
 class OneProcess:
-    """Makes ``args``, and accelerate's state in this process, show a strategy as one process with one device.
-
-    Args:
-        args: the arguments of one Trainer.
-        strategy: its strategy.
-    """
+    """Makes a Trainer's ``args``, and accelerate's state here, show a strategy as one process with one device."""
 
     def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
         self._args = args
@@ -141,7 +117,9 @@ class OneProcess:
         """Sets the state, or sets it again: making other TrainingArguments resets it from the environment."""
         self._args._n_gpu = self._replicas
         self._args.__dict__["_setup_devices"] = self._device
-        self._args.distributed_state = _detached(_state(self._device, index=self._index))
+        own = object.__new__(PartialState)  # one that does not share accelerate's global state
+        own.__dict__ = _state(self._device, index=self._index)
+        self._args.distributed_state = own
         if not self._is_known():
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState._shared_state.update(_state(self._device, index=0))
@@ -190,10 +168,3 @@ def _state(device: Any, *, index: int) -> dict[str, Any]:
         "num_processes": 1,
         "process_index": index,
     }
-
-
-def _detached(values: dict[str, Any]) -> PartialState:
-    """A PartialState that does not share accelerate's global state."""
-    state = object.__new__(PartialState)
-    state.__dict__ = values
-    return state

@@ -5,11 +5,13 @@
 The batch is collated once, so that all shards are padded alike and have the shapes of one device. A loss that the model
 divides by ``num_items_in_batch`` is a part of a sum already, so its share is 1. A mean, over rows or tokens, has the
 share of the rows or tokens of the shard in those of the batch. Which of the two it is shows when the loss is computed:
-was the number of items used?
+was the number of items used? ``LossCheck`` finds losses that are neither: then no shares add up to the loss of the
+batch, as with class weights, plain sums, penalties beside such a sum, and losses that compare rows with each other.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,29 +19,28 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
-from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
 
-IGNORED = -100
-"""The label of what has no loss, in transformers as in torch's cross-entropy."""
+_IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
+
+_EXACT, _ROUGH = 1e-4, 5e-2
+_LAST_CHECK = 32
+_LOW = (torch.float16, torch.bfloat16)
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
 class CountedItems(Tensor):
     """The number of items of a batch, a 0-dim tensor that notices when something computes with it."""
 
     used = False
-
-    @classmethod
-    def of(cls, number: Tensor) -> CountedItems:
-        """A copy of ``number`` that has not been used."""
-        return number.detach().as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -55,12 +56,7 @@ class CountedItems(Tensor):
 
 
 class Share:
-    """A shard's share of the loss, known once the loss has been computed.
-
-    Args:
-        count: the rows or tokens of the shard that a mean is over.
-        total: those of the global batch.
-    """
+    """A shard's share of the loss, known once the loss has been computed: of ``count`` rows or tokens in ``total``."""
 
     def __init__(self, count: int, total: int) -> None:
         self._count = count
@@ -69,22 +65,19 @@ class Share:
 
     def watch(self, items: Tensor | int | None, device: torch.device) -> Tensor | None:
         """The number of items on ``device``, as a tensor that notices whether the loss is divided by it."""
-        self._items = None if items is None else CountedItems.of(torch.as_tensor(items, device=device))
+        watched = None if items is None else torch.as_tensor(items, device=device).detach()
+        self._items = None if watched is None else watched.as_subclass(CountedItems)
         return self._items
 
     @property
     def factor(self) -> float:
         """The factor of the shard's loss, if the number of items is that of the whole batch."""
-        return 1.0 if self._divides else self._count / self._total
+        return 1.0 if self._items is not None and self._items.used else self._count / self._total
 
     @property
     def weight(self) -> float:
         """The divisor of the shard's loss, if the number of items is that of the shard."""
-        return float(self._items) if self._items is not None and self._divides else self._count
-
-    @property
-    def _divides(self) -> bool:
-        return self._items is not None and self._items.used
+        return float(self._items) if self._items is not None and self._items.used else self._count
 
 
 _share: ContextVar[Share | None] = ContextVar("lockstep_share", default=None)
@@ -122,14 +115,8 @@ def shifts_labels(model: Any) -> bool:
     return causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
-def count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
-    """The number of values that a mean loss is over: labels that count, or rows if labels are not class numbers.
-
-    Args:
-        inputs: a batch or shard, as the model gets it.
-        rows: the number of its examples.
-        shifted: ``shifts_labels`` of the model.
-    """
+def _count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
+    """The number of values that a mean loss is over: labels that count, or rows if labels are not class numbers."""
     labels = inputs.get("shift_labels")
     if labels is None:
         labels = inputs.get("labels")
@@ -137,7 +124,7 @@ def count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
             labels = labels[..., 1:]
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         return rows
-    return int(labels.ne(IGNORED).sum())
+    return int(labels.ne(_IGNORED).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +153,7 @@ def divided(
         batch: the whole collated batch.
         workers: all workers, each of which has the same batch.
         layout: finds the lists of one item per example, such as texts or boxes.
-        shifted: as for ``count_items``.
+        shifted: ``shifts_labels`` of the model.
 
     Raises:
         DataError: the tensors disagree in length, or something cannot be divided.
@@ -175,19 +162,90 @@ def divided(
     rows = batch_rows(marked)
     cut = local_rows(rows, workers)
     local = local_shards(marked, lambda _: cut, layout)
-    total = count_items(marked, rows, shifted=shifted)
+    total = _count_items(marked, rows, shifted=shifted)
     shards = []
     for replica, size in enumerate(cut.sizes):
         inputs = select(local, replica, len(cut.sizes))
-        count = count_items(inputs, size, shifted=shifted)
+        count = _count_items(inputs, size, shifted=shifted)
         shards.append(Shard(inputs=inputs, rows=size, count=count, total=total))
     return PerReplica(shards)
+
+
+LossOf = Callable[[Mapping[str, Any], Share], Tensor]
+"""Computes the loss of some inputs. Their Share learns whether the number of items was used."""
+
+
+class LossCheck:
+    """Checks in some of the first steps of a training whether the loss may be computed in shards, and warns once.
+
+    loss(6 rows) = share x loss(first 3) + share x loss(last 3)
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._steps = 0
+        self._warned = False
+
+    def is_due(self) -> bool:
+        """Whether the loss is checked in this step: the first, 2nd, 4th, ..., as one step may have few labels.
+
+        All workers check in the same steps, whatever they have found.
+        """
+        self._steps += 1
+        return self._replicas > 1 and self._steps <= _LAST_CHECK and self._steps.bit_count() == 1
+
+    def warn(self, found: Sequence[tuple[float, float] | None]) -> None:
+        """Warns once, if a replica has found a difference."""
+        apart = [each for each in found if each is not None]
+        if not apart or self._warned:
+            return
+        self._warned = True
+        whole, halves = apart[0]
+        warnings.warn(
+            f"the loss is {whole:.6g} for the rows of a replica and {halves:.6g} for the same rows in two parts, so it "
+            "is neither a mean over rows or labels nor a sum over num_items_in_batch, and "
+            f"{self._replicas} replicas train with other numbers than one device; have compute_loss_func return the "
+            "sum of the rows' losses over num_items_in_batch. Class weights, plain sums, penalties beside such a sum "
+            "and losses that compare rows need one replica, or a loop of your own with ls.get_replica_context()",
+            stacklevel=3,
+        )
+
+
+def loss_difference(loss_of: LossOf, shard: Shard, model: nn.Module, *, shifted: bool) -> tuple[float, float] | None:
+    """A shard's loss and the loss of its halves, if they differ; else None.
+
+    The model is in evaluation mode meanwhile, so that dropout makes no difference.
+    """
+    if shard.rows < 2:
+        return None
+    try:
+        halves = divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), shifted=shifted)
+        with torch.no_grad(), _evaluating(model):
+            whole = float(loss_of(dict(shard.inputs), Share(shard.count, shard.count)))
+            shares = [(half, Share(half.count, half.total)) for half in halves if half.count]
+            parts = [float(loss_of(half.inputs, share)) * share.factor for half, share in shares]
+    except _FAILURES:  # the step itself will raise it
+        return None
+    rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
+    apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
+    return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 class Prediction(NamedTuple):
     """One replica's outputs for its shard of at least one row.
 
-    Args:
+    Attributes:
         rows: the number of examples.
         items: the number of values that the loss is a mean over.
         loss: the mean, a 0-dim tensor; None without labels.
@@ -207,10 +265,7 @@ def joined(
 ) -> tuple[Tensor | None, Any, Any]:
     """Loss, logits and labels of the whole batch, on ``device``. Every worker must call it.
 
-    Args:
-        parts: the predictions of the local replicas, in replica order; None for a shard without rows.
-        workers: all workers.
-        device: the device of the results.
+    ``parts`` are the predictions of the local replicas, in replica order; None for a shard without rows.
     """
     local = [tuple(part) for part in parts if part is not None]
     met = all_gather_object(workers, "the outputs for a batch", local)

@@ -11,12 +11,10 @@ the random states are derived from seed and step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
@@ -24,6 +22,7 @@ from lockstep.collectives.communicator import Communicator, all_gather_object, c
 from lockstep.strategies.base import Strategy
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+FILE = "lockstep_rng_state.pth"
 _ENDS_OF_STEPS = frozenset({"on_step_end", "on_substep_end", "on_epoch_end"})
 # What may differ between workers: folders and logging.
 _OWN = (
@@ -40,11 +39,9 @@ _OWN = (
 
 
 class AgreeingCallbacks(CallbackHandler):
-    """The callbacks of one worker. At the end of a step all workers agree on what they ask for.
+    """The callbacks of one worker, from the handler that transformers made.
 
-    Args:
-        plain: the handler that transformers made.
-        workers: all workers.
+    At the end of a step all workers agree on what they ask for.
     """
 
     def __init__(self, plain: CallbackHandler, workers: Communicator) -> None:
@@ -72,8 +69,7 @@ def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
 def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
     """Checks that all workers have the same arguments, except for folders and logging.
 
-    Raises:
-        ClusterError: they differ; it names the first difference.
+    Raises ClusterError if they differ; it names the first difference.
     """
     if workers.size > 1:
         settings = args.to_dict()  # type: ignore[no-untyped-call]
@@ -87,16 +83,12 @@ def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
 def agree_on_checkpoint(workers: Communicator, folder: str | None) -> None:
     """Checks that all workers can read the same files of a checkpoint.
 
-    Raises:
-        ClusterError: a worker has other files, or none.
+    Raises ClusterError if a worker has other files, or none.
     """
     if workers.size > 1:
         files = sorted(Path(folder).glob("*")) if folder is not None else []
         lines = [f"{file.name} of {file.stat().st_size} bytes" for file in files if file.is_file()]
         check_agreement(workers, f"the checkpoint {folder}", [*lines, f"{len(lines)} files"])
-
-
-FILE = "lockstep_rng_state.pth"
 
 
 def begin_random_numbers(strategy: Strategy, seed: int) -> None:
@@ -112,26 +104,12 @@ def save_random_numbers(strategy: Strategy, folder: Path) -> None:
 
 
 def load_random_numbers(strategy: Strategy, folder: Path, *, seed: int, step: int) -> None:
-    """Restores the random states, or derives them from seed and step on another number of replicas.
-
-    Args:
-        strategy: the strategy of the replicas.
-        folder: the checkpoint.
-        seed: the seed of the training.
-        step: the number of updates so far.
-    """
-    workers = strategy.workers
-    states = _read(folder / FILE)
+    """Restores the random states, or derives them from seed and step on another number of replicas."""
+    workers, file = strategy.workers, folder / FILE
+    states = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else []
     if len(states) == workers.num_replicas:
         local = len(strategy.devices)
         strategy.generators.set_states(states[workers.first_replica :][:local])
     else:
         begin_random_numbers(strategy, seed)
         strategy.generators.derive(step)
-
-
-def _read(file: Path) -> Sequence[Mapping[str, Tensor]]:
-    if not file.is_file():
-        return ()
-    states: list[dict[str, Tensor]] = torch.load(file, map_location="cpu", weights_only=True)
-    return states

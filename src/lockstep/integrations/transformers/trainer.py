@@ -27,7 +27,6 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import batch_digest
 from lockstep.errors import UsageError
-from lockstep.integrations.transformers import loss_check
 from lockstep.integrations.transformers.arguments import (
     OneProcess,
     check_arguments,
@@ -37,12 +36,14 @@ from lockstep.integrations.transformers.arguments import (
     seen_as_one_device,
 )
 from lockstep.integrations.transformers.sharding import (
+    LossCheck,
     Prediction,
     Shard,
     Share,
     current_share,
     divided,
     joined,
+    loss_difference,
     shifts_labels,
     weighing,
     weighted,
@@ -98,7 +99,7 @@ class Trainer(transformers.Trainer):
         self._mirrored: MirroredModule | None = None
         self._layout = BatchLayout(records_are_rows=True)
         self._holds_best = False
-        self._loss_check = loss_check.LossCheck(0)
+        self._loss_check = LossCheck(0)
         check_arguments(args, workers=self._workers.size)
         check_model(model)
         self._one_process = OneProcess(args, self.strategy)
@@ -123,7 +124,7 @@ class Trainer(transformers.Trainer):
         self._one_process.establish()
         agree_on_arguments(self._workers, self.args)
         self._holds_best = False
-        self._loss_check = loss_check.LossCheck(self.strategy.num_replicas_in_sync)
+        self._loss_check = LossCheck(self.strategy.num_replicas_in_sync)
         output = super().train(*args, **named)
         if not self._holds_best:
             self._mirrored_module.sync_buffers()
@@ -185,8 +186,8 @@ class Trainer(transformers.Trainer):
     def _mirror(self) -> None:
         """Copies the model as it is now: it may have new hooks, adapters or weights since the last time."""
         model: Any = self.model
-        if not self.is_in_train and (dtype := _evaluation_dtype(self.args)) is not None:
-            model.to(dtype)
+        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
+            model.to(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         self.model_wrapped, self._mirrored = model, None
         self._mirrored = self.strategy.mirror(model)
         for copy in self._mirrored.copies:
@@ -237,7 +238,7 @@ class Trainer(transformers.Trainer):
             return torch.as_tensor(loss)
 
         with preserving_rng(self._context):
-            return loss_check.difference(loss_of, shard, copy, shifted=shifts_labels(self.model))
+            return loss_difference(loss_of, shard, copy, shifted=shifts_labels(self.model))
 
     def _train_shard(self, shard: Shard, items: Any) -> Tensor:
         """This replica's training step; returns its weighed loss. Every replica must call it."""
@@ -306,13 +307,6 @@ class Trainer(transformers.Trainer):
         if context is None:
             raise UsageError("a part of a step was called outside a replica; call training_step or prediction_step")
         return context
-
-
-def _evaluation_dtype(args: TrainingArguments) -> torch.dtype | None:
-    """The dtype that the model is converted to for an evaluation outside training."""
-    if args.fp16_full_eval:
-        return torch.float16
-    return torch.bfloat16 if args.bf16_full_eval else None
 
 
 def _backward(plain: Callable[..., None], loss: Tensor, **named: Any) -> None:

@@ -1,0 +1,402 @@
+"""The cluster that environment variables declare: TF_CONFIG, torchrun's variables or SLURM's, the first that is there.
+
+TF_CONFIG, which somebody wrote for this very process, comes before torchrun's variables, and these before SLURM's,
+because a launcher may run inside a SLURM step. The first two must not contradict each other.
+
+``cluster_from_environment`` and ``declared_job`` read the environment of this process; all else here is pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.cluster.spec import (
+    ClusterSpec,
+    Task,
+    check_addresses,
+    check_job_id,
+    join_address,
+    parse_address,
+    shown,
+)
+from lockstep.errors import ClusterError
+
+JOB_ID_VARIABLE = "LOCKSTEP_JOB_ID"
+"""Names the job in every form; equal on all its workers, and different for every job."""
+
+
+def cluster_from_environment() -> ClusterSpec | None:
+    """``resolve_cluster`` with the environment of this process."""
+    return resolve_cluster(os.environ)
+
+
+def declared_job() -> ClusterSpec | None:
+    """``find_job`` with the environment of this process."""
+    return find_job(os.environ)
+
+
+def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster that ``environment`` declares; None if it declares none.
+
+    Raises ClusterError if a form is malformed or incomplete, or two contradict each other.
+    """
+    written = parse_tf_config(environment)
+    # Job scripts often export WORLD_SIZE for all tasks: in a SLURM step it only counts with RANK.
+    launched = None
+    if environment.get("RANK") or not is_job_step(environment):
+        launched = parse_torchrun(environment)
+    if written is None:
+        return launched or parse_slurm(environment)
+    # One TF_CONFIG that several launched processes inherited would make each the same worker.
+    inherits = launched is not None and launched.num_workers > 1 and written.task == "worker"
+    if launched and inherits and (written.num_workers, written.index) != (launched.num_workers, launched.index):
+        raise ClusterError(
+            f"TF_CONFIG declares worker {written.index} of {written.num_workers}, and {launched.source}'s RANK and "
+            f"WORLD_SIZE declare worker {launched.index} of {launched.num_workers}; unset the one that is not meant"
+        )
+    return written
+
+
+def find_job(environment: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster of several workers in which a process with ``environment`` trains.
+
+    None for a single worker, for an evaluator, and for WORLD_SIZE without RANK, which says how many processes somebody
+    plans and not that this is one of them.
+
+    Raises:
+        ClusterError: as ``resolve_cluster``.
+    """
+    if not environment.get("RANK"):
+        environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
+    cluster = resolve_cluster(environment)
+    return cluster if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1 else None
+
+
+class Variables:
+    """Environment variables that ``source`` sets, with a ClusterError that names the variable for each bad value.
+
+    ``remedy`` says what to do if variables are missing.
+    """
+
+    def __init__(self, environment: Mapping[str, str], source: str, remedy: str = "") -> None:
+        self._environment, self._source, self._remedy = environment, source, remedy
+
+    def get(self, name: str) -> str:
+        """The value of a variable; empty if it is not set."""
+        return self._environment.get(name, "")
+
+    def require(self, *names: str) -> None:
+        """Checks that variables are set and not empty."""
+        missing = [name for name in names if not self.get(name)]
+        if missing:
+            present = " ".join(f"{name}={shown(self.get(name))}" for name in names if self.get(name))
+            raise ClusterError(
+                f"{self._source}: {' '.join(missing)} not set (there is {present or 'none of them'}); {self._remedy}"
+            )
+
+    def number(self, name: str, *, least: int = 0, most: int | None = None) -> int:
+        """The whole number in a variable, in decimal digits."""
+        text = self.get(name).strip()
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+        if number is None or number < least or (most is not None and number > most):
+            limits = f"from {least} to {most}" if most is not None else f"from {least} up"
+            received = shown(self._environment.get(name))
+            raise ClusterError(f"{self._source}: {name}={received}; it must be a whole number {limits}")
+        return number
+
+    def count(self, name: str) -> int:
+        """The number in a variable; 0 if the variable is not set."""
+        return self.number(name) if self.get(name) else 0
+
+    def port(self, name: str) -> int:
+        """The port in a variable."""
+        return self.number(name, least=1, most=65535)
+
+    def address(self, host: str, port: int, name: str) -> str:
+        """The address of the chief's store on a host that the variable ``name`` gave, IPv6 with or without brackets."""
+        address = join_address(host.removeprefix("[").removesuffix("]"), port)
+        try:
+            parse_address(address)
+        except ClusterError as error:
+            raise ClusterError(f"{self._source}: {name}={shown(host)} is no host: {error}") from None
+        return address
+
+    def job_id(self) -> str:
+        """The id in ``LOCKSTEP_JOB_ID``; empty if it is not set."""
+        check_job_id(self.get(JOB_ID_VARIABLE), JOB_ID_VARIABLE)
+        return self.get(JOB_ID_VARIABLE)
+
+
+# ---- TF_CONFIG: one JSON text, which differs between the workers only in its task
+#
+# The task types are chief (at most one; without one worker 0 is the chief), worker and evaluator. master is an older
+# name of chief that hosted services still write. With a chief, TensorFlow's worker i is worker i + 1 here. Other fields
+# say nothing about the workers and are not read.
+
+EXAMPLE = '{"cluster": {"worker": ["hosta:20000", "hostb:20000"]}, "task": {"type": "worker", "index": 0}}'
+
+_CHIEFS = ("chief", "master")
+_TYPES = (*_CHIEFS, "worker", "evaluator")
+
+
+def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster that ``TF_CONFIG`` declares; None if the variable is not set or empty.
+
+    Without a cluster in it, or with one worker, it declares a cluster of one.
+
+    Raises:
+        ClusterError: anything else; it shows the malformed part.
+    """
+    text = environment.get("TF_CONFIG", "").strip()
+    if not text:
+        return None
+    declared = _load(text)
+    cluster = _read_cluster(declared.get("cluster"))
+    workers = tuple(address for name in (*_CHIEFS, "worker") for address in cluster.get(name, ()))
+    task, index = _read_task(declared.get("task"), cluster, alone=len(workers) <= 1)
+    job_id = Variables(environment, "TF_CONFIG").job_id()
+    return ClusterSpec(workers=workers or ("",), index=index, task=task, job_id=job_id, source="TF_CONFIG")
+
+
+def _load(text: str) -> dict[str, Any]:
+    try:
+        declared = json.loads(text)
+    except json.JSONDecodeError as error:
+        near = text[max(error.pos - 20, 0) : error.pos + 40]
+        quotes = "; JSON takes double quotes, with the shell's single quotes around them" if "'" in text else ""
+        raise _malformed(f"not JSON ({error.msg}) at character {error.pos}, near {shown(near)}{quotes}") from None
+    except RecursionError:
+        raise _malformed(f"{shown(text)} is nested too deep") from None
+    if not isinstance(declared, dict):
+        raise _malformed(f"{shown(declared)} is no JSON object")
+    return declared
+
+
+def _read_cluster(cluster: object) -> dict[str, list[str]]:
+    """The checked addresses of each task type."""
+    if cluster is None:
+        return {}
+    if not isinstance(cluster, dict):
+        raise _malformed(f"cluster is {shown(cluster)}; it must map task types to lists of addresses")
+    if "ps" in cluster:
+        raise _malformed(
+            f"cluster has parameter servers (ps: {shown(cluster['ps'])}); here every worker keeps a copy of the "
+            "weights and none are served: leave out ps and list those hosts as workers"
+        )
+    for name, addresses in cluster.items():
+        if name not in _TYPES:
+            raise _malformed(f"cluster has the task type {shown(name)}; the types are chief, worker and evaluator")
+        if not isinstance(addresses, list):
+            raise _malformed(f"cluster.{name} is {shown(addresses)}; it must be a list of addresses")
+    chiefs = [address for name in _CHIEFS for address in cluster.get(name, ())]
+    if len(chiefs) > 1:
+        raise _malformed(f"cluster has {len(chiefs)} chiefs ({shown(chiefs)}); list all but one as worker")
+    try:
+        check_addresses(
+            {f"cluster.{name}[{i}]": each for name, listed in cluster.items() for i, each in enumerate(listed)}
+        )
+    except ClusterError as error:
+        raise _malformed(str(error)) from None
+    return cluster
+
+
+def _read_task(task: object, cluster: Mapping[str, list[str]], *, alone: bool) -> tuple[Task, int]:
+    """The task and its index in our counting, where the chief is worker 0."""
+    if task is None and alone:
+        return "worker", 0
+    if task is None:
+        raise _malformed("task is missing; it says which of the workers this process is")
+    if not isinstance(task, dict):
+        raise _malformed(f"task is {shown(task)}; it must be an object with type and index")
+    kind, index = task.get("type"), task.get("index")
+    if kind == "ps":
+        raise _malformed("task.type is 'ps', a parameter server; here every worker keeps a copy of the weights")
+    if kind not in _TYPES:
+        raise _malformed(f"task.type is {shown(kind)}; the types are chief, worker and evaluator")
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise _malformed(f"task.index is {shown(index)}; it must be a whole number without quotes")
+    if kind == "evaluator":
+        # In TensorFlow the cluster may list the evaluators or leave them out.
+        _check_index(kind, index, len(cluster.get("evaluator", ())) or None)
+        return "evaluator", index
+    listed = [name for name in _TYPES if cluster.get(name)]
+    if kind not in listed and listed:
+        raise _malformed(f"task.type is {kind!r}, but cluster lists {' and '.join(listed)} only; add its address there")
+    _check_index(kind, index, len(cluster.get(kind, ())))
+    chiefs = sum(len(cluster.get(name, ())) for name in _CHIEFS)
+    return "worker", index + (chiefs if kind == "worker" else 0)
+
+
+def _check_index(kind: str, index: int, count: int | None) -> None:
+    """Checks an index against the number of addresses of its type: one may be left out, and None allows any index."""
+    places = max(count, 1) if count is not None else index + 1
+    if not 0 <= index < places:
+        expected = "it must be 0" if places <= 1 else f"it must be from 0 to {places - 1}"
+        raise _malformed(f"task.index is {index}, but cluster lists {count or 'none'} of type {kind}; {expected}")
+
+
+def _malformed(what: str) -> ClusterError:
+    return ClusterError(f"TF_CONFIG: {what}; for example TF_CONFIG='{EXAMPLE}'")
+
+
+# ---- torchrun's variables, which every PyTorch launcher sets, ``lockstep run`` and Kubeflow's trainer among them
+#
+# They name the chief's address alone. torch's elastic agent adds who serves the store there, the job's id, and how
+# often it restarted the workers.
+
+_TORCHRUN_REMEDY = (
+    "start the program with `lockstep run` or torchrun, which set them all, or set the rest, for example "
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=hosta MASTER_PORT=29500"
+)
+_TORCHRUN_NO_ID = "none"  # torchrun's id for every run without --rdzv-id
+
+
+def parse_torchrun(environment: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster that torchrun's variables declare; None if neither RANK nor WORLD_SIZE is set.
+
+    Raises ClusterError if some are missing, not numbers, or out of range.
+    """
+    variables = Variables(environment, "torchrun", _TORCHRUN_REMEDY)
+    if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
+        return None
+    variables.require("RANK", "WORLD_SIZE")
+    size = variables.number("WORLD_SIZE", least=1)
+    chief = ""  # a single worker needs no address
+    if size > 1 or variables.get("MASTER_ADDR") or variables.get("MASTER_PORT"):
+        variables.require("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        chief = variables.address(variables.get("MASTER_ADDR"), variables.port("MASTER_PORT"), "MASTER_ADDR")
+    run_id = variables.get("TORCHELASTIC_RUN_ID")
+    check_job_id(run_id, "torchrun: TORCHELASTIC_RUN_ID")
+    return ClusterSpec(
+        workers=(chief, *[""] * (size - 1)),
+        index=variables.number("RANK", most=size - 1),
+        job_id=variables.job_id() or ("" if run_id == _TORCHRUN_NO_ID else run_id),
+        source="torchrun",
+        attempt=variables.count("TORCHELASTIC_RESTART_COUNT"),
+        store_is_served=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+# ---- SLURM's variables inside a job step, where one task of ``srun`` is one worker
+#
+# A batch script is no worker: the tasks of its SLURM_NTASKS may be started later. The chief's store listens on the
+# step's first host, where SLURM puts task 0, or at MASTER_ADDR; at a port derived from the job's id, or at MASTER_PORT.
+
+_HOST_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_SLURM_REMEDY = "srun sets them for every task: start the workers with `srun python train.py` inside the job"
+
+# Ids from here up are SLURM's own steps (slurm.h: interactive 0xfffffffa, batch 0xfffffffb ...): a shell, no worker.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+# Above the ports of common services and below Linux's ephemeral ones (from 32768). Steps of one job, which may share a
+# host, lie far apart, and so do consecutive jobs.
+_FIRST_PORT, _PORTS, _STRIDE = 15000, 15000, 7919
+
+_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
+_PARTS = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+# SLURM's own limit (MAX_RANGE in its hostlist.c): a longer list is taken for a mistake and not expanded.
+_MAX_HOSTS = 65536
+
+
+def is_job_step(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a task that ``srun`` started, and not a batch script or an interactive shell."""
+    step = environment.get("SLURM_STEP_ID", "")
+    special = step.isascii() and step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
+    return bool(environment.get("SLURM_STEP_NUM_TASKS")) and not special
+
+
+def parse_slurm(environment: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster that a job step's variables declare; None outside a step.
+
+    Raises ClusterError if some are missing, not numbers, or out of range, or the list of hosts is malformed.
+    """
+    if not is_job_step(environment):
+        return None
+    variables = Variables(environment, "SLURM", _SLURM_REMEDY)
+    variables.require("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID")
+    size = variables.number("SLURM_STEP_NUM_TASKS", least=1)
+    job, step = variables.number("SLURM_JOB_ID"), variables.count("SLURM_STEP_ID")
+    return ClusterSpec(
+        workers=(_slurm_chief(variables, step_port(job, step)), *[""] * (size - 1)),
+        index=variables.number("SLURM_PROCID", most=size - 1),
+        job_id=variables.job_id() or f"slurm-{job}.{step}",
+        source="SLURM",
+        attempt=variables.count("SLURM_RESTART_COUNT"),  # a job that is queued again keeps its id
+    )
+
+
+def step_port(job: int, step: int) -> int:
+    """The port of a job step's store, from 15000 to 29999, which all its tasks derive without talking to each other."""
+    return _FIRST_PORT + (job + _STRIDE * step) % _PORTS
+
+
+def _slurm_chief(variables: Variables, port: int) -> str:
+    if variables.get("MASTER_PORT"):
+        port = variables.port("MASTER_PORT")
+    if host := variables.get("MASTER_ADDR"):
+        return variables.address(host, port, "MASTER_ADDR")
+    name = next((name for name in _HOST_LISTS if variables.get(name)), None)
+    if name is None:
+        raise ClusterError(f"SLURM: none of {', '.join(_HOST_LISTS)} and MASTER_ADDR is set; {_SLURM_REMEDY}")
+    try:
+        hosts = expand_hosts(variables.get(name))
+    except ClusterError as error:
+        raise ClusterError(f"SLURM: {name}: {error}") from None
+    if len(hosts) > 1 and variables.get("SLURM_DISTRIBUTION").startswith("arbitrary"):
+        # Under srun --distribution=arbitrary the list does not have the order of the tasks.
+        raise ClusterError(
+            f"SLURM: SLURM_DISTRIBUTION=arbitrary does not say which of {shown(variables.get(name))} has task 0; set "
+            "MASTER_ADDR to the first host of the file in SLURM_HOSTFILE, or leave out --distribution=arbitrary"
+        )
+    return variables.address(hosts[0], port, name)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """The hosts of a list in SLURM's notation, "node[01-03,07],login", as ``scontrol show hostnames`` prints them.
+
+    A range keeps the width of its first number: ``[08-10]`` is 08, 09, 10. A name may have several brackets, of which
+    the last runs fastest: ``rack[0-1]n[1-2]`` is rack0n1, rack0n2, rack1n1, rack1n2.
+
+    Raises ClusterError for an empty list or item, an open bracket, or something else than rising ranges in it.
+    """
+    hosts = tuple(itertools.islice(_hosts(text.strip()), _MAX_HOSTS + 1))
+    if len(hosts) > _MAX_HOSTS:
+        raise ClusterError(f"{shown(text)} names more than {_MAX_HOSTS} hosts; name those of this job alone")
+    return hosts
+
+
+def _hosts(text: str) -> Iterator[str]:
+    position = 0
+    while True:
+        item = _ITEM.match(text, position)
+        if item is None:
+            raise _malformed_hosts(text, text[position:] or "its end")
+        choices = [
+            [part[2]] if part[2] else [number for one in part[1].split(",") for number in _numbers(text, one)]
+            for part in _PARTS.finditer(item[0])
+        ]
+        yield from map("".join, itertools.product(*choices))
+        position = item.end()
+        if position == len(text):
+            return
+        if text[position] != ",":
+            raise _malformed_hosts(text, text[position:])
+        position += 1
+
+
+def _numbers(text: str, one: str) -> Iterator[str]:
+    match = _RANGE.fullmatch(one)
+    first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+    if not 0 <= int(last) - int(first) < _MAX_HOSTS:
+        raise _malformed_hosts(text, one)
+    return (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+
+
+def _malformed_hosts(text: str, part: str) -> ClusterError:
+    return ClusterError(f"{shown(text)} is no list of hosts, at {shown(part)}; for example 'node[01-03,07],login1'")
