@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -165,16 +165,28 @@ class WorkerJob:
             team=name,
         )
 
-    def fail(self, error: BaseException) -> None:
-        """Reports to the others that this worker ends with ``error``."""
+    def make_runner(self, seed: int, *, first_replica: int) -> ReplicaRunner:
+        """The local replicas' threads. Their runs fail once another worker has ended the job, and the other way round.
+
+        Args:
+            seed: of all replicas' random numbers.
+            first_replica: the number of the first local replica among those of all workers.
+        """
+        runner = ReplicaRunner(
+            self._devices,
+            seed=seed,
+            timeout_s=self._options.timeout_s,
+            first_replica=first_replica,
+            failing=self._fail,
+        )
+        if self._membership is not None:
+            self._membership.subscribe(runner.abort)
+        return runner
+
+    def _fail(self, error: BaseException) -> None:
         # A loss that is not finite all workers raise together, and may go on together.
         if self._membership is not None and not isinstance(error, NonFiniteLossError):
             self._membership.report_failure(error)
-
-    def when_over(self, stop: Callable[[BaseException], None]) -> None:
-        """Has ``stop`` called once, from another thread, when another worker has ended the job."""
-        if self._membership is not None:
-            self._membership.subscribe(stop)
 
     def make_exchange(
         self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], group: Communicator | None = None
@@ -222,7 +234,7 @@ class WorkerJob:
         try:
             yield
         except LockstepError as error:
-            self.fail(error)
+            self._fail(error)
             self.workers.close()
             raise
 
@@ -277,14 +289,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)
         job = WorkerJob(self.cluster, chosen, timeout_s=timeout_s, options=self.communication)
-        runner = ReplicaRunner(
-            chosen,
-            seed=job.agree(seed),
-            timeout_s=self.communication.timeout_s,
-            first_replica=job.workers.first_replica,
-            failing=job.fail,
-        )
-        job.when_over(runner.abort)
+        runner = job.make_runner(job.agree(seed), first_replica=job.workers.first_replica)
         super().__init__(chosen, job.workers, runner, job.make_exchange)
 
     def __repr__(self) -> str:

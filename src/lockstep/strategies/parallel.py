@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -29,7 +28,7 @@ from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy, Pipelined
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
-from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, choose_mesh_layout
+from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
 from lockstep.parallel.model_specs import require_model_spec
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
@@ -39,7 +38,6 @@ from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_parallel import WHOLE, SpecNames, TensorPlan, TensorSharding, shard_layers, ties_of
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
-from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices
 from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, own_devices
 
@@ -47,11 +45,10 @@ if TYPE_CHECKING:
     from lockstep.parallel.fsdp import StageWeights
 
 
-@dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """The communicators of one worker of a mesh.
+    """The communicators of one worker of a mesh, made in an order that cannot deadlock. Every worker must make them.
 
-    Args:
+    Attributes:
         grid: the mesh.
         place: this worker's coordinates in it.
         job: all workers.
@@ -61,20 +58,20 @@ class MeshGroups:
         pipeline_ends: the first and the last of them; None for other workers, and without a pipeline.
     """
 
-    grid: MeshLayout
-    place: MeshCoordinate
-    job: Communicator
-    peers: Communicator
-    replica: Communicator
-    pipeline: Communicator | None = None
-    pipeline_ends: Communicator | None = None
+    def __init__(self, job: WorkerJob, grid: MeshLayout) -> None:
+        index = job.workers.index
+        stages = grid.line(index)
+        ends = (stages[0], stages[-1])
+        self.grid, self.place, self.job = grid, grid.place(index), job.workers
+        self.peers = job.group("peers", grid.peers(index))
+        self.replica = job.group("replica", grid.members(self.place.replica))
+        self.pipeline = job.group("pipeline", stages) if grid.pipeline > 1 else None
+        self.pipeline_ends = job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None
 
     def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> MeshCommunicator:
-        """A communicator in which each replica is one worker.
+        """A communicator in which each replica is one worker; the one of stage ``last`` has the outputs.
 
-        Args:
-            last: the stage of the worker that has the outputs.
-            ends_with: called before the groups are closed, and those before the job.
+        ``ends_with`` is called before the groups are closed, and those before the job.
         """
         return MeshCommunicator(
             self.job,
@@ -89,22 +86,6 @@ class MeshGroups:
         for group in (self.peers, self.replica, self.pipeline, self.pipeline_ends):
             if group is not None:
                 group.close()
-
-
-def make_groups(job: WorkerJob, grid: MeshLayout) -> MeshGroups:
-    """Makes this worker's groups, in an order that cannot deadlock. Every worker must call it."""
-    index = job.workers.index
-    place, stages = grid.place(index), grid.line(index)
-    ends = (stages[0], stages[-1])
-    return MeshGroups(
-        grid=grid,
-        place=place,
-        job=job.workers,
-        peers=job.group("peers", grid.peers(index)),
-        replica=job.group("replica", grid.members(place.replica)),
-        pipeline=job.group("pipeline", stages) if grid.pipeline > 1 else None,
-        pipeline_ends=job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None,
-    )
 
 
 class ParallelStrategy(ThreadedStrategy):
@@ -183,18 +164,11 @@ class ParallelStrategy(ThreadedStrategy):
         sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
         seed = job.agree(seed, [str(self.grid), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
         self._shard_optimizer = shard_optimizer
-        self._groups = make_groups(job, self.grid)
+        self._groups = MeshGroups(job, self.grid)
         # Stages draw numbers of their own: layers of two stages must not drop the same units.
         stage = self._groups.place.stage
         own_seed = seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
-        runner = ReplicaRunner(
-            devices,
-            seed=own_seed,
-            timeout_s=self.communication.timeout_s,
-            first_replica=self._groups.place.replica,
-            failing=job.fail,
-        )
-        job.when_over(runner.abort)
+        runner = job.make_runner(own_seed, first_replica=self._groups.place.replica)
         # torch's packages under these take 1.3 s to import, which a program without them is spared.
         from lockstep.parallel.mesh import make_mesh
 
