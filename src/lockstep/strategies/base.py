@@ -263,12 +263,7 @@ class Strategy(ABC):
         return made
 
     def distribute_dataset(
-        self,
-        dataset: Iterable[Any],
-        *,
-        shard: Shard = "batch",
-        prefetch: int | None = None,
-        lists: Lists = "auto",
+        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None, lists: Lists = "auto"
     ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 

@@ -25,10 +25,7 @@ _NAME = "compute_average_loss"
 
 
 def compute_average_loss(
-    per_example_loss: torch.Tensor,
-    *,
-    sample_weight: torch.Tensor | None = None,
-    global_batch_size: int | None = None,
+    per_example_loss: torch.Tensor, *, sample_weight: torch.Tensor | None = None, global_batch_size: int | None = None
 ) -> torch.Tensor:
     """The sum of this shard's losses over the global batch size. Inside a replica; outside a scope, one device's mean.
 

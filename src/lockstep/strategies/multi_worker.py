@@ -173,11 +173,7 @@ class WorkerJob:
             first_replica: the number of the first local replica among those of all workers.
         """
         runner = ReplicaRunner(
-            self._devices,
-            seed=seed,
-            timeout_s=self._options.timeout_s,
-            first_replica=first_replica,
-            failing=self._fail,
+            self._devices, seed=seed, timeout_s=self._options.timeout_s, first_replica=first_replica, failing=self._fail
         )
         if self._membership is not None:
             self._membership.subscribe(runner.abort)
