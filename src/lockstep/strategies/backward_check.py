@@ -43,19 +43,12 @@ _NODES = 5000  # a term whose graph has more nodes is no penalty, and not looked
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand of a loss.
+    """One summand of a loss."""
 
-    Args:
-        mean_over: the number of items that it is a mean of; None if it is not a mean.
-        is_sum: whether it is a sum of several items.
-        factors: the numbers by which it is multiplied.
-        digest: of all that its gradient depends on; None if that is not known.
-    """
-
-    mean_over: int | None
-    is_sum: bool
-    factors: tuple[float, ...]
-    digest: int | None
+    mean_over: int | None  # the number of items that it is a mean of
+    is_sum: bool  # of several items
+    factors: tuple[float, ...]  # by which it is multiplied
+    digest: int | None  # of all that its gradient depends on, if that is known
 
 
 @dataclass(slots=True)

@@ -52,22 +52,15 @@ _CPU_ALLOCATOR = "can't allocate memory"  # what torch's allocator for the CPU s
 class Bracket:
     """Between the largest size that fits and the smallest that does not. Sizes are rows of a global batch.
 
-    Args:
-        start: the size to begin with.
-        multiple_of: what the result is a multiple of.
-        limit: the largest size of interest; None is without end.
-        fits: the largest size that was tried and fits; 0 before one has.
-        fails: the smallest size that was tried and does not fit; None before one has not.
-
     Raises:
         ConfigError: a number that is no positive whole number, or a limit below ``multiple_of``.
     """
 
-    start: int
-    multiple_of: int
-    limit: int | None = None
-    fits: int = 0
-    fails: int | None = None
+    start: int  # the size to begin with
+    multiple_of: int  # the result is a multiple of it
+    limit: int | None = None  # the largest size of interest
+    fits: int = 0  # the largest size that was tried and fits
+    fails: int | None = None  # the smallest size that was tried and does not fit
 
     def __post_init__(self) -> None:
         for name in ("start", "multiple_of", "limit"):
@@ -129,15 +122,10 @@ class Bracket:
 
 @dataclass(frozen=True)
 class PeakLine:
-    """Peaks of tried sizes, on a line: what is resident anyway, and so much for each row.
+    """Peaks of tried sizes, on a line: what is resident anyway, and so much for each row."""
 
-    Args:
-        points: (rows, MB resident at the peak) of the sizes that ran, by rows.
-        resting_mb: resident after the smallest, with what a step leaves for the next, such as optimizer state.
-    """
-
-    points: tuple[tuple[int, float], ...] = ()
-    resting_mb: float = 0.0
+    points: tuple[tuple[int, float], ...] = ()  # (rows, MB resident at the peak) of the sizes that ran, by rows
+    resting_mb: float = 0.0  # resident after the smallest, with what a step leaves for the next: optimizer state
 
     def after(self, rows: int, *, peak_mb: float, resting_mb: float) -> PeakLine:
         """The line when ``rows`` have been run."""

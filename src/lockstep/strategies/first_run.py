@@ -53,12 +53,11 @@ _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
 
 class FirstRun:
-    """The first run of one step function.
+    """The first run of one step function ``fn``.
 
     Args:
-        fn: the step function.
         modules: the strategy's mirrored modules.
-        replicas: how many replicas there are, of all workers.
+        replicas: the number of replicas of all workers.
         rows: of each local replica's batch; None where it has none.
         distributed: whether any argument has a value for each replica.
     """

@@ -71,13 +71,7 @@ def _describe(item: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """The arguments of a loss or metric for the rows of a shard. Some of the rows can be taken, to compare the results.
-
-    Args:
-        outputs: the module's outputs.
-        batch: the targets and sample weights.
-        rows: the number of rows.
-    """
+    """The arguments of a loss or metric for the rows of a shard, of which some can be taken, to compare the results."""
 
     outputs: Any
     batch: LabelledBatch

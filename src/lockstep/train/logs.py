@@ -19,19 +19,12 @@ from lockstep.mirroring.optim.step import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
 
 MOST_AHEAD = 2
-"""How many steps the loop may be ahead of the last step whose numbers it has read.
-
-With two steps queued a GPU never waits for the host. More would gain nothing, and their batches would fill its memory.
-"""
+"""How many steps the loop may be ahead of the last step whose numbers it has read: with two steps queued a GPU never
+waits for the host, and the batches of more would fill its memory."""
 
 
 class RunningLoss:
-    """The summed losses and counts of a pass. Reading ``total``, ``count`` or ``value`` waits for the device.
-
-    Args:
-        total: the sum to begin with.
-        count: the count to begin with.
-    """
+    """The summed losses and counts of a pass. Reading ``total``, ``count`` or ``value`` waits for the device."""
 
     def __init__(self, total: float = 0.0, count: float = 0.0) -> None:
         self._total, self._count = total, count
@@ -71,11 +64,7 @@ class RunningLoss:
         return self.total / self.count if self.count else float("nan")
 
     def final(self) -> float:
-        """The mean at the end of a pass.
-
-        Raises:
-            DataError: nothing was counted.
-        """
+        """The mean at the end of a pass; a DataError if nothing was counted."""
         if not self.count:
             raise DataError(
                 "the loss counted nothing over the whole data: every batch has 0 rows, or the loss returns counts of "
@@ -107,8 +96,7 @@ class StepsInFlight:
             step: the step of the epoch, counted from 1, for the error.
 
         Raises:
-            NonFiniteLossError: the total loss of one of the last three steps is NaN or infinite. The weights are those
-                before that update.
+            NonFiniteLossError: a checked loss is NaN or infinite. The weights are those before that update.
         """
         self._steps.append((numbers, epoch, step))
         while self._steps and (len(self._steps) > MOST_AHEAD or self._steps[0][0].arrived):
@@ -142,10 +130,7 @@ def naming_step(epoch: int, step: int) -> Iterator[None]:
 class LazyLogs(dict[str, float]):
     """A dict of floats. The first access to a value reads all of them from the device.
 
-    Args:
-        names: the keys.
-        read: returns the value of every name; it may be called more than once.
-        arrived: whether ``read`` would return without waiting.
+    ``read`` returns the value of every name, and may be called more than once; ``arrived`` says whether it would wait.
     """
 
     def __init__(

@@ -132,23 +132,14 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossTotals:
-    """The loss of some rows as a total and a count.
-
-    Args:
-        total: a scalar, which carries the gradient.
-        count: what the totals of all replicas are divided by, summed.
-        assumed_mean: whether the loss returned a scalar that is taken as the mean over the rows.
-        label_means: means over labels that the scalar was computed from.
-        rounding: the relative rounding of the loss's dtype.
-        scalar: the scalar that the loss returned, if total and count were found in how it was computed.
-    """
+    """The loss of some rows as a total, a scalar that carries the gradient, and a count."""
 
     total: Tensor
     count: Tensor | float
-    assumed_mean: bool = False
-    label_means: Sequence[LabelMean] = ()
-    rounding: float = torch.finfo(torch.float32).eps
-    scalar: Tensor | None = None
+    assumed_mean: bool = False  # whether the loss returned a scalar that is taken as the mean over the rows
+    label_means: Sequence[LabelMean] = ()  # means over labels that the scalar was computed from
+    rounding: float = torch.finfo(torch.float32).eps  # the relative rounding of the loss's dtype
+    scalar: Tensor | None = None  # what the loss returned, if total and count were found in how it was computed
 
     def numbers(self) -> _Numbers:
         """Total and count on the host."""
@@ -164,13 +155,7 @@ class ReplicaLoss:
         self._is_mean = False  # the scalar looks like a quotient of sums, and is a mean over the rows
 
     def sums(self, loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool) -> LossTotals:
-        """The total and the count of a shard.
-
-        Args:
-            loss: the user's function.
-            shard: at least one row.
-            context: the replica's.
-            sharded: whether the rows are only a part of the global batch.
+        """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
 
         Raises:
             ConfigError: the loss returned something else than a loss, or one that shards do not add up to.

@@ -136,12 +136,7 @@ def _form(value: Value) -> Hashable:
 
 
 class CarriedState:
-    """What one step hands to the next besides weights: gradients that wait for their update, and the sums of losses.
-
-    Args:
-        copies: each replica's copy of the module.
-        states: each replica's state.
-    """
+    """What one step hands to the next besides weights: gradients that wait for their update, and the sums of losses."""
 
     def __init__(self, copies: Sequence[nn.Module], states: Sequence[ReplicaState]) -> None:
         self._parameters = [parameter for copy in copies for parameter in copy.parameters()]
@@ -185,11 +180,7 @@ class DeviceLearningRates:
         self._tensors = [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
 
     def refresh(self) -> None:
-        """Copies the rates that have changed to the device, on the current stream.
-
-        Raises:
-            NotCapturableError: the optimizer has a new group, or a rate that is a tensor.
-        """
+        """Copies the rates that have changed to the device, on the current stream."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._tensors) or any(isinstance(group["lr"], torch.Tensor) for group in groups):
             raise NotCapturableError("the optimizer has a new parameter group, or a learning rate that is a tensor")
@@ -262,34 +253,21 @@ class StepResults:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedStep:
-    """A captured step, for batches of one signature.
-
-    Args:
-        graph: the CUDA graph.
-        inputs: where it reads its batch.
-        rates: where it reads the learning rates.
-        carried: reads and sets gradients and sums.
-        entered: the gradients and sums that it reads.
-        left: the gradients and sums that it writes.
-        results: the outputs that it writes.
-        guards: what else it depends on.
-    """
+    """A captured step, for batches of one signature."""
 
     graph: DeviceGraph
     inputs: StaticInputs
     rates: DeviceLearningRates
     carried: CarriedState
-    entered: Snapshot
-    left: Snapshot
-    results: StepResults
-    guards: StepGuards
+    entered: Snapshot  # the gradients and sums that it reads
+    left: Snapshot  # the gradients and sums that it writes
+    results: StepResults  # the outputs that it writes
+    guards: StepGuards  # what else it depends on
 
     def replay(self, batch: Any, entering: Snapshot) -> StepResults:
-        """Runs the step on another batch of the same signature. The tensors in the results are copies.
+        """Runs the step on another batch of its signature, with the present gradients and sums, of the kind of its own.
 
-        Args:
-            batch: the global batch, sharded.
-            entering: the present gradients and sums, of the kind of ``entered``.
+        The tensors in the results are copies.
         """
         self.entered.take(entering)
         self.inputs.take(batch)
@@ -301,14 +279,7 @@ class CapturedStep:
 
 
 class GraphCapture:
-    """Captures the steps of one fit.
-
-    Args:
-        strategy: its replicas are all on one device.
-        setup: with an optimizer.
-        states: one per replica.
-        carried: the gradients and sums that steps hand on.
-        driver: of the device.
+    """Captures the steps of one fit, whose replicas are all on one device.
 
     Raises:
         NotCapturableError: the optimizer's update cannot be captured.
@@ -334,8 +305,7 @@ class GraphCapture:
     def capture(self, batch: Any, due: bool) -> CapturedStep:
         """Captures the step for batches like this one. Nothing is computed; replay it to run the step.
 
-        Raises:
-            NotCapturableError: the device refused. Everything is as it was before.
+        If the device refuses, a NotCapturableError is raised, and everything is as it was before.
         """
         before = self._carried.now()
         if not self._graphs:  # a pool ends with the last of its graphs: torch captures no other graph into it

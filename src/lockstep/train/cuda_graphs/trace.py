@@ -44,9 +44,7 @@ class OperatorCall:
 class StepTrace:
     """The operators of one step of all replicas.
 
-    Args:
-        replicas: the number of replicas.
-        changing: tensors that may be others in the next step: the batch, and the gradients and sums so far.
+    ``changing`` are tensors that may be others in the next step: the batch, and the gradients and sums so far.
     """
 
     def __init__(self, replicas: int, changing: Iterable[torch.Tensor]) -> None:
@@ -122,14 +120,6 @@ class _TraceMode(BesideCompiledCode):
 
 class ObservedStep:
     """Runs one step and observes it.
-
-    Args:
-        strategy: runs the step.
-        setup: what the replicas share.
-        states: one per replica.
-        carried: the gradients and sums that steps hand on.
-        batch: the global batch, sharded.
-        due: whether the step ends with an update.
 
     Attributes:
         results: what the step returned.
