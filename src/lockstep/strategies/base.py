@@ -43,7 +43,7 @@ from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.batch_size import BatchSizeSearch, Bracket
 from lockstep.strategies.first_run import FirstRun
-from lockstep.strategies.scope import Scope, current_strategy, entered
+from lockstep.strategies.scope import Scope, current_strategy
 
 R = TypeVar("R")
 
@@ -167,7 +167,7 @@ class Strategy(ABC):
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
         clearing = self._mirrored.clearing_after_failure(len(self.devices))
-        with entered(self), looking, self._mirrored.settled(), clearing:
+        with Scope(self), looking, self._mirrored.settled(), clearing:
             results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results

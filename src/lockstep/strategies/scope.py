@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,13 @@ class Scope(ContextDecorator):
             raise UsageError(
                 "a scope is for all replicas together and was entered inside one; enter it outside strategy.run"
             )
-        _enter(self._strategy)
+        outer = current_strategy()
+        if outer is not None and outer is not self._strategy:
+            raise UsageError(
+                f"{self._strategy!r} cannot be used inside the scope of {outer!r}; leave that scope first, or use one "
+                "strategy"
+            )
+        _open.set((*_open.get(), self._strategy))
         return self._strategy
 
     def __exit__(self, *_: object) -> None:
@@ -53,22 +58,3 @@ class Scope(ContextDecorator):
 
     def __repr__(self) -> str:
         return f"<scope of {self._strategy!r}>"
-
-
-@contextmanager
-def entered(strategy: Strategy) -> Iterator[None]:
-    """Makes ``strategy`` the ambient one while it runs its replicas. Entering it again inside itself is fine."""
-    _enter(strategy)
-    try:
-        yield
-    finally:
-        _open.set(_open.get()[:-1])
-
-
-def _enter(strategy: Strategy) -> None:
-    outer = current_strategy()
-    if outer is not None and outer is not strategy:
-        raise UsageError(
-            f"{strategy!r} cannot be used inside the scope of {outer!r}; leave that scope first, or use one strategy"
-        )
-    _open.set((*_open.get(), strategy))

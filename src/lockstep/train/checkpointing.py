@@ -114,7 +114,7 @@ class TrainingState(StateAdapter):
             "position": asdict(self.position),
             "run": self.run,
             "stopped": self._model.stop_training,
-            "history": _history_state(self._model.history),
+            "history": asdict(self._model.history),
         }
         if self._fit is None:
             return AdapterState(shared=shared)
@@ -145,7 +145,8 @@ class TrainingState(StateAdapter):
         shared = saved.shared
         self.run = shared["run"]
         self._position = Position(**shared["position"])
-        self._model.history = _history(shared["history"])
+        history = shared["history"]
+        self._model.history = History(**{**history, "timing": [EpochTiming(**each) for each in history["timing"]]})
         if self._fit is None:
             return
         loop, data, callbacks = self._fit
@@ -171,19 +172,6 @@ def _kinds_of_states(metrics: dict[str, Any]) -> dict[str, Any]:
         return {"updates": 0, "states": kinds}
 
     return {name: [kind(state) for state in states] for name, states in replica_states(metrics).items()}
-
-
-def _history_state(history: History) -> dict[str, Any]:
-    named = {name: list(values) for name, values in history.history.items()}
-    return {"history": named, "epoch": list(history.epoch), "timing": [asdict(timing) for timing in history.timing]}
-
-
-def _history(state: Mapping[str, Any]) -> History:
-    history = History()
-    history.history = {name: list(values) for name, values in state["history"].items()}
-    history.epoch = list(state["epoch"])
-    history.timing = [EpochTiming(**timing) for timing in state["timing"]]
-    return history
 
 
 def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

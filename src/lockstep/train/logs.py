@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -286,6 +286,7 @@ class StepClock:
         return EpochTiming(epoch=epoch, **{name: getattr(self, name) for name in names})
 
 
+@dataclass(eq=False, repr=False)
 class History:
     """The record of one ``fit``, with Keras's names.
 
@@ -299,10 +300,9 @@ class History:
         {'loss': [2.0]}
     """
 
-    def __init__(self) -> None:
-        self.history: dict[str, list[float]] = {}
-        self.epoch: list[int] = []
-        self.timing: list[EpochTiming] = []
+    history: dict[str, list[float]] = field(default_factory=dict)
+    epoch: list[int] = field(default_factory=list)
+    timing: list[EpochTiming] = field(default_factory=list)
 
     def add(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Appends the logs of one epoch."""
