@@ -364,12 +364,12 @@ class ThreadedStrategy(Strategy):
     """A strategy with one replica for each logical device, each in its own thread. Abstract.
 
     Args:
-        devices: the devices of the local replicas, in replica order.
+        devices: of the local replicas, in replica order.
         workers: all workers.
         runner: the replicas' threads.
         make_exchange: makes the exchange of an optimizer's gradients.
         partition: which part of a model this worker holds; None is all of it.
-        guard: a context to run each body in, in its replica's thread.
+        guard: a context around each replica's part of a run, in its thread.
     """
 
     def __init__(

@@ -80,13 +80,7 @@ def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
 
 
 class WorkerJob:
-    """This worker's part in the job. Every worker must make one; it waits until all are there.
-
-    Args:
-        cluster: who takes part; None is this process alone.
-        devices: this worker's.
-        timeout_s: how many seconds to wait for all.
-        options: how the workers communicate.
+    """This worker's part in the job. Every worker must make one; it waits up to ``timeout_s`` seconds for all.
 
     Raises:
         ClusterError: workers that did not come, or disagree.
@@ -128,14 +122,9 @@ class WorkerJob:
             check_gpus(self.workers.names, self._gpus)
 
     def agree(self, seed: int | None, settings: Sequence[str] = ()) -> int:
-        """The seed of all workers. All go on from the chief's random numbers, so that all shuffle alike.
+        """The seed of all workers, who go on from the chief's random numbers, so that all shuffle alike.
 
-        Args:
-            seed: the one given on this worker.
-            settings: what else must be equal, a line each.
-
-        Raises:
-            ClusterError: the workers were given different seeds or options.
+        A ClusterError is raised if the workers were given different seeds, options, or ``settings``, a line each.
         """
         with self._leaving_on_error():
             check_agreement(self.workers, "the seed", [f"seed={seed}"])
@@ -148,11 +137,9 @@ class WorkerJob:
         return int(chiefs) if seed is None else seed
 
     def group(self, name: str, members: Sequence[int]) -> Communicator:
-        """A communicator of some of the workers, this one among them. Every one of them must ask for it.
+        """A communicator of some workers, this one among them, by ascending numbers. Each of them must ask for it.
 
-        Args:
-            name: of the group; no worker is in two of one name.
-            members: their numbers, ascending.
+        No worker is in two groups of one name.
         """
         if not isinstance(self.workers, DistributedCommunicator) or len(members) == 1:
             return SingleWorkerCommunicator(1)
@@ -166,12 +153,7 @@ class WorkerJob:
         )
 
     def make_runner(self, seed: int, *, first_replica: int) -> ReplicaRunner:
-        """The local replicas' threads. Their runs fail once another worker has ended the job, and the other way round.
-
-        Args:
-            seed: of all replicas' random numbers.
-            first_replica: the number of the first local replica among those of all workers.
-        """
+        """The local replicas' threads. Their runs fail once another worker has ended the job, and vice versa."""
         runner = ReplicaRunner(
             self._devices, seed=seed, timeout_s=self._options.timeout_s, first_replica=first_replica, failing=self._fail
         )
@@ -187,7 +169,7 @@ class WorkerJob:
     def make_exchange(
         self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], group: Communicator | None = None
     ) -> GradientExchange:
-        """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it.
+        """How the gradients of an optimizer are summed. Every worker must ask for it.
 
         Args:
             parameters: per parameter its local copies.
@@ -211,14 +193,9 @@ class WorkerJob:
     def make_sharing(
         self, parameters: Sequence[Copies], group: Communicator, kinds: Sequence[Hashable]
     ) -> ShardingGroup | None:
-        """The workers that divide the state of an optimizer; None if there is one.
+        """The workers of ``group``, which hold the same weights, if several divide the state of an optimizer.
 
-        Every one of them must ask for it, right after its ``make_exchange``.
-
-        Args:
-            parameters: per parameter its one local copy.
-            group: the workers, which hold the same weights.
-            kinds: per parameter, its kind: parameters of one kind are divided by themselves.
+        Each of them must ask for it, right after its ``make_exchange``. Parameters of one kind are divided among them.
         """
         if not isinstance(group, DistributedCommunicator):
             return None

@@ -250,10 +250,9 @@ class ModelParts(PartitionPolicy):
         groups: the communicators of this worker.
         mesh: of all workers; None if there is one.
         pipelining: how pipelines run.
-        shard_parameters: whether each replica holds a shard of the weights.
+        shard_parameters: as in ParallelStrategy, and so ``sequence_parallel``.
         own: the generator of random numbers for what this worker alone holds.
         device: of this worker.
-        sequence_parallel: whether tensor ranks divide activations along the sequence.
         seed: of the initial weights of models on the meta device; the same on every worker.
     """
 

@@ -65,12 +65,12 @@ class EpochIterator:
             return None
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Generator[Any, None, None]:
-        """The epoch's batches. Close the generator, or read it to its end.
+        """The batches of an epoch, counted from 0. Close the generator, or read it to its end.
 
         Args:
             epoch: counted from 0.
-            skip: how many of its global batches are done already, by a run that was interrupted. With the state that
-                the run saved (``load_state_dict``) its next batch comes next.
+            skip: how many of its global batches an interrupted run has done. With the state that the run saved
+                (``load_state_dict``) its next batch comes next.
 
         Raises:
             DataError: there is no batch, or fewer than ``steps_per_epoch`` and the data cannot be iterated again.

@@ -175,12 +175,7 @@ class LambdaCallback(Callback):
 class CallbackList:
     """The callbacks of one run, called in the given order, then by ``comes_after``. Closes them when its block ends.
 
-    An exception of a callback becomes a CallbackError, here and nowhere else.
-
-    Args:
-        callbacks: instances of Callback.
-        model: handed to each callback.
-        params: handed to each callback: "epochs", "steps", "verbose".
+    Each gets the model and ``params``. An exception of a callback becomes a CallbackError, here and nowhere else.
 
     Raises:
         ConfigError: an item is not a Callback.
@@ -223,11 +218,7 @@ class CallbackList:
                 _call(callback, "load_state_dict", state[name])
 
     def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
-        """Calls a hook of every callback, each with its own copy of the logs.
-
-        Raises:
-            CallbackError: a callback raised. The error names callback and hook; its cause is the exception.
-        """
+        """Calls a hook of every callback, each with its own copy of the logs."""
         for callback in self._callbacks:
             _call(callback, hook, *args, copy_logs(logs))
 
@@ -253,11 +244,7 @@ def _call(callback: Callback, hook: str, *args: Any) -> Any:
 
 
 def check_path(path: Any, argument: str) -> str:
-    """The path that a callback was given, as a string. ``argument`` names it in messages.
-
-    Raises:
-        ConfigError: it is empty, which file systems take for the working directory, or not a path.
-    """
+    """The path that a callback was given as ``argument``; not an empty one, which means the working directory."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"{argument} is {path!r}; give the path of a file or folder")
     text = os.fspath(path)
@@ -309,12 +296,7 @@ class Monitor:
     def require(self, logs: Logs, *, validated: bool) -> float | None:
         """The monitored number of an epoch; None if it is one of the validation and the epoch was not validated.
 
-        Args:
-            logs: of the epoch.
-            validated: whether some epochs of this fit are validated.
-
-        Raises:
-            ConfigError: the logs lack it.
+        ``validated`` says whether some epochs of this fit are. A ConfigError is raised if the logs lack the number.
         """
         if self.name in logs:
             return logs[self.name]
@@ -327,11 +309,7 @@ class Monitor:
         return f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}"
 
     def is_better(self, value: float, reference: float | None) -> bool:
-        """Whether ``value`` improves on ``reference`` by more than ``min_delta``. NaN never does, all else beats None.
-
-        Raises:
-            ConfigError: mode is "auto" and the metric does not say which direction is better.
-        """
+        """Whether ``value`` improves ``reference`` by more than ``min_delta``. NaN never does; all else beats None."""
         if self.direction is None:
             raise ConfigError(
                 f"{self._owner} cannot tell whether {self.name!r} is better high or low; give mode='max' or 'min'"
