@@ -346,15 +346,18 @@ class ModelParts(PartitionPolicy):
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)
-        return ShardedModule(
-            module,
-            division,
-            names=names,
-            ties=ties,
-            line=self._groups.pipeline,
-            tied=self._tied_of(module, ties),
-            pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
+        tied, line = self._tied_of(module, ties), self._groups.pipeline
+        config: Any = module.config
+        pipeline = Pipeline(
+            stages,
+            self._pipelining,
+            group=self._mesh.mesh.get_group("pipeline"),
+            hidden=int(config.hidden_size),
+            dtype=next(parameter.dtype for parameter in module.parameters()),
+            device=self._device,
+            borrowing=borrowing,
         )
+        return ShardedModule(module, division, names=names, ties=ties, line=line, tied=tied, pipeline=pipeline)
 
     def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh) -> StageWeights | None:
         """Leaves this worker its shard of the weights. Returns how its stages borrow the rest, if there are stages."""
@@ -393,20 +396,6 @@ class ModelParts(PartitionPolicy):
             )
         names = SpecNames(module, require_model_spec(module, "sequence_parallel=True"))
         return SequenceSharding(mesh.mesh["tensor"], module, names.layers())
-
-    def _pipeline_of(
-        self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh, borrowing: StageWeights | None
-    ) -> Pipeline:
-        config: Any = module.config
-        return Pipeline(
-            stages,
-            self._pipelining,
-            group=mesh.mesh.get_group("pipeline"),
-            hidden=int(config.hidden_size),
-            dtype=next(parameter.dtype for parameter in module.parameters()),
-            device=self._device,
-            borrowing=borrowing,
-        )
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
         """For each weight that another stage holds too, the first of its names here."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError
-from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.context import ReplicaContext, in_context
 
 
 class LabelledBatch(NamedTuple):
@@ -123,6 +123,17 @@ class ShardRows:
 
     def _has_rows(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+
+
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+"""Errors of a loss or metric that cannot be computed from some of the rows."""
+
+
+@contextmanager
+def checked_alone(context: ReplicaContext) -> Iterator[None]:
+    """A block that computes a loss or metric of a replica once more, as if there were no other replicas."""
+    with preserving_rng(context), in_context(context.alone()):
+        yield
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from lockstep._torch_compat import tree_leaves
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits
-from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.captured import captured_by, state_of
-from lockstep.train.batch import ShardRows, preserving_rng
+from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 
@@ -46,7 +46,6 @@ SUSPECT = 100
 CERTAIN = 4096
 """Larger differences than so many roundings are no rounding. Half precision, which the loss may use inside, has 16."""
 _ADVICE = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
 def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
@@ -249,11 +248,11 @@ def _check(measure: _Measure, shard: ShardRows, sums: LossTotals, context: Repli
     for with_gradients in (False, True):  # a penalty on gradients needs them, and most losses are faster without
         rows = shard.requiring_grad() if with_gradients else shard
         try:
-            with torch.set_grad_enabled(with_gradients), preserving_rng(context), in_context(context.alone()):
+            with torch.set_grad_enabled(with_gradients), checked_alone(context):
                 return _compare(measure, rows, sums)
         except CollectiveError:  # the loss knows of the other replicas
             return "it calls collectives" if sums.assumed_mean else None
-        except _FAILURES as error:
+        except FAILURES as error:
             first_line = str(error).strip().split("\n", 1)[0]
             why = f"on some of the rows alone it ends in {type(error).__name__}: {first_line}"
     return why
@@ -299,7 +298,7 @@ def _uses_others(measure: _Measure, shard: ShardRows, whole: _Numbers, suspect: 
     """Whether the loss depends on outputs that are not rows."""
     try:
         changed = measure(shard.with_other_outputs_changed()).numbers()
-    except _FAILURES:
+    except FAILURES:
         return True
     return _difference(whole, [changed]) > suspect
 

@@ -22,16 +22,15 @@ from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
 from lockstep.mirroring.metric import check_kind, merge_metrics, merge_states, nested_metrics, states_of
 from lockstep.parallel.vocab_parallel import gather_logits, has_sharded_logits
-from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import ShardRows, preserving_rng
+from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 
 CERTAIN = 1e-3
 """A larger relative difference is no rounding."""
 LEAST_ROWS = 3
 """Fewer rows cannot be divided into parts of different sizes, whose means have different weights."""
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
@@ -227,9 +226,9 @@ def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context
     for name, metric in metrics.items():
         if any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
             try:
-                with torch.no_grad(), preserving_rng(context), in_context(context.alone()):
+                with torch.no_grad(), checked_alone(context):
                     values = _compared(metric, shard)
-            except (CollectiveError, *_FAILURES):  # it cannot be computed from some of the rows
+            except (CollectiveError, *FAILURES):  # it cannot be computed from some of the rows
                 continue
             if values is not None:
                 raise ConfigError(
