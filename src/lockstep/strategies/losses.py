@@ -19,7 +19,7 @@ import torch
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
-from lockstep.strategies.scope import in_cross_replica_context
+from lockstep.strategies.base import in_cross_replica_context
 
 _NAME = "compute_average_loss"
 
