@@ -18,10 +18,9 @@ from torch import nn
 
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
-from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.per_replica import PerReplica, merge, read_for_reduction, read_per_replica, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
-from lockstep.collectives.tensor_like import read_for_reduction, read_per_replica
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
@@ -37,7 +36,7 @@ from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.replicas.device.driver import driver_of
-from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.device.streams import DeviceMemory
 from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard
 from lockstep.replicas.rng.state import ReplicaGenerators
@@ -494,7 +493,7 @@ class DefaultStrategy(Strategy):
 
     @cached_property
     def generators(self) -> ReplicaGenerators:
-        return ReplicaGenerators([], [], [])  # torch's own
+        return ReplicaGenerators([], [])  # torch's own
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         device = self.devices[0]

@@ -17,8 +17,13 @@ from torch.optim import Optimizer
 
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object, check_agreement
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import (
+    Communicator,
+    MeshCommunicator,
+    SingleWorkerCommunicator,
+    all_gather_object,
+    check_agreement,
+)
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
@@ -60,11 +65,11 @@ class MeshGroups:
 
     def __init__(self, job: WorkerJob, grid: MeshLayout) -> None:
         index = job.workers.index
-        stages = grid.line(index)
+        stages = grid.pipeline_group(index)
         ends = (stages[0], stages[-1])
-        self.grid, self.place, self.job = grid, grid.place(index), job.workers
-        self.peers = job.group("peers", grid.peers(index))
-        self.replica = job.group("replica", grid.members(self.place.replica))
+        self.grid, self.place, self.job = grid, grid.coordinate(index), job.workers
+        self.peers = job.group("peers", grid.data_group(index))
+        self.replica = job.group("replica", grid.replica_group(self.place.replica))
         self.pipeline = job.group("pipeline", stages) if grid.pipeline > 1 else None
         self.pipeline_ends = job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None
 
@@ -234,7 +239,7 @@ class ParallelStrategy(ThreadedStrategy):
     def _explaining(self) -> Iterator[None]:
         """Around a replica's part of a run: an error of a broken connection between workers says what broke it."""
         try:
-            with self._parts.draws.going_along():
+            with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
             explained = None if self._mesh is None else self._mesh.explain(error, "a collective of the model's parts")
@@ -339,14 +344,14 @@ class ModelParts(PartitionPolicy):
         stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
-            sequences.bound([stage.parts for stage in stages] or [module.modules()])
+            sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
         self._fill(module, first, division)
-        self.draws.give(module, division.apart, division.together)
+        self.draws.apply_to(module, division.own_rng, division.common_rng)
         borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)
-        tied, line = self._tied_of(module, ties), self._groups.pipeline
+        tied, group = self._tied_of(module, ties), self._groups.pipeline
         config: Any = module.config
         pipeline = Pipeline(
             stages,
@@ -355,9 +360,11 @@ class ModelParts(PartitionPolicy):
             hidden=int(config.hidden_size),
             dtype=next(parameter.dtype for parameter in module.parameters()),
             device=self._device,
-            borrowing=borrowing,
+            stage_weights=borrowing,
         )
-        return ShardedModule(module, division, names=names, ties=ties, line=line, tied=tied, pipeline=pipeline)
+        return ShardedModule(
+            module, division, names=names, ties=ties, pipeline_group=group, tied=tied, pipeline=pipeline
+        )
 
     def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh) -> StageWeights | None:
         """Leaves this worker its shard of the weights. Returns how its stages borrow the rest, if there are stages."""
