@@ -112,11 +112,17 @@ class Trained:
 class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
+    ``recipe`` is the module that trains, ``title`` says what is trained, and ``noun`` what an example is called.
+
     Args:
         devices: how to divide the devices.
         output: folder for logs, weights and curves.
         check_exact: then repeat the first steps on one device, without dropout, and compare.
         quiet: print the result only, no progress.
+        config: the recipe's configuration.
+        auto: find the largest batch size first.
+        mesh: how workers divide the model.
+        backup: how often a backup is saved.
     """
 
     devices: DevicesFlag = None
