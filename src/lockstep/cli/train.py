@@ -153,6 +153,11 @@ class TrainingCommand(ABC):
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         """Trains on a strategy."""
 
+    def _places(self, folders: RunFolders, verbose: Verbose) -> dict[str, Any]:
+        """Where a recipe of ``Model`` writes, and what it prints."""
+        callbacks = self.backup.callbacks(folders.output)
+        return {"callbacks": callbacks, "log_dir": folders.logs, "output_dir": folders.model, "verbose": verbose}
+
     def __call__(self) -> int | InWorkers:
         """Trains; or asks for workers, if workers divide the model and nobody has started any."""
         if self.auto:
@@ -320,10 +325,7 @@ class TrainMlm(TrainingCommand):
             self.config,
             strategy,
             examples=self.example or None,
-            callbacks=self.backup.callbacks(folders.output),
-            log_dir=folders.logs,
-            output_dir=folders.model,
-            verbose=verbose,
+            **self._places(folders, verbose),
         )
         last = ["", filled_table(result.filled)] if result.filled else []
         return Trained(result=result, size=f", {result.vocabulary:,} tokens", last=last)
@@ -374,11 +376,8 @@ class TrainImages(TrainingCommand):
             result = images_recipe.train_images(
                 self.config,
                 strategy,
-                callbacks=self.backup.callbacks(folders.output),
-                log_dir=folders.logs,
-                output_dir=folders.model,
-                verbose=verbose,
                 progress=progress,
+                **self._places(folders, verbose),
             )
         counts = ", ".join(f"{split} {number:,}" for split, number in result.num_images.items())
         skipped = f"; {counted(len(result.broken), 'broken image')} skipped" if result.broken else ""

@@ -61,13 +61,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a run.
-
-    Args:
-        history: metrics and times of the epochs.
-        test_metrics: metrics over the test split.
-        parameters: number of parameters of the whole model, tied ones counted once.
-    """
+    """The result of a run; ``parameters`` is the number of parameters of the whole model, tied ones counted once."""
 
     history: History
     test_metrics: Mapping[str, float]

@@ -23,14 +23,8 @@ class ImageBatches:
     """The global batches of an epoch, as items (x, y) of a ``Model``'s data.
 
     x holds images [rows, 3, size, size] float32 (channels last in memory, as CPU convolutions prefer), y labels [rows]
-    int64; both are on the CPU.
-
-    Args:
-        pixels: numpy array [images, size, size, 3] uint8; may be memory-mapped.
-        rows: rows of ``pixels`` to use, in order.
-        labels: the label of each of these rows.
-        config: how images become batches.
-        training: whether the images are shuffled and augmented.
+    int64; both are on the CPU. ``rows`` of the array ``pixels`` [images, size, size, 3] uint8 have these ``labels``; in
+    ``training`` they are shuffled and augmented.
     """
 
     def __init__(

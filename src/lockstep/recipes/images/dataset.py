@@ -112,16 +112,9 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSummary:
-    """What ``lockstep data images`` shows.
+    """What ``lockstep data images`` shows: counts by split and class, broken images included, and the splits' rule.
 
-    Args:
-        source: where the images are, for a person to read.
-        classes: names of the classes, sorted.
-        counts: split -> number of images of each class, broken ones included.
-        rule: how the images were split, for a person to read.
-        sizes: (width, height) in pixels as stored -> number of images of that size.
-        broken: path of an image that cannot be decoded -> the reason.
-        ignored: what was found and is not used, for a person to read.
+    ``sizes`` counts the images of each (width, height) in pixels as stored; ``ignored`` was found and is not used.
     """
 
     source: str

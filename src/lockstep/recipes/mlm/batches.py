@@ -93,14 +93,8 @@ class MaskedBatches:
     """The global batches of an epoch, as items (x, y) of a ``Model``'s data.
 
     x holds the keyword arguments of ``MaskedLanguageModel``: ``input_ids`` and ``attention_mask`` [rows, tokens],
-    ``masked_positions`` [rows, slots]; y is the labels [rows, slots]. All are int64 on the CPU.
-
-    Args:
-        rows: the token rows.
-        tokenizer: the transformers tokenizer of the tokens.
-        config: how rows become batches and are masked.
-        max_tokens: maximum length of a row.
-        seed: seed of the order and of the masks.
+    ``masked_positions`` [rows, slots]; y is the labels [rows, slots]. All are int64 on the CPU. A row has at most
+    ``max_tokens``; ``seed`` decides order and masks.
     """
 
     def __init__(self, rows: TokenRows, tokenizer: Any, config: MlmConfig, *, max_tokens: int, seed: int) -> None:

@@ -163,13 +163,8 @@ _ROWS_AT_ONCE = 16  # 16 rows of 30,522 float32 are 2 MB: they stay in a core's 
 def masked_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (total, count): the summed cross-entropy of this shard's masked tokens, and their number.
 
-    Args:
-        logits: [masked, vocabulary], in the order of rows and positions; or [rows, slots, vocabulary], which keeps all
-            shapes independent of the number of unused slots.
-        labels: [rows, slots] int64; ``IGNORED_LABEL`` in unused slots.
-
-    Returns:
-        The total, [] float32 on the device of the logits, and the count, [] int64.
+    Logits are [masked, vocabulary], in the order of rows and positions; or [rows, slots, vocabulary], which keeps all
+    shapes independent of the number of unused slots. Labels are [rows, slots] int64 with ``IGNORED_LABEL`` in these.
 
     Example:
         >>> total, count = masked_token_loss(torch.zeros(2, 4), torch.tensor([[3, -100], [0, -100]]))

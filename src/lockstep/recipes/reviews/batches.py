@@ -78,13 +78,7 @@ class LengthGroupedSampler(Sampler[int]):
 
     The order depends only on seed and epoch, not on the number of replicas. ``group_by_length`` of transformers goes
     from long to short a few times per epoch, which is not random where long reviews are better than short ones, and it
-    permutes what ``predict`` returns.
-
-    Args:
-        rows: the rows; they are masked anew in every epoch.
-        batch_size: rows of a global batch.
-        window: global batches whose rows are sorted by length together.
-        seed: seed of the order.
+    permutes what ``predict`` returns. The rows of ``window`` global batches are sorted by length together.
     """
 
     def __init__(self, rows: ReviewRows, *, batch_size: int, window: int, seed: int) -> None:

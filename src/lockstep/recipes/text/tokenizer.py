@@ -33,10 +33,8 @@ _MAX_CHINESE_RUN = 64  # characters without a space that are split into words at
 class WordPieceSettings:
     """Settings of the tokenizer's training. Text is normalised as BERT does it: lower case, no accents.
 
-    Args:
-        vocabulary: maximum number of tokens, special ones included; a short text gives fewer.
-        chinese: "characters" makes every Chinese character a token, as BERT does; "words" also learns tokens of
-            several characters, and then no token has a second form that starts with ##.
+    A short text gives fewer tokens than ``vocabulary``. "characters" makes every Chinese character a token, as BERT
+    does; "words" also learns tokens of several characters, and then no token has a second form that starts with ##.
     """
 
     vocabulary: int = 30522
