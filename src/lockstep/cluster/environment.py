@@ -3,7 +3,7 @@
 TF_CONFIG, which somebody wrote for this very process, comes before torchrun's variables, and these before SLURM's,
 because a launcher may run inside a SLURM step. The first two must not contradict each other.
 
-``cluster_from_environment`` and ``declared_job`` read the environment of this process; all else here is pure.
+Everything here is pure but for the defaults of ``cluster_from_environment`` and ``declared_job``.
 """
 
 from __future__ import annotations
@@ -15,33 +15,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.cluster.spec import (
-    ClusterSpec,
-    Task,
-    check_addresses,
-    check_job_id,
-    join_address,
-    parse_address,
-    shown,
-)
+from lockstep.cluster.spec import ClusterSpec, Task, check_addresses, check_job_id, join_address, parse_address, shown
 from lockstep.errors import ClusterError
 
 JOB_ID_VARIABLE = "LOCKSTEP_JOB_ID"
 """Names the job in every form; equal on all its workers, and different for every job."""
 
 
-def cluster_from_environment() -> ClusterSpec | None:
-    """``resolve_cluster`` with the environment of this process."""
-    return resolve_cluster(os.environ)
-
-
-def declared_job() -> ClusterSpec | None:
-    """``find_job`` with the environment of this process."""
-    return find_job(os.environ)
-
-
-def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster that ``environment`` declares; None if it declares none.
+def cluster_from_environment(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
+    """The cluster that the environment, by default that of this process, declares; None if it declares none.
 
     Raises ClusterError if a form is malformed or incomplete, or two contradict each other.
     """
@@ -62,18 +44,18 @@ def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
     return written
 
 
-def find_job(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster of several workers in which a process with ``environment`` trains.
+def declared_job(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
+    """The cluster of several workers in which a process with this environment trains.
 
     None for a single worker, for an evaluator, and for WORLD_SIZE without RANK, which says how many processes somebody
     plans and not that this is one of them.
 
     Raises:
-        ClusterError: as ``resolve_cluster``.
+        ClusterError: as ``cluster_from_environment``.
     """
     if not environment.get("RANK"):
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
-    cluster = resolve_cluster(environment)
+    cluster = cluster_from_environment(environment)
     return cluster if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1 else None
 
 

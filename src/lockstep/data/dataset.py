@@ -256,9 +256,7 @@ class PerReplicaDataset(DistributedIterable):
     ) -> None:
         workers = workers or SingleWorkerCommunicator(len(devices))
         context = InputContext(
-            num_input_pipelines=workers.size,
-            input_pipeline_id=workers.index,
-            num_replicas_in_sync=workers.num_replicas,
+            num_input_pipelines=workers.size, input_pipeline_id=workers.index, num_replicas_in_sync=workers.num_replicas
         )
         source = _checked(fn(context))
         reader = PerReplicaReader(source, len(devices), BatchLayout.of(source, lists))

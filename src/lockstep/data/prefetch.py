@@ -98,12 +98,7 @@ def _nothing() -> None:
 
 class _PrefetchIterator(Generic[T]):
     def __init__(
-        self,
-        source: Iterator[T],
-        depth: int,
-        begun: Callable[[], object],
-        others: Callable[[], object],
-        skip: int,
+        self, source: Iterator[T], depth: int, begun: Callable[[], object], others: Callable[[], object], skip: int
     ) -> None:
         self._source: Iterator[T] | None = source  # None once the thread reads it, and at the end
         self._depth = depth

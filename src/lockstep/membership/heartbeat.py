@@ -37,19 +37,12 @@ _GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a worker writes to the store again and again while it lives.
+    """What a worker writes to the store again and again while it lives."""
 
-    Args:
-        count: grows with each heartbeat; -1 before the first.
-        status: what the worker is doing.
-        ended: it has left the job, or has reported why it ends.
-        acknowledged: it has read that the chief or the job has ended, so the store may go away.
-    """
-
-    count: int = -1
-    status: str = ""
-    ended: bool = False
-    acknowledged: bool = False
+    count: int = -1  # grows with each heartbeat; -1 before the first
+    status: str = ""  # what the worker is doing
+    ended: bool = False  # it has left the job, or has reported why it ends
+    acknowledged: bool = False  # it has read that the chief or the job has ended, so the store may go away
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -7,18 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
-
-_SAVED: Any = {
-    "weights": dict[str, Tensor] | None,
-    "best": float | None,
-    "wait": int,
-    "stopped_epoch": int,
-    "best_epoch": int,
-}
 
 
 class EarlyStopping(Callback):
@@ -105,7 +96,6 @@ class EarlyStopping(Callback):
         return {"weights": self._best_weights, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_kind(state, _SAVED, "EarlyStopping")
         self._best_weights = state["weights"]
         self.best, self.wait = state["best"], state["wait"]
         self.stopped_epoch, self.best_epoch = state["stopped_epoch"], state["best_epoch"]
