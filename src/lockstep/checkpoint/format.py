@@ -12,9 +12,8 @@ In the record a nested state is JSON, and the tensors are taken out of it:
 
     {"lr": 0.1, "mean": tensor}  <->  {"lr": 0.1, "mean": {"#": "tensor", "key": "mean"}} and {"mean": tensor}
 
-What JSON has no type for is an object with the key "#". Nothing here can run code when it is read. A checksum in the
-record tells whether it is what was written: a value that was changed since, by a failing disk or by hand, would fail
-later in the training, with an error that names neither the checkpoint nor the value.
+What JSON has no type for is an object with the key "#". Nothing here can run code when it is read. A checksum tells
+whether the record is what was written: a changed value would fail later, with an error that names no checkpoint.
 """
 
 from __future__ import annotations
@@ -94,10 +93,7 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
 def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
     """Yields the folder in which a checkpoint's files gather, and a function that writes all but ``weight_paths``.
 
-    The folder becomes ``path`` when the block ends.
-
-    Raises:
-        CheckpointError: as ``write_checkpoint``.
+    The folder becomes ``path`` when the block ends. Raises CheckpointError as ``write_checkpoint``.
     """
     try:
         with atomic_folder(path, record=RECORD) as (partial, write_record):
@@ -135,12 +131,10 @@ def weights_of(path: Path) -> dict[str, str]:
 
 
 def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
-    """Reads the checkpoint ``path``.
+    """Reads the checkpoint ``path``, but not the shared tensors of the things named in ``unread``.
 
-    The shared tensors of the things named in ``unread`` are not read: modules get no weights, and in the states of
-    others a ``TensorRef`` stands for each tensor.
-
-    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Of these, modules get no weights, and in the states of others a ``TensorRef`` stands for each tensor. Raises
+    CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
     document = _read_document(path)
     files: dict[str, str] = document["weights"]
@@ -279,13 +273,10 @@ class TensorsOrRefs(dict[str, Any]):
 def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Takes the tensors out of ``state``, to keys that begin with ``name``, if given.
 
-    The state has None, numbers, strings, tensors and ``TensorRef``s, in lists, tuples, dicts and Counters.
+    The state has None, numbers, strings, tensors and ``TensorRef``s, in lists, tuples, dicts and Counters. Returns what
+    ``json.dumps`` can write, and the tensors by key, without those that are ``TensorRef``s.
 
-    Returns:
-        What ``json.dumps`` can write, and the tensors by key, without those that are ``TensorRef``s.
-
-    Raises:
-        CheckpointError: the state holds something else, which is named with its place.
+    Raises CheckpointError if the state holds something else, which is named with its place.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encoded(state, name, tensors), tensors

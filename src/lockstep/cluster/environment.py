@@ -48,10 +48,7 @@ def declared_job(environment: Mapping[str, str] = os.environ) -> ClusterSpec | N
     """The cluster of several workers in which a process with this environment trains.
 
     None for a single worker, for an evaluator, and for WORLD_SIZE without RANK, which says how many processes somebody
-    plans and not that this is one of them.
-
-    Raises:
-        ClusterError: as ``cluster_from_environment``.
+    plans and not that this is one of them. Raises as ``cluster_from_environment``.
     """
     if not environment.get("RANK"):
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
@@ -129,10 +126,7 @@ _TYPES = (*_CHIEFS, "worker", "evaluator")
 def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster that ``TF_CONFIG`` declares; None if the variable is not set or empty.
 
-    Without a cluster in it, or with one worker, it declares a cluster of one.
-
-    Raises:
-        ClusterError: anything else; it shows the malformed part.
+    Without a cluster in it, or with one worker, it declares a cluster of one. Raises ClusterError for anything else.
     """
     text = environment.get("TF_CONFIG", "").strip()
     if not text:

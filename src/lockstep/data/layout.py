@@ -96,14 +96,9 @@ class BatchLayout:
         return cls(lists, sizes=_loader_sizes(dataset), items=items, keeps_tuples=tuples)
 
     def marked(self, batch: Any, *, rows: int | None = None) -> Any:
-        """Returns the batch with its lists and tuples of rows as RowList and RowTuple.
+        """Returns the batch with its lists and tuples of rows, ``rows`` many if known, as RowList and RowTuple.
 
-        Args:
-            batch: a global batch.
-            rows: the number of rows that were loaded for it, if known.
-
-        Raises:
-            DataError: a list could hold rows or columns.
+        Raises DataError if a list could hold rows or columns.
         """
         below = root_children(batch)
         if below is None:

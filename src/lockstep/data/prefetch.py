@@ -180,8 +180,7 @@ class _Read(NamedTuple, Generic[T]):
 class _Queue(Generic[T]):
     """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call.
 
-    Attributes:
-        last: the states of the copy of the default generator before and after the source found that it had ended.
+    ``last`` has the states of the copy of the default generator before and after the source found that it had ended.
     """
 
     def __init__(self, depth: int) -> None:

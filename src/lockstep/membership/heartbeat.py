@@ -162,19 +162,11 @@ class _Exchange(NamedTuple):
 
 
 class HeartbeatMonitor:
-    """Sends this worker's heartbeat and watches all others'.
+    """Sends this worker's heartbeat and watches all others'. It closes the client of the store in the end.
 
-    Args:
-        client: the client of the store; it is closed with the monitor.
-        keys: the keys of the run.
-        names: the workers' names in messages, in rank order.
-        rank: this worker's rank.
-        lost_after_s: after how many seconds of silence a worker is lost.
-        launcher: the name in messages of the launcher that serves the store; None if worker 0 serves it.
-
-    Attributes:
-        job: whether the job goes on.
-        status: what this worker is doing; it goes out with the next heartbeat.
+    ``names`` are the workers' names in messages, in rank order; ``launcher`` is that of the launcher that serves the
+    store, None if worker 0 serves it. ``job`` says whether the job goes on. ``status``, what this worker is doing, goes
+    out with the next heartbeat.
     """
 
     def __init__(

@@ -140,16 +140,10 @@ class Shard:
 def divided(
     batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, shifted: bool
 ) -> PerReplica[Shard]:
-    """The shards of this worker's replicas, in replica order; views of the batch.
+    """The shards of this worker's replicas, in replica order; views of the whole collated batch, equal on all workers.
 
-    Args:
-        batch: the whole collated batch.
-        workers: all workers, each of which has the same batch.
-        layout: finds the lists of one item per example, such as texts or boxes.
-        shifted: ``shifts_labels`` of the model.
-
-    Raises:
-        DataError: the tensors disagree in length, or something cannot be divided.
+    ``layout`` finds the lists of one item per example, such as texts or boxes; ``shifted`` is ``shifts_labels`` of the
+    model. Raises DataError if the tensors disagree in length, or something cannot be divided.
     """
     marked = layout.marked(dict(batch))
     rows = batch_rows(marked)
