@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import folder as folder_module
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.format import Contents, read_checkpoint, write_checkpoint
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.format import Contents, read_checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -32,11 +32,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds every write up until the event is set."""
     go_on = threading.Event()
 
-    def late(path: Path, contents: Contents) -> None:
-        assert go_on.wait(LIMIT_S)
-        write_checkpoint(path, contents)
+    write = CheckpointFolder.write
 
-    monkeypatch.setattr(folder_module, "write_checkpoint", late)
+    def late(folder: CheckpointFolder, contents: Contents) -> Path:
+        assert go_on.wait(LIMIT_S)
+        return write(folder, contents)
+
+    monkeypatch.setattr(CheckpointFolder, "write", late)
     yield go_on
     go_on.set()
 

@@ -79,21 +79,12 @@ Fill = Callable[[Contents], None]
 """Writes contents to the folder of a checkpoint that has been begun."""
 
 
-def write_checkpoint(path: Path, contents: Contents) -> None:
-    """Writes a checkpoint to the folder ``path``, which appears whole or not at all.
-
-    Raises CheckpointError if it cannot be written, or the state holds what no checkpoint can hold; nothing is left
-    behind.
-    """
-    with new_checkpoint(path) as (_, fill):
-        fill(contents)
-
-
 @contextmanager
 def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
     """Yields the folder in which a checkpoint's files gather, and a function that writes all but ``weight_paths``.
 
-    The folder becomes ``path`` when the block ends. Raises CheckpointError as ``write_checkpoint``.
+    The folder becomes ``path`` when the block ends, whole or not at all. Raises CheckpointError if it cannot be
+    written, or the state holds what no checkpoint can hold; nothing is left behind.
     """
     try:
         with atomic_folder(path, record=RECORD) as (partial, write_record):
