@@ -138,8 +138,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: (path / "checkpoint.json").write_text("") and None,
         r"checkpoint\.json: Expecting",
     ),
-    "no record": (lambda path: (path / "checkpoint.json").unlink(), r"is no checkpoint: it has no checkpoint\.json"),
-    "another's record": (lambda path: (path / "checkpoint.json").write_text("[]") and None, "another program's"),
+    "no record": (lambda path: (path / "checkpoint.json").unlink(), r"is not a checkpoint: it has no checkpoint\.json"),
+    "another's record": (lambda path: (path / "checkpoint.json").write_text("[]") and None, "that of another program"),
     "a newer record": (
         lambda path: (path / "checkpoint.json").write_text('{"format": "lockstep checkpoint", "version": 9}') and None,
         r"has version 9, this program reads up to 2; use the version",

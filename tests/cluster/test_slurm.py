@@ -137,12 +137,12 @@ def test_a_single_task_is_a_cluster_of_one():
         ({**STEP, "SLURM_STEP_ID": "x"}, r"SLURM: SLURM_STEP_ID='x'; it must be a whole number"),
         ({**STEP, "SLURM_RESTART_COUNT": "x"}, r"SLURM: SLURM_RESTART_COUNT='x'; it must be a whole number"),
         ({**STEP, "MASTER_PORT": "http"}, r"SLURM: MASTER_PORT='http'; it must be a whole number from 1 to 65535"),
-        ({**STEP, "MASTER_ADDR": "a b"}, r"SLURM: MASTER_ADDR='a b' is no host"),
+        ({**STEP, "MASTER_ADDR": "a b"}, r"SLURM: MASTER_ADDR='a b' is not a host"),
         (
             {**STEP, "SLURM_STEP_NODELIST": "node[7-"},
-            r"SLURM: SLURM_STEP_NODELIST: 'node\[7-' is no list of hosts, at '\[7-'; for example 'node\[01-03,07\],log",
+            r"SLURM: SLURM_STEP_NODELIST: 'node\[7-' is not a list of hosts, at '\[7-'; for example 'node\[01-03,07\],log",
         ),
-        ({**STEP, "SLURM_STEP_NODELIST": "n@de"}, r"SLURM: SLURM_STEP_NODELIST='n@de' is no host"),
+        ({**STEP, "SLURM_STEP_NODELIST": "n@de"}, r"SLURM: SLURM_STEP_NODELIST='n@de' is not a host"),
     ],
 )
 def test_what_is_malformed_is_named(environment: dict[str, str], message: str):
@@ -197,7 +197,9 @@ def test_what_a_list_stands_for(text: str, hosts: list[str]):
     ],
 )
 def test_what_is_no_list_is_shown_at_the_place(text: str, part: str):
-    with pytest.raises(ClusterError, match=rf" is no list of hosts, at {part}; for example 'node\[01-03,07\],login1'"):
+    with pytest.raises(
+        ClusterError, match=rf" is not a list of hosts, at {part}; for example 'node\[01-03,07\],login1'"
+    ):
         expand_hosts(text)
 
 

@@ -210,14 +210,14 @@ def _read_document(path: Path) -> dict[str, Any]:
         document = json.loads((path / RECORD).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{path} is no checkpoint: it has no {RECORD}; give a folder such as step-00000120, or the one it is in"
+            f"{path} is not a checkpoint: it has no {RECORD}; give a folder such as step-00000120, or the one it is in"
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}; make it readable") from error
     except ValueError as error:
         raise damaged(path, f"{RECORD}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of lockstep: its {RECORD} is another program's; give another")
+        raise CheckpointError(f"{path} is not a checkpoint of lockstep: its {RECORD} is that of another program")
     if document.get("version") not in (VERSION, SHARDED_VERSION):
         raise CheckpointError(
             f"the checkpoint {path} has version {document.get('version')!r}, this program reads up to "
@@ -327,7 +327,9 @@ def _below(path: str, key: object) -> str:
 
 def _encoded_tensor(state: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     if state.layout is not torch.strided or state.is_meta or state.is_quantized:
-        raise CheckpointError(f"{path} is no dense tensor ({state.layout}, {state.device}); make it dense to save it")
+        raise CheckpointError(
+            f"{path} is not a dense tensor ({state.layout}, {state.device}); make it dense to save it"
+        )
     key = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" of one dict have one path
     tensors[key] = state.detach()
     strides = None if state.is_contiguous() else _dense_strides(state)

@@ -236,7 +236,7 @@ def sharded_module_of(module: MirroredModule) -> ShardedModule:
     """Returns this worker's part of a divided model."""
     part: nn.Module = module.module
     if not isinstance(part, ShardedModule):
-        raise ConfigError(f"a {type(part).__name__} is no part of a model; divide it with strategy.parallelize")
+        raise ConfigError(f"a {type(part).__name__} is not a part of a model; divide it with strategy.parallelize")
     return part
 
 

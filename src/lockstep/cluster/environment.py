@@ -102,7 +102,7 @@ class Variables:
         try:
             parse_address(address)
         except ClusterError as error:
-            raise ClusterError(f"{self._source}: {name}={shown(host)} is no host: {error}") from None
+            raise ClusterError(f"{self._source}: {name}={shown(host)} is not a host: {error}") from None
         return address
 
     def job_id(self) -> str:
@@ -149,7 +149,7 @@ def _load(text: str) -> dict[str, Any]:
     except RecursionError:
         raise _malformed(f"{shown(text)} is nested too deep") from None
     if not isinstance(declared, dict):
-        raise _malformed(f"{shown(declared)} is no JSON object")
+        raise _malformed(f"{shown(declared)} is not a JSON object")
     return declared
 
 
@@ -375,4 +375,4 @@ def _numbers(text: str, one: str) -> Iterator[str]:
 
 
 def _malformed_hosts(text: str, part: str) -> ClusterError:
-    return ClusterError(f"{shown(text)} is no list of hosts, at {shown(part)}; for example 'node[01-03,07],login1'")
+    return ClusterError(f"{shown(text)} is not a list of hosts, at {shown(part)}; for example 'node[01-03,07],login1'")
