@@ -8,11 +8,10 @@ Everything here is pure but for the defaults of ``cluster_from_environment`` and
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.cluster.spec import ClusterSpec, Task, check_addresses, check_job_id, join_address, parse_address, shown
@@ -273,11 +272,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # host, lie far apart, and so do consecutive jobs.
 _FIRST_PORT, _PORTS, _STRIDE = 15000, 15000, 7919
 
-_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
-_PARTS = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-# SLURM's own limit (MAX_RANGE in its hostlist.c): a longer list is taken for a mistake and not expanded.
-_MAX_HOSTS = 65536
+_NUMBERS = r"[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*"
+_HOST = rf"(?:[^\[\],\s]|\[{_NUMBERS}\])+"
+_HOST_LIST = re.compile(rf"({_HOST})(?:,{_HOST})*")
 
 
 def is_job_step(environment: Mapping[str, str]) -> bool:
@@ -321,58 +318,26 @@ def _slurm_chief(variables: Variables, port: int) -> str:
     if name is None:
         raise ClusterError(f"SLURM: none of {', '.join(_HOST_LISTS)} and MASTER_ADDR is set; {_SLURM_REMEDY}")
     try:
-        hosts = expand_hosts(variables.get(name))
+        first, is_only = first_host(variables.get(name))
     except ClusterError as error:
         raise ClusterError(f"SLURM: {name}: {error}") from None
-    if len(hosts) > 1 and variables.get("SLURM_DISTRIBUTION").startswith("arbitrary"):
+    if not is_only and variables.get("SLURM_DISTRIBUTION").startswith("arbitrary"):
         # Under srun --distribution=arbitrary the list does not have the order of the tasks.
         raise ClusterError(
             f"SLURM: SLURM_DISTRIBUTION=arbitrary does not say which of {shown(variables.get(name))} has task 0; set "
             "MASTER_ADDR to the first host of the file in SLURM_HOSTFILE, or leave out --distribution=arbitrary"
         )
-    return variables.address(hosts[0], port, name)
+    return variables.address(first, port, name)
 
 
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of a list in SLURM's notation, "node[01-03,07],login", as ``scontrol show hostnames`` prints them.
+def first_host(text: str) -> tuple[str, bool]:
+    """The first host of a list in SLURM's notation, "node[01-03,07],login", and whether it is the only one.
 
-    A range keeps the width of its first number: ``[08-10]`` is 08, 09, 10. A name may have several brackets, of which
-    the last runs fastest: ``rack[0-1]n[1-2]`` is rack0n1, rack0n2, rack1n1, rack1n2.
-
-    Raises ClusterError for an empty list or item, an open bracket, or something else than rising ranges in it.
+    A name may have several brackets: ``rack[0-1]n[1-2]`` begins with rack0n1. Raises ClusterError if it is no list.
     """
-    hosts = tuple(itertools.islice(_hosts(text.strip()), _MAX_HOSTS + 1))
-    if len(hosts) > _MAX_HOSTS:
-        raise ClusterError(f"{shown(text)} names more than {_MAX_HOSTS} hosts; name those of this job alone")
-    return hosts
-
-
-def _hosts(text: str) -> Iterator[str]:
-    position = 0
-    while True:
-        item = _ITEM.match(text, position)
-        if item is None:
-            raise _malformed_hosts(text, text[position:] or "its end")
-        choices = [
-            [part[2]] if part[2] else [number for one in part[1].split(",") for number in _numbers(text, one)]
-            for part in _PARTS.finditer(item[0])
-        ]
-        yield from map("".join, itertools.product(*choices))
-        position = item.end()
-        if position == len(text):
-            return
-        if text[position] != ",":
-            raise _malformed_hosts(text, text[position:])
-        position += 1
-
-
-def _numbers(text: str, one: str) -> Iterator[str]:
-    match = _RANGE.fullmatch(one)
-    first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-    if not 0 <= int(last) - int(first) < _MAX_HOSTS:
-        raise _malformed_hosts(text, one)
-    return (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-
-
-def _malformed_hosts(text: str, part: str) -> ClusterError:
-    return ClusterError(f"{shown(text)} is not a list of hosts, at {shown(part)}; for example 'node[01-03,07],login1'")
+    text = text.strip()
+    match, brackets = _HOST_LIST.fullmatch(text), re.findall(r"\[[^\]]*\]", text)
+    ranges = [(int(first), int(last)) for each in brackets for first, last in re.findall("([0-9]+)-([0-9]+)", each)]
+    if match is None or any(first > last for first, last in ranges):
+        raise ClusterError(f"{shown(text)} is not a list of hosts; for example 'node[01-03,07],login1'")
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[1]), "," not in text and not ranges
