@@ -401,12 +401,12 @@ def _averages(replicas: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
 # ---- collective errors: all workers do something that may fail on each; then all of them raise, and none goes on alone
 
 
-def run_on_all(workers: Communicator, name: str, act: Callable[[], None]) -> None:
+def run_on_all(workers: Communicator, name: str, act: Callable[[], object]) -> None:
     """Calls ``act`` on every worker, and raises a CheckpointError on all of them if it failed on one."""
     raise_gathered_errors(workers, name, error_text(act))
 
 
-def error_text(act: Callable[[], None]) -> str:
+def error_text(act: Callable[[], object]) -> str:
     """Calls ``act`` and returns the text of its error; empty if there was none."""
     try:
         act()
