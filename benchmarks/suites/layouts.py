@@ -15,8 +15,7 @@ from torch import Tensor
 import lockstep as ls
 from benchmarks.report import Report, head
 from benchmarks.trial import Conditions, Pace, select
-from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import Communicator, MeshCommunicator
 from lockstep.extras import require
 from lockstep.plan.layout import Layout
 from lockstep.plan.memory import Memory, estimate_memory

@@ -27,7 +27,7 @@ def test_without_a_degree_nothing_is_divided():
 )
 def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: MeshFlags, workers: int):
     assert flags.fewest_workers == workers
-    assert flags.choose(workers).workers == workers
+    assert flags.choose(workers).size == workers
 
 
 def test_data_takes_what_the_others_leave():
@@ -51,7 +51,7 @@ def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
     ("flags", "workers", "said"),
     [
         (MeshFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
-        (MeshFlags(replicas=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
+        (MeshFlags(replicas=2, tensor=2), 8, "is a mesh of 4 workers, and the job has 8; start 4"),
         (MeshFlags(pipeline=2), 1, "does not divide the 1 workers"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks, _Bucket
-from lockstep.mirroring.gradients.local import Copies
+from lockstep.mirroring.gradients.exchange import Copies
 from lockstep.mirroring.partition import WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 

@@ -188,7 +188,7 @@ def train_in_passes(strategy: ls.Strategy, name: str) -> tuple[dict[str, Tensor]
         rows = context.all_reduce("sum", float(len(batch[0])))
         (two_passes(replicated, *batch)[half] / rows).backward()
         context.all_reduce("sum", 0.0)
-        share = len(exchange._under_way) / len(exchange._plan.buckets)
+        share = len(exchange._in_flight) / len(exchange._plan)
         context.all_reduce("sum", 0.0)
         return share
 
@@ -207,7 +207,7 @@ def train_in_passes(strategy: ls.Strategy, name: str) -> tuple[dict[str, Tensor]
             gone.append(list(strategy.local_results(strategy.run(step, (batch, number in ANNOUNCED[name])))))
         strategy.run(optimizer.step)
         optimizer.zero_grad()
-    assert len(exchange._plan.buckets) > 1
+    assert len(exchange._plan) > 1
     return {key: value.clone() for key, value in module.state_dict().items()}, gone
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.mirroring.module.buffers import OutsideChanges
 from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
@@ -260,22 +259,13 @@ def test_what_is_written_into_all_copies_stays_as_it_was_written(nets: Any):
     assert [each.total.tolist() for each in mirrored.copies] == [[0, 0], [1, 1], [2, 2]]
 
 
-def test_one_copy_has_nothing_to_give():
-    changes = OutsideChanges([Running()], [(0,)])
+def test_a_part_that_was_replaced_is_looked_at_from_then_on(make_strategy: MakeStrategy):
+    mirrored = make_strategy(2).mirror(nn.Sequential(nn.BatchNorm1d(2)))
+    mirrored[0] = nn.BatchNorm1d(2)
+    mirrored.propagation.follow()
+    copies: Any = mirrored.copies
 
-    assert not changes.run_begins()
-    changes.note()
-    assert not changes.spread()
+    copies[0][0].running_mean.fill_(4.0)
+    mirrored.propagation.follow()
 
-
-def test_a_part_that_was_replaced_is_looked_at_from_then_on():
-    copies = [nn.Sequential(nn.BatchNorm1d(2)) for _ in range(2)]
-    changes = OutsideChanges(copies, [(0, 1)])
-    for each in copies:
-        each[0] = nn.BatchNorm1d(2)
-    assert not changes.spread()
-
-    copies[0][0].running_mean.fill_(4.0)  # type: ignore[union-attr, operator]
-
-    assert changes.spread()
-    assert copies[1][0].running_mean.tolist() == [4, 4]  # type: ignore[union-attr, operator]
+    assert copies[1][0].running_mean.tolist() == [4, 4]

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.module.copies import copy_module, storage_groups, uses_channels_last
+from lockstep.mirroring.module.copies import Copying, storage_groups, uses_channels_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     MakeStrategy = Callable[..., MirroredStrategy]
 
 CPU = torch.device("cpu")
+
+
+def copy_module(module: nn.Module, device: torch.device, *, alias: bool) -> nn.Module:
+    duplicate: nn.Module = Copying(CPU, device, alias=alias).of(module, type(module).__name__)
+    return duplicate
 
 
 def device(name: str, physical: str, memory_limit: int | None = None) -> LogicalDevice:

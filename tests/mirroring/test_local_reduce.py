@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.mirroring.gradients.bucket_plan import plan_runs
-from lockstep.mirroring.gradients.local import NcclSums, choose_sum, sum_by_copies
+from lockstep.mirroring.gradients.exchange import NcclSums, choose_sum, plan_runs, sum_by_copies
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 

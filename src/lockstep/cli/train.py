@@ -239,7 +239,7 @@ class TrainingCommand:
         if flags.grid.asked:
             cluster = cluster_from_environment()
             grid = flags.grid.choose(1 if cluster is None else cluster.num_workers)
-            _say(f"{job.title} on {counted(grid.workers, 'worker')}: {job.work}\n\n{mesh_table(grid)}\n")
+            _say(f"{job.title} on {counted(grid.size, 'worker')}: {job.work}\n\n{mesh_table(grid)}\n")
             return flags.grid.make_strategy(cluster, seed=job.seed)
         devices = take_own_devices(flags.devices)
         _say(f"{job.title} on {counted(len(devices), 'logical device')}: {job.work}\n\n{logical_table(devices)}\n")

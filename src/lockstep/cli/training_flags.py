@@ -219,7 +219,7 @@ def mesh_table(grid: MeshLayout) -> str:
 
 def _holders(grid: MeshLayout, replica: int, stage: int) -> str:
     first, last = (
-        grid.worker(MeshCoordinate(stage=stage, replica=replica, tensor=rank)) for rank in (0, grid.tensor - 1)
+        grid.rank(MeshCoordinate(stage=stage, replica=replica, tensor=rank)) for rank in (0, grid.tensor - 1)
     )
     return f"worker {first}" if first == last else f"workers {first}-{last}"
 

@@ -1,4 +1,4 @@
-"""How the workers of a job talk to each other: sizes, patience, and in what numbers gradients travel."""
+"""The settings of the communication between workers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Compression = Literal["bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """The settings of the exchanges between workers; equal on all of them.
+    """The settings of the communication between workers; equal on all of them.
 
     Args:
-        bucket_mb: the most, in MB (2**20 bytes), of the gradients that travel together; the last buckets of a step are
-            smaller, since nothing is computed meanwhile.
-        compression: "bf16" sends float32 gradients in bfloat16, half the bytes, with its rounding; those of any other
-            dtype, and all of them with None, go as they are.
-        lost_after_s: after how many seconds without a sign of life a worker counts as lost.
-        timeout_s: how many seconds a worker or replica waits in a collective for one that is alive and does not come.
+        bucket_mb: size of the largest gradient bucket, in MB (2**20 bytes). The last buckets of a step are smaller,
+            since nothing is computed while they are sent.
+        compression: "bf16" sends float32 gradients in bfloat16, half the bytes, with its rounding. Gradients of other
+            dtypes, and all of them with None, are sent as they are.
+        lost_after_s: seconds without a heartbeat after which a worker counts as lost.
+        timeout_s: seconds that a worker or replica waits in a collective for one that is alive and does not come.
 
     Raises:
         ConfigError: a number that is not above 0, or an unknown compression.
@@ -47,20 +47,16 @@ class CommunicationOptions:
 
     @property
     def bucket_bytes(self) -> int:
-        """The size of a bucket in bytes."""
+        """Size of a bucket in bytes."""
         return int(self.bucket_mb * 2**20)
 
     @property
     def travel_as(self) -> torch.dtype | None:
-        """The dtype in which gradients in single precision travel; None is their own."""
+        """The dtype in which float32 gradients are sent; None is their own."""
         return torch.bfloat16 if self.compression == "bf16" else None
 
 
 def check_waiting_time(name: str, seconds: float) -> None:
-    """Refuses what is no waiting time.
-
-    Raises:
-        ConfigError: not above 0.
-    """
+    """Raises a ConfigError unless a waiting time is above 0."""
     if not seconds > 0:
         raise ConfigError(f"{name}={seconds!r} is no waiting time; give a number of seconds above 0")

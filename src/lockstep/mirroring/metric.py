@@ -4,7 +4,7 @@
     replica 1   copy.update(shard 1) ----> merge_states --> compute()
     replica 2   copy.update(shard 2) --'
 
-The user's own metric object uses the same states, since a program may hold on to it.
+The user's own metric object uses the same states, since a program may keep a reference to it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,25 @@ from lockstep.extras import require
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 Reduction = Callable[[Any], Any]
+_FORWARDED = ("update", "compute", "reset", "forward")
+_FRAMES = 8
+_ON_ALL = frozenset(["set_dtype", "persistent"])
+_NOT_ON_COPIES = frozenset(["merge_state", "add_state", "add_metrics", "sync", "unsync", "sync_context"])
+
+
+def is_metric(module: object) -> bool:
+    """Whether it is a torchmetrics metric or several; nothing is, as long as nobody imported torchmetrics."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return False
+    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection, torchmetrics.wrappers.MetricTracker)
+    return isinstance(module, kinds)
+
+
+def nested_metrics(metric: Any) -> list[Any]:
+    """The metric and all metrics inside it, such as the two of a sum or the one of a wrapper."""
+    metric_class = require("torchmetrics", "train").Metric
+    return [module for module in metric.modules() if isinstance(module, metric_class)]
 
 
 def states_of(metric: Any) -> list[dict[str, Any]]:
@@ -35,14 +54,17 @@ def states_of(metric: Any) -> list[dict[str, Any]]:
 
 
 def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
-    """One metric with the states of all replicas; the replicas' own metrics stay as they are.
+    """One new metric with the states of all replicas.
 
     Args:
         local: the same metric on each local replica, in replica order.
-        states: ``states_of`` it on each replica of all workers, in replica order.
+        states: its ``states_of`` on each replica of all workers, in replica order.
     """
-    base = next((metric for metric in local if any(part["updates"] for part in states_of(metric))), local[0])
-    merged = _copy_sharing_states(base)
+    base = next((metric for metric in local if any(part.update_count for part in nested_metrics(metric))), local[0])
+    # States can be large, and are replaced, not written: the copy shares them.
+    own = (state for part in nested_metrics(base) for state in part.metric_state.values())
+    tensors = [tensor for state in own for tensor in (state if isinstance(state, list) else [state])]
+    merged = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
     for part, sources in zip(nested_metrics(merged), zip(*states, strict=True), strict=True):
         _merge_into(part, [source for source in sources if source["updates"]])
     return merged
@@ -60,83 +82,53 @@ def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
     return stacked if reduction is None else reduction(stacked)
 
 
-def nested_metrics(metric: Any) -> list[Any]:
-    """The metric and all metrics inside it, such as the two of a sum or the one of a wrapper."""
-    metric_class = require("torchmetrics", "train").Metric
-    return [module for module in metric.modules() if isinstance(module, metric_class)]
-
-
 def _merge_into(part: Any, sources: Sequence[Any]) -> None:
     updates = [source["updates"] for source in sources]
-    in_turn = all(
+    by_update = all(
         len(source["states"][name]) % source["updates"] == 0
         for source in sources
         for name in part._reductions
         if isinstance(source["states"][name], list)
     )
     for name, reduction in part._reductions.items():
-        states = [_to_device(source["states"][name], part.device) for source in sources]
-        if in_turn and len(states) > 1 and isinstance(states[0], list):
-            states = [_by_update(states, updates), []]
+        states = [tree_map(partial(_to_device, part.device), source["states"][name]) for source in sources]
+        if by_update and len(states) > 1 and isinstance(states[0], list):
+            states = [_in_order_of_updates(states, updates), []]
         if states:
             setattr(part, name, states[0] if len(states) == 1 else merge_states(states, reduction))
     part._update_count = sum(updates)
     part._computed = None
 
 
-def _by_update(lists: Sequence[list[Any]], updates: Sequence[int]) -> list[Any]:
-    """What all replicas' first updates added, then their second, ...: in the order in which one device has the rows.
+def _in_order_of_updates(lists: Sequence[list[Any]], updates: Sequence[int]) -> list[Any]:
+    """What all replicas' first updates added, then their second, ...: the order in which one device has the rows.
 
-    Every update of a replica has added as many items, so all states of a metric are put into the same order.
+    Every update of a replica has added as many items, so all states of a metric get the same order.
     """
-    each = [len(items) // count for items, count in zip(lists, updates, strict=True)]
+    sizes = [len(items) // count for items, count in zip(lists, updates, strict=True)]
     return [
         item
         for update in range(max(updates))
-        for items, size in zip(lists, each, strict=True)
+        for items, size in zip(lists, sizes, strict=True)
         for item in items[update * size : (update + 1) * size]
     ]
 
 
-def _copy_sharing_states(metric: Any) -> Any:
-    """A deep copy whose state tensors are the original's: states can be large, and they are replaced, not written."""
-    states = (state for part in nested_metrics(metric) for state in part.metric_state.values())
-    tensors = [tensor for state in states for tensor in (state if isinstance(state, list) else [state])]
-    return copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors})
-
-
-def _to_device(state: Any, device: torch.device) -> Any:
-    if isinstance(state, list):
-        return [_to_device(item, device) for item in state]
-    return state.to(device) if isinstance(state, Tensor) else state
-
-
-_LED_HERE = ("update", "compute", "reset", "forward")
-_FRAMES = 8
-_ON_ALL = frozenset(["set_dtype", "persistent"])
-_NOT_ON_COPIES = frozenset(["merge_state", "add_state", "add_metrics", "sync", "unsync", "sync_context"])
-
-
-def is_metric(module: object) -> bool:
-    """Whether it is a torchmetrics metric or several; nothing is, as long as nobody imported torchmetrics."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return False
-    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection, torchmetrics.wrappers.MetricTracker)
-    return isinstance(module, kinds)
+def _to_device(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
 class MirroredMetric(nn.Module):
-    """One copy of a torchmetrics metric per replica. Made by ``strategy.mirror(metric)``.
+    """One copy of a torchmetrics metric for each replica. Made by ``strategy.mirror(metric)``.
 
-    Inside a replica ``update`` is of its own copy, and ``compute`` a collective: every replica must call it, and all
-    get the number of all rows since the last reset. Outside, ``compute``, states and what is made of them are of all
+    In a replica ``update`` updates its own copy, and ``compute`` is a collective: every replica must call it, and all
+    get the value of all rows since the last reset. Outside, ``compute``, states and what depends on them are of all
     replicas, and ``reset`` resets all. With several workers every one must call what reads states.
 
     Args:
         owner: the strategy.
-        copies: the metric's, one per local replica.
-        workers: over whose replicas the numbers are.
+        copies: copies of the metric, one for each local replica.
+        workers: the workers whose rows are counted.
     """
 
     def __init__(self, owner: object, copies: Sequence[Any], workers: Communicator) -> None:
@@ -148,29 +140,30 @@ class MirroredMetric(nn.Module):
 
     @property
     def copies(self) -> tuple[Any, ...]:
-        """One copy per local replica."""
+        """One copy for each local replica."""
         return self._copies
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates, and gives the metric's value for these rows alone: in a replica for its shard, None for no rows."""
+        """Updates, and returns the value for these rows alone: in a replica for its shard, None for no rows."""
         return None if self._has_no_rows(args, kwargs) else self._here()(*args, **kwargs)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Updates the current replica's copy, where its shard has rows; outside replicas counts the rows once."""
+        """Updates the current replica's copy, if its shard has rows; outside replicas counts the rows once."""
         if not self._has_no_rows(args, kwargs):
             self._here().update(*args, **kwargs)
 
     def compute(self) -> Any:
-        """The value over the rows of all replicas. Inside, every replica must call it; outside, every worker."""
+        """The value over the rows of all replicas. In replicas all must call it; outside, every worker."""
         context = self._context()
         if context is None:
             return self._merged().compute()
         value = context.meet("compute of a metric", None, lambda _: self._merged().compute())
-        return tree_map(partial(_own_copy, context.device.torch_device), value)
+        device = context.device.torch_device
+        return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, value)
 
     def reset(self) -> None:
-        """Forgets all updates, inside a replica those of its own copy, outside those of all."""
-        for each in self._copies if self._context() is None else [self._here()]:
+        """Forgets all updates: in a replica those of its own copy, outside those of all."""
+        for each in self._addressed():
             each.reset()
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,29 +171,28 @@ class MirroredMetric(nn.Module):
         return self._merged().clone(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The persistent states of all replicas, merged; inside a replica its own."""
+        """The persistent states of all replicas, merged; in a replica its own."""
         persistent = any(any(part._persistent.values()) for part in nested_metrics(self._copies[0]))
         outside = self._context() is None
         return (self._merged() if outside and persistent else self._here()).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Sets the persistent states, and forgets all others.
-
-        Raises:
-            UsageError: called inside a replica.
-        """
-        self._outside("load_state_dict")
+        """Sets the persistent states, and forgets all others. Outside replicas only."""
+        if get_replica_context() is not None:
+            raise UsageError(
+                "load_state_dict reaches all replicas; call it outside strategy.run, in cross-replica context"
+            )
         self.reset()
         return self._copies[0].load_state_dict(state_dict, strict, assign)
 
     def items(self, keep_base: bool = False, copy_state: bool = True) -> list[tuple[str, MirroredMetric]]:
-        """Of a MetricCollection: the metrics by name."""
+        """The metrics of a MetricCollection by name."""
         names = self._copies[0].keys(keep_base=True)
         shown = self._copies[0].keys(keep_base=keep_base)
         return [(name, self._child(key)) for name, key in zip(shown, names, strict=True)]
 
     def values(self, copy_state: bool = True) -> list[MirroredMetric]:
-        """Of a MetricCollection: the metrics."""
+        """The metrics of a MetricCollection."""
         return [metric for _, metric in self.items()]
 
     def __getitem__(self, key: str) -> MirroredMetric:
@@ -231,7 +223,7 @@ class MirroredMetric(nn.Module):
             raise UsageError(f"{name} would reach one replica's copy of the metric; call it before strategy.mirror")
         if name in _ON_ALL:
             return partial(self._on_all, name)
-        if callable(here) or name in self._counted:
+        if callable(here) or name in self._state_names:
             return getattr(self._merged(), name)
         return here
 
@@ -239,9 +231,9 @@ class MirroredMetric(nn.Module):
         if name.startswith("_") or name == "training" or "_copies" not in self.__dict__:
             super().__setattr__(name, value)
             return
-        if name in self._counted:
+        if name in self._state_names:
             raise UsageError(f"{name!r} is a state of the metric, which each replica has; call reset or update instead")
-        for each in self._copies if self._context() is None else [self._here()]:
+        for each in self._addressed():
             setattr(each, name, copy.deepcopy(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredMetric:
@@ -264,23 +256,22 @@ class MirroredMetric(nn.Module):
             getattr(each, name)(*args, **kwargs)
 
     @property
-    def _counted(self) -> set[str]:
+    def _state_names(self) -> set[str]:
         names = {"metric_state", "update_count", "update_called", "_update_count"}
         return names | set(getattr(self._copies[0], "_defaults", ()))
 
     def _child(self, name: str) -> MirroredMetric:
         if name not in self._children:
-            self._children[name] = MirroredMetric(
-                self._owner, [getattr(each, name) for each in self._copies], self._workers
-            )
+            copies = [getattr(each, name) for each in self._copies]
+            self._children[name] = MirroredMetric(self._owner, copies, self._workers)
         return self._children[name]
 
     def _merged(self) -> Any:
         """A plain metric with the states of all replicas."""
         states = [states_of(each) for each in self._copies]
-        everyones = all_gather_object(self._workers, f"metric {type(self._copies[0]).__name__}", states)
-        every = [each for worker in everyones for each in worker]
-        _check_states(self._copies[0], every)
+        gathered = all_gather_object(self._workers, f"metric {type(self._copies[0]).__name__}", states)
+        every = [each for worker in gathered for each in worker]
+        _warn_of_averaged_states(self._copies[0], every)
         _check_attributes(self._copies)
         merged = merge_metrics(self._copies, every)
         for part in nested_metrics(merged):
@@ -289,15 +280,18 @@ class MirroredMetric(nn.Module):
         return merged
 
     def _has_no_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this is a replica's empty shard, which one device does not have and few metrics bear."""
+        """Whether this is a replica's empty shard, which one device does not have and few metrics accept."""
         if self._context() is None:
             return False
-        values = [value for value in (*args, *kwargs.values()) if _rows(value) is not None]
-        return bool(values) and not any(map(_rows, values))
+        rows = [count for count in map(_rows, (*args, *kwargs.values())) if count is not None]
+        return bool(rows) and not any(rows)
 
     def _here(self) -> Any:
         context = self._context()
         return self._copies[0 if context is None else context.local_replica]
+
+    def _addressed(self) -> Sequence[Any]:
+        return self._copies if self._context() is None else [self._here()]
 
     def _context(self) -> ReplicaContext | None:
         context = get_replica_context()
@@ -305,13 +299,9 @@ class MirroredMetric(nn.Module):
             raise UsageError("this metric was mirrored by another strategy than the one that runs this replica")
         return context
 
-    def _outside(self, method: str) -> None:
-        if get_replica_context() is not None:
-            raise UsageError(f"{method} reaches all replicas; call it outside strategy.run, in cross-replica context")
 
-
-class _LedHere:
-    """A method of the user's own metric, which is now the mirrored one's. It is not copied."""
+class _Forwarded:
+    """A method of the user's own metric that calls the mirrored one's."""
 
     def __init__(self, metric: MirroredMetric, name: str) -> None:
         self._metric, self._name = metric, name
@@ -324,7 +314,7 @@ class _LedHere:
 
 
 def metric_being_updated() -> Any:
-    """The metric whose update calls the torch function that is under way, if torchmetrics' own frame is near."""
+    """The metric whose update calls the current torch function, if one of the next frames is torchmetrics'."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame.f_back is None:
@@ -338,37 +328,29 @@ def metric_being_updated() -> Any:
 def mirror_metric(
     owner: object, metric: Any, devices: Sequence[LogicalDevice], workers: Communicator
 ) -> MirroredMetric:
-    """One copy of ``metric`` per device. What it has counted so far is counted once.
+    """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one.
 
-    Args:
-        owner: the strategy.
-        metric: the user's; from now on its methods are those of the mirrored one.
-        devices: one per local replica.
-        workers: over whose replicas the numbers are.
+    What it has counted so far is counted once.
 
     Raises:
-        UsageError: a metric whose value no merging of states gives.
+        UsageError: merged states cannot give the metric's value.
     """
-    if isinstance(vars(metric).get("update"), _LedHere):
+    if isinstance(vars(metric).get("update"), _Forwarded):
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")
     check_kind(metric)
     copies = [copy.deepcopy(metric).to(device.torch_device) for device in devices]
     for number, each in enumerate(copies):
-        _count_alone(each)
+        _ungroup(each)
         if number or not workers.is_chief:
             each.reset()
     mirrored = MirroredMetric(owner, copies, workers)
-    mirrored.__dict__["_plain"] = metric  # by whose number the strategy finds it
-    _lead_here(metric, mirrored)
+    mirrored.__dict__["_plain"] = metric  # the strategy finds the mirrored one by its id, which must stay its own
+    _forward(metric, mirrored)
     return mirrored
 
 
 def check_kind(metric: Any) -> None:
-    """Refuses a metric that looks at values over time, which no merging of states gives.
-
-    Raises:
-        UsageError: it has such a wrapper.
-    """
+    """Raises UsageError for a metric that looks at values over time, which merged states cannot give."""
     wrappers = sys.modules["torchmetrics"].wrappers
     kinds = (wrappers.MinMaxMetric, wrappers.Running, wrappers.MetricTracker)
     for part in metric.modules():
@@ -379,7 +361,7 @@ def check_kind(metric: Any) -> None:
             )
 
 
-def _count_alone(metric: Any) -> None:
+def _ungroup(metric: Any) -> None:
     """Has each metric of a collection update itself.
 
     torchmetrics lets those of one collection share their states that have equal ones after the first update. Those of a
@@ -395,21 +377,21 @@ def _count_alone(metric: Any) -> None:
     metric._groups = {number: [name] for number, name in enumerate(metric.keys(keep_base=True))}
 
 
-def _lead_here(metric: Any, mirrored: MirroredMetric) -> None:
-    for name in _LED_HERE:
-        metric.__dict__[name] = _LedHere(mirrored, name)
+def _forward(metric: Any, mirrored: MirroredMetric) -> None:
+    for name in _FORWARDED:
+        metric.__dict__[name] = _Forwarded(mirrored, name)
     if isinstance(metric, nn.ModuleDict):
         for name, part in metric._modules.items():
-            _lead_here(part, mirrored._child(name))
+            _forward(part, mirrored._child(name))
 
 
-def _check_states(metric: Any, every: Sequence[list[dict[str, Any]]]) -> None:
-    """Says so where replicas have different values that the metric averages: only equal shards make that exact."""
+def _warn_of_averaged_states(metric: Any, every: Sequence[list[dict[str, Any]]]) -> None:
+    """Warns if replicas have different values of a state that the metric averages: only equal shards make it exact."""
     mean = sys.modules["torchmetrics"].utilities.data.dim_zero_mean
     for part, sources in zip(nested_metrics(metric), zip(*every, strict=True), strict=True):
         for name in (name for name, reduction in part._reductions.items() if reduction is mean):
-            values = [source["states"][name] for source in sources if source["updates"]]
-            if any(not torch.equal(values[0].cpu(), value.cpu()) for value in values[1:]):
+            values = [source["states"][name].cpu() for source in sources if source["updates"]]
+            if any(not torch.equal(values[0], value) for value in values[1:]):
                 warnings.warn(
                     f'{type(part).__name__} has dist_reduce_fx="mean" for its state {name!r}: it is the mean over the '
                     "replicas, whatever the sizes of their shards; keep a sum and a count instead, with "
@@ -419,7 +401,7 @@ def _check_states(metric: Any, every: Sequence[list[dict[str, Any]]]) -> None:
 
 
 def _check_attributes(copies: Sequence[Any]) -> None:
-    """Refuses a metric that counts in attributes which are no states: they would be one replica's."""
+    """Refuses a metric that counts in attributes which are not states: they would be one replica's."""
     for parts in zip(*map(nested_metrics, copies), strict=True):
         first, *others = [part for part in parts if part.update_count] or parts[:1]
         for name, value in vars(first).items():
@@ -440,11 +422,10 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 def _check_shapes(merged: Any, copies: Sequence[Any]) -> None:
     """Refuses a metric with states that nothing reduces, whose value has another shape for several replicas."""
-    for index, part in enumerate(nested_metrics(merged)):
-        bare = [
-            n for n, reduction in part._reductions.items() if reduction is None and isinstance(getattr(part, n), Tensor)
-        ]
-        used = [own for own in (nested_metrics(each)[index] for each in copies) if own.update_count]
+    for part, *parts in zip(nested_metrics(merged), *map(nested_metrics, copies), strict=True):
+        reductions = part._reductions.items()
+        bare = [name for name, fn in reductions if fn is None and isinstance(getattr(part, name), Tensor)]
+        used = [own for own in parts if own.update_count]
         if not bare or len(used) < 2:
             continue
         alone = copy.deepcopy(used[0])
@@ -466,9 +447,4 @@ def _rows(value: Any) -> int | None:
 
 
 def _shapes(value: Any) -> list[Any]:
-    leaves = tree_leaves(value)
-    return [leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
-
-
-def _own_copy(device: torch.device, value: Any) -> Any:
-    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+    return [leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(value)]

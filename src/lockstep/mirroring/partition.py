@@ -23,9 +23,9 @@ class Pipelined(Protocol):
         """Whether this worker has the outputs."""
 
     def train(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward and backward of a shard; ``examine`` is called where the outputs are, for rows that there are.
+        """Forward and backward of a shard; ``examine`` is called on the worker with the outputs, if there are rows.
 
-        A shard without rows passes too where others borrow the weights.
+        A shard without rows must pass too, if the weights are sharded.
         """
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
@@ -33,7 +33,15 @@ class Pipelined(Protocol):
 
 
 class PartitionPolicy(ABC):
-    """What becomes of a module when it is mirrored."""
+    """Which part of a module a worker holds.
+
+    Attributes:
+        parts: whether ``take`` returns a part, whose other parts are on other workers.
+        shards_weights: whether each peer holds a shard of the weights, and all of them must make every pass.
+    """
+
+    parts = False
+    shards_weights = False
 
     @abstractmethod
     def peers(self, workers: Communicator) -> Communicator:
@@ -41,50 +49,28 @@ class PartitionPolicy(ABC):
 
     @abstractmethod
     def take(self, module: nn.Module) -> nn.Module:
-        """What this worker holds of a module. Every worker must call it."""
-
-    @property
-    @abstractmethod
-    def parts(self) -> bool:
-        """Whether what ``take`` gives is a part, whose other parts are on other workers."""
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether each peer holds a share of the weights and borrows the rest, in passes that all of them make."""
-        return False
+        """This worker's part of a module. Every worker must call it."""
 
     @abstractmethod
     def pipeline(self, module: nn.Module) -> Pipelined | None:
-        """How a step passes through what ``take`` gave, where the module cannot be called by itself."""
+        """How a step passes through the part, if it cannot be called by itself."""
 
     @abstractmethod
     def check(self, optimizer: Optimizer) -> None:
-        """Refuses an optimizer that cannot step what is held.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Raises ConfigError for an optimizer that cannot update the part."""
 
 
 class WholeModels(PartitionPolicy):
     """Every worker holds every model."""
 
     def peers(self, workers: Communicator) -> Communicator:
-        """All of them."""
         return workers
 
     def take(self, module: nn.Module) -> nn.Module:
-        """All of it."""
         return module
 
-    @property
-    def parts(self) -> bool:
-        """It is all of it."""
-        return False
-
     def pipeline(self, module: nn.Module) -> Pipelined | None:
-        """It can be called."""
         return None
 
     def check(self, optimizer: Optimizer) -> None:
-        """Any will do."""
+        pass

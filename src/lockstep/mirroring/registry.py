@@ -1,7 +1,7 @@
 """The mirrored objects of one strategy, and what happens to all of them before and after a run.
 
-before   align: brings what was set outside to all copies    guards: what looks at each replica's calls
-after    settled, sum_after_run, note: gradients are summed, and what changes from here on changes outside replicas
+before   align: brings what was set outside to all copies    guards: look at each replica's calls
+after    settled, sum_after_run: changes by replicas are their own, and gradients are summed
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
 from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
-from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer, Owner
+from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
@@ -75,11 +75,7 @@ class MirroredObjects:
     def mirror_metric(
         self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredMetric:
-        """Returns the mirrored metric of a torchmetrics metric; makes it if there is none.
-
-        Raises:
-            UsageError: the values of the replicas cannot be merged.
-        """
+        """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
         mirrored = self._metrics.get(id(metric))
         if mirrored is None:
             mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
@@ -108,19 +104,16 @@ class MirroredObjects:
         module = self._partition.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
-            peers = self._partition.peers(workers)
             self.follow()
             mirrored = mirror_module(
                 owner,
                 module,
                 devices,
-                peers,
+                self._partition.peers(workers),
+                self._partition,
+                self._propagations,
                 sync_batchnorm=sync_batchnorm,
                 memory_format=memory_format,
-                pipeline=self._partition.pipeline(module),
-                is_part=self._partition.parts,
-                shards_weights=self._partition.shards_weights,
-                peers=self._propagations,
             )
             mirrored.optimizers = self.optimizers
             self._made += 1
@@ -141,13 +134,9 @@ class MirroredObjects:
                 self._mirror_metrics_in(child, mirror)
 
     def mirror_optimizer(
-        self, owner: Owner, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
+        self, owner: Strategy, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
     ) -> MirroredOptimizer:
-        """Makes an optimizer whose step updates all replicas.
-
-        Raises:
-            UsageError: it holds parameters of modules that this strategy has not mirrored.
-        """
+        """Makes an optimizer whose step updates all replicas."""
         self._partition.check(optimizer)
         check_agreement(workers, "the optimizer", plain_settings(optimizer))
         mirrored = MirroredOptimizer(
@@ -206,12 +195,7 @@ class MirroredObjects:
         )
 
     def adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
-        """Makes an optimizer that only sums gradients, for a module whose weights a step updates by hand.
-
-        Args:
-            strategy: the strategy of these objects.
-            parameter: any weight of the module.
-        """
+        """Makes an optimizer that only sums gradients, for the module of a parameter that a step updates by hand."""
         stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
@@ -260,23 +244,13 @@ class MirroredObjects:
     def _stepped(self) -> set[int]:
         return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
-    def note(self) -> None:
-        """After a run: changes of the modules from here on were made outside replicas."""
-        for module in self.modules:
-            module.outside_changes.note()
-
     @contextmanager
     def changes_spread(self) -> Iterator[None]:
         """Around a function that runs once for all replicas during a run: what it sets reaches all copies."""
-        self.note()
-        try:
-            with ExitStack() as stack:
-                for module in self.modules:
-                    stack.enter_context(module.propagation.paused())
-                yield
-        finally:
+        with ExitStack() as stack:
             for module in self.modules:
-                module.outside_changes.run_begins()
+                stack.enter_context(module.propagation.paused())
+            yield
 
     def follow(self) -> None:
         """Between runs: brings new submodules, weights and buffers to all copies."""
@@ -286,42 +260,31 @@ class MirroredObjects:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Around a run: afterwards takes what replicas have set on their copies as their own.
-
-        Raises:
-            UsageError: a replica has given its copy new weights, or submodules that other copies lack.
-        """
+        """Around a run: afterwards takes what replicas have set on their copies as their own."""
         failed = True
         try:
             yield
             failed = False
         finally:
             release(self._held_hooks)
-            for module in self.modules:
-                module.propagation.end(failed=failed)
+            with ExitStack() as stack:
+                for module in self.modules:
+                    stack.callback(module.propagation.end, failed=failed)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
-        """The guards of the local replicas in the next run. Called after ``align``.
-
-        Args:
-            replicas: the number of local replicas.
-        """
+        """The guards of the local replicas in the next run. Called after ``align``."""
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
             self._without_optimizer_cache = None
             ownership = Ownership(self.modules, replicas)
-            gradients = _Gradients(self)
+            gradients = StepGradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards
 
     @contextmanager
     def clearing_after_failure(self, replicas: int) -> Iterator[None]:
-        """Around a run: if a replica fails, removes the gradients that the run has added.
-
-        Args:
-            replicas: the number of local replicas. A single one keeps its gradients, as a plain program does.
-        """
+        """Around a run: if a replica fails, removes the gradients that the run has added; a single one keeps them."""
         if replicas == 1:
             yield
             return
@@ -354,14 +317,15 @@ class MirroredObjects:
         return {id(copies[0]): copies for module in every for copies in module}
 
 
-class _Gradients:
-    """Gives a step that reads the gradient of a parameter the sums of all gradients of its optimizer."""
+class StepGradients:
+    """Called when a step reads or assigns the ".grad" of its weights, before the optimizer's step."""
 
     def __init__(self, objects: MirroredObjects) -> None:
         self._objects = ref(objects)
         self._optimizers: dict[int, ref[MirroredOptimizer]] = {}
 
     def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
+        """Gives the replica the sums of all gradients of the parameter's optimizer."""
         optimizer = self._of(parameter)
         if optimizer is None:
             context.meet("sums of gradients without an optimizer", parameter, partial(self._adopt, context))
@@ -370,6 +334,7 @@ class _Gradients:
             optimizer.give_sums(context)
 
     def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
+        """A replica is about to assign the ".grad" of one of its weights."""
         optimizer = self._of(parameter)
         if optimizer is not None:
             optimizer.gradient_assigned(context, parameter, value)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -37,51 +37,40 @@ from lockstep._torch_compat import (
     tree_flatten,
 )
 from lockstep.collectives.communicator import Communicator, call_site
-from lockstep.collectives.tensor_like import read_tensors
+from lockstep.collectives.per_replica import read_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.user import EngineHook, has_waiting
 from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import PROCEED, is_random
+
+if TYPE_CHECKING:
+    from lockstep.mirroring.registry import StepGradients
 
 _METADATA = frozenset(
     [
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
         *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "type", "untyped_storage"),
         *("__len__", "__repr__", "__format__", "__hash__", "__eq__", "detach", "requires_grad_", "register_hook"),
-        *(
-            "register_post_accumulate_grad_hook",
-            "is_same_size",
-            "is_shared",
-            "is_pinned",
-            "is_inference",
-            "retain_grad",
-        ),
+        *("register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_pinned", "is_inference"),
+        "retain_grad",
     ]
 )
 """Methods that read no values, or from whose results no gradient flows back."""
 _NO_WRITES = frozenset(["requires_grad_", "rename_", "share_memory_"])
-_GRAD: Any = GET_GRAD
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "grad"))
 """Properties through which values, and gradients, flow."""
-_SET_GRAD: Any = SET_GRAD
+_GRAD: Any = GET_GRAD
 _SET_DATA: Any = SET_DATA
-_EMBEDDINGS = frozenset([F.embedding, F.embedding_bag])
-_PLAIN = (int, float, complex, str, tuple, type(None))
-_SET_GRAD_MODE: Any = SET_GRAD_MODE  # which every update of a torchmetrics metric calls first
-_MAKE_DUAL: Any = MAKE_DUAL
 _HOOKS = frozenset([torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
-_SPECIAL = _EMBEDDINGS | _HOOKS | {_SET_DATA, _GRAD, _SET_GRAD, _SET_GRAD_MODE, _MAKE_DUAL, torch.autograd.grad}
+_PLAIN = (int, float, complex, str, tuple, type(None))
+_PARAMETER = nn.Parameter
 
 
 def refuse_forward_mode() -> None:
-    """Forward-mode AD has one level for the whole process: the threads of replicas would close each other's.
-
-    Raises:
-        UsageError: in one of several local replicas.
-    """
+    """Raises UsageError in one of several local replicas: they would close each other's level of forward-mode AD."""
     context = get_replica_context()
     if context is not None and len(context.strategy.devices) > 1:
         raise UsageError(
@@ -106,41 +95,24 @@ def _writers() -> frozenset[Any]:
 
 
 _WRITERS = _writers()
-_LOOKED_AT: dict[Any, bool] = dict.fromkeys(_WRITERS, False) | dict.fromkeys(_SPECIAL - _WRITERS, True)
-"""The functions that a step's calls are looked at for: writers, False, and others, True."""
-_PARAMETER = nn.Parameter
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tensor of a mirrored module's copy.
+    """A tensor of a mirrored module's copy."""
 
-    Args:
-        tensor: a weak reference to it: the id of a tensor that is gone may be another one's.
-        replica: whose copy it is of.
-        name: its name in the module.
-        module: the class of the user's module.
-        divided: whether other workers hold other parts of the module, or of this tensor.
-    """
-
-    tensor: ref[torch.Tensor]
+    tensor: ref[torch.Tensor]  # the id of a tensor that is gone may be another one's
     replica: int
     name: str
     module: str
-    divided: bool
+    divided: bool  # other workers hold other parts of the module, or of this tensor
 
     def is_of(self, tensor: Any) -> bool:
-        """Whether this is about a tensor, and not about one that is gone and had the same id."""
         return self.tensor() is tensor
 
 
 class Ownership:
-    """Which replica each tensor of the mirrored modules belongs to. Made anew when a module was mirrored or changed.
-
-    Args:
-        modules: the strategy's mirrored modules.
-        replicas: how many local replicas there are.
-    """
+    """Which replica each tensor of the mirrored modules belongs to. Made again when a module has changed."""
 
     def __init__(self, modules: Iterable[MirroredModule], replicas: int) -> None:
         self.known: dict[int, _Known] = {}
@@ -168,11 +140,7 @@ class Ownership:
 
 
 class _Written:
-    """What replicas have written of one storage: of each the bytes from the first to the last.
-
-    Args:
-        storage: held weakly, so that what the step is done with can go.
-    """
+    """What each replica has written of one storage, from its first byte to its last. The storage is held weakly."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -180,11 +148,10 @@ class _Written:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the storage has been freed."""
         return bool(self._storage.expired())  # type: ignore[no-untyped-call]
 
     def other(self, start: int, end: int, replica: int) -> int | None:
-        """Notes a write of a replica from address to address; the number of another that wrote there, or None."""
+        """Notes a write between two addresses; returns another replica that wrote there, or None."""
         first, last = self._spans.get(replica, (start, end))
         self._spans[replica] = (min(first, start), max(last, end))
         for other, (first, last) in tuple(self._spans.items()):
@@ -194,10 +161,10 @@ class _Written:
 
 
 class Claims:
-    """Which replica was the first, in the run under way, to use a tensor that is no replica's own.
+    """Which replica was the first, in this run, to use a tensor that belongs to no replica.
 
-    Where a worker has one replica, the other workers' have objects of their own: there a tensor that is used in a
-    second run is one from outside the step.
+    If a worker has one replica, the other workers have their own objects: there a tensor that is used in a second run
+    is one from outside the step.
     """
 
     def __init__(self) -> None:
@@ -207,7 +174,6 @@ class Claims:
         self._used_before: dict[int, Any] = {}
 
     def clear(self, *, one_replica: bool) -> None:
-        """A run begins."""
         self._used_before = {}
         if one_replica:
             self._used_before = {number: used for number, (used, _) in self._of.items() if used() is not None}
@@ -217,10 +183,10 @@ class Claims:
             self._watched.popitem()[1].remove()
 
     def refuse_gradient(self, tensor: torch.Tensor, replica: int, message: str) -> None:
-        """Has a gradient that a replica's backward pass brings to ``tensor`` refused, as long as the run lasts."""
+        """Refuses, until the run ends, a gradient that the replica's backward pass brings to ``tensor``."""
         if (id(tensor), replica) not in self._watched:
 
-            def refuse(_: torch.Tensor) -> None:
+            def refuse() -> None:
                 context = get_replica_context()
                 if context is not None and context.local_replica == replica:
                     raise UsageError(message)
@@ -228,13 +194,12 @@ class Claims:
             self._watched[id(tensor), replica] = tensor.register_hook(EngineHook(refuse))  # type: ignore[no-untyped-call]
 
     def other_writer(self, tensor: torch.Tensor, replica: int) -> int | None:
-        """Notes a write; the number of another replica that has written to the same memory in this run, or None.
+        """Notes a write; returns another replica that has written to the same memory in this run, or None.
 
-        Views of one tensor are other objects on each replica, so what counts is the memory: rows of a batch are apart.
+        Memory counts and not objects, since replicas have their own views of one tensor, such as the rows of a batch.
         """
         try:
-            storage = tensor.untyped_storage()
-            start = tensor.data_ptr()
+            storage, start = tensor.untyped_storage(), tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of torch.func
             return self.other(tensor, replica)
         if not tensor.numel():
@@ -251,32 +216,22 @@ class Claims:
         return id(thing) in self._used_before and self._used_before[id(thing)]() is thing
 
     def other(self, thing: Any, replica: int) -> int | None:
-        """Notes a use; the number of another replica that has used the same object in this run, or None."""
+        """Notes a use; returns another replica that has used the same object in this run, or None."""
         found = self._of.get(id(thing))
         if found is None or found[0]() is not thing:
-            # A replica that comes at the same moment sees what was set first.
+            # Of two replicas that come at the same moment, both see what was set first.
             self._of.pop(id(thing), None)
             found = self._of.setdefault(id(thing), (ref(thing), replica))
         return found[1] if found[0]() is thing and found[1] != replica else None
-
-
-class StepGradients(Protocol):
-    """What is called when a step reads or assigns the ".grad" of its weights, before the optimizer's step."""
-
-    def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
-        """A replica reads the ".grad" of one of its weights; called before it gets it."""
-
-    def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
-        """A replica is about to assign the ".grad" of one of its weights."""
 
 
 class StepGuard:
     """One replica's guard.
 
     Args:
-        replica: its number among the local ones.
-        ownership: of all mirrored tensors.
-        claims: of the run under way.
+        replica: its number among the local replicas.
+        ownership: the replicas of all mirrored tensors.
+        claims: what this run's replicas have used.
         gradients: called when the step reads or assigns a ".grad".
     """
 
@@ -290,13 +245,9 @@ class StepGuard:
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Looks at a call of a torch function.
+        """Looks at a call of a torch function; returns PROCEED, or the result if the call was made here.
 
-        Returns:
-            PROCEED, or the result of the call where it has been made here.
-
-        Raises:
-            UsageError: the call would give other numbers than one device.
+        Raises UsageError if the call would give other numbers than one device.
         """
         for arg in args:  # written out: this runs at every call of a torch function
             kind = type(arg)
@@ -310,39 +261,19 @@ class StepGuard:
                 self._check_generator(kwargs["generator"])
             if "out" in kwargs:
                 return self._write(func, (kwargs["out"], *args), kwargs, call=args)
-        special = _LOOKED_AT.get(func)
-        if special is None:
-            return PROCEED
-        if not special:
-            return self._write(func, args, kwargs)
-        self._check_special(func, args, kwargs)
-        return PROCEED
+        check = _CHECKS.get(func)
+        return PROCEED if check is None else check(self, func, args, kwargs)
 
     def _look_at_all(self, func: Callable[..., Any], tensors: Iterable[Any]) -> None:
         for each in tensors:
             if (id(each) not in self._own) if type(each) is _PARAMETER else (id(each) in self._foreign):
                 self._look_at(func, each)
 
-    def _check_special(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if func in _EMBEDDINGS:
-            self._check_embedding(args, kwargs)
-            return
-        if func == _MAKE_DUAL:
-            refuse_forward_mode()
-            return
-        if func is _SET_GRAD_MODE:
-            self._check_metric()
-            return
-        if func is torch.autograd.grad:
-            self._check_gradients_of(args[1] if len(args) > 1 else kwargs.get("inputs"))
-            return
-        self._check_parameter(func, args)
-
-    def _check_parameter(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _check_parameter(self, func: Callable[..., Any], args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         parameter, context = args[0], get_replica_context()
         known = self._known.get(id(parameter))
         if context is None or known is None or not known.is_of(parameter):
-            return
+            return PROCEED
         if func in _HOOKS:
             raise UsageError(
                 f"the step registers a hook on {known.name!r}, a weight that each replica has a copy of, at "
@@ -350,26 +281,28 @@ class StepGuard:
                 "see the sum of all replicas' gradients"
             )
         if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
-            return  # "weight.data *= mask" has been made in place, and assigns what is there
+            return PROCEED  # "weight.data *= mask" has been made in place, and assigns what is there
         if func == _SET_DATA:
             raise UsageError(
                 f"the step assigns {known.name}.data, which would part this replica's weights from the others'; change "
                 "it in place (parameter.data.copy_(...)), or assign it outside strategy.run"
             )
+        if func == _GRAD and known.divided:
+            raise UsageError(
+                f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
+                "call optimizer.sum_gradients() there, and optimizer.clip_sums(norm) and optimizer.step() after "
+                "strategy.run, on every worker"
+            )
         if func == _GRAD:
-            if known.divided:
-                raise UsageError(
-                    f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
-                    "call optimizer.sum_gradients() there, and optimizer.clip_sums(norm) and optimizer.step() after "
-                    "strategy.run, on every worker"
-                )
             self._gradients.read(context, parameter)
         else:
             self._gradients.assigned(context, parameter, args[1])
+        return PROCEED
 
-    def _check_gradients_of(self, inputs: Any) -> None:
+    def _check_gradients_of(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
         if get_replica_context() is None:
-            return
+            return PROCEED
         for each in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
             known = self._known.get(id(each))
             if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
@@ -378,6 +311,7 @@ class StepGuard:
                     f"{call_site()}: it would have to see the sum of all replicas' gradients, this is one replica's; "
                     "remove the hook, and change what torch.autograd.grad gives"
                 )
+        return PROCEED
 
     def _both(self, other: int) -> str:
         first, second = sorted((other, self._replica))
@@ -427,7 +361,7 @@ class StepGuard:
                     "give each one its own with ls.PerReplica"
                 )
 
-    def _check_metric(self) -> None:
+    def _check_metric(self, *_: Any) -> Any:
         metric = metric_being_updated() if "torchmetrics" in sys.modules else None
         other = None if metric is None or get_replica_context() is None else self._claims.other(metric, self._replica)
         if other is not None:
@@ -436,8 +370,13 @@ class StepGuard:
                 f"{self._both(other)} both update one {name}; call metric = strategy.mirror(metric) "
                 "before strategy.run: each replica then updates its own, and compute() is of all rows"
             )
+        return PROCEED
 
-    def _check_embedding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_forward_mode(self, *_: Any) -> Any:
+        refuse_forward_mode()
+        return PROCEED
+
+    def _check_embedding(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
         if isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and get_replica_context() is not None:
             raise UsageError(
@@ -445,6 +384,7 @@ class StepGuard:
                 "rows of its own shard; leave max_norm out, and scale the weights after strategy.run, under "
                 "torch.no_grad()"
             )
+        return PROCEED
 
     def _write(
         self,
@@ -478,6 +418,17 @@ class StepGuard:
         return PROCEED
 
 
+_CHECKS: dict[Any, Callable[[StepGuard, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(_WRITERS, StepGuard._write),
+    **dict.fromkeys((F.embedding, F.embedding_bag), StepGuard._check_embedding),
+    **dict.fromkeys((*_HOOKS, _SET_DATA, _GRAD, SET_GRAD), StepGuard._check_parameter),
+    torch.autograd.grad: StepGuard._check_gradients_of,
+    SET_GRAD_MODE: StepGuard._check_metric,  # which every update of a torchmetrics metric calls first
+    MAKE_DUAL: StepGuard._check_forward_mode,
+}
+"""What is done at a call of a function."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Write:
     """One replica's call that changes weights in place."""
@@ -492,7 +443,7 @@ def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write
     """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
 
     Raises:
-        UsageError: the replicas would not write the same. Where workers would not, their next exchange says so.
+        UsageError: the replicas would not write the same. If workers would not, their next exchange says so.
     """
     first, *others = writes
     if is_random(first.func):
@@ -501,7 +452,8 @@ def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write
             "replica draws its own; do it outside strategy.run, under torch.no_grad()"
         )
     for replica, other in enumerate(others, start=1):
-        if not _alike(_operands(first), _operands(other)):
+        ours, theirs = _operands(first), _operands(other)
+        if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):
             raise UsageError(
                 f"the step changes a weight in place ({getattr(first.func, '__name__', first.func)}) by values that "
                 f"differ between replica 0 and replica {replica}; reduce them first with "
@@ -513,13 +465,13 @@ def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write
         first.func(*first.args, **first.kwargs)
         with torch.no_grad():
             for other in others:
-                for theirs, done in zip(other.targets, first.targets, strict=True):
-                    if theirs.data_ptr() != done.data_ptr():
-                        theirs.copy_(done)
+                for target, done in zip(other.targets, first.targets, strict=True):
+                    if target.data_ptr() != done.data_ptr():
+                        target.copy_(done)
 
 
 def _digest(write: _Write, ownership: Ownership) -> int:
-    """What must be equal on all workers of a write. Weights are, in lockstep."""
+    """Of what must be equal on all workers; weights are."""
     digest = zlib.crc32(getattr(write.func, "__name__", "").encode())
     for operand in _operands(write):
         if not isinstance(operand, torch.Tensor):
@@ -533,10 +485,6 @@ def _operands(write: _Write) -> list[Any]:
     targets = {id(each) for each in write.targets}
     leaves, _ = tree_flatten((write.args, write.kwargs))
     return [leaf for leaf in leaves if id(leaf) not in targets]
-
-
-def _alike(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
 
 
 def _same(mine: Any, other: Any) -> bool:
@@ -563,7 +511,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
-    """Within, a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
+    """Inside the block a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
     owners = {id(part): module for module in mirrored for part in _own_parts(module.module)}
 
     def check(part: nn.Module, _: Any) -> None:
@@ -583,7 +531,7 @@ def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
 
 
 def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and its parts, but for mirrored metrics: they are one object in all copies, and serve each replica."""
+    """A module and its parts, except mirrored metrics, which are one object in all copies."""
     if not isinstance(module, MirroredMetric):
         yield module
         for child in module.children():

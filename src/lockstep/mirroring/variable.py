@@ -7,15 +7,14 @@ can be used wherever a tensor can: with operators, torch's functions, and ``redu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.collectives.per_replica import PerReplica, TensorLike, read_tensors, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
-from lockstep.collectives.tensor_like import TensorLike, read_tensors
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -26,18 +25,18 @@ Synchronization = Literal["on_write", "on_read"]
 
 
 class MirroredVariable(TensorLike):
-    """One tensor per replica. Made by ``strategy.variable``.
+    """One tensor for each replica. Made by ``strategy.variable``.
 
     Args:
         owner: the strategy.
         value: the initial value: a tensor, a number, or a PerReplica of them.
-        devices: one per local replica.
+        devices: the devices of the local replicas.
         workers: all workers, who begin with the chief's value.
-        aggregation: what is made of the replicas' values: "none", "sum", "mean" or "only_first".
-        synchronization: when: "on_write" or "on_read".
+        aggregation: how the replicas' values are reduced: "none", "sum", "mean" or "only_first".
+        synchronization: when they are reduced: "on_write" or "on_read".
 
     Raises:
-        ConfigError: unknown aggregation or synchronization; different values for replicas that are to have one; a value
+        ConfigError: unknown aggregation or synchronization; different values for replicas that must have one; a value
             that requires gradients.
 
     Example:
@@ -70,10 +69,8 @@ class MirroredVariable(TensorLike):
         self._workers = workers
         self.aggregation = aggregation
         self.synchronization = synchronization
-        self._values = tuple(
-            _copy_to(device, each)
-            for each, device in zip(_one_each(read_tensors(value), len(devices)), devices, strict=True)
-        )
+        initial = _one_each(read_tensors(value), len(devices))
+        self._values = tuple(_copy_to(device, each) for each, device in zip(initial, devices, strict=True))
         if self.is_mirrored and not _equal(self._values):
             raise ConfigError(
                 f'a variable with synchronization "on_write" and aggregation {aggregation!r} has one value on all '
@@ -81,16 +78,16 @@ class MirroredVariable(TensorLike):
             )
         if not workers.is_single and not isinstance(value, PerReplica):
             workers.broadcast("the chief's value of a variable", self._values)
-        self._versions = [each._version for each in self._values]
+        self._note_versions()
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """One tensor per local replica, in replica order."""
+        """One tensor for each local replica, in replica order."""
         return self._values
 
     @property
     def per_replica(self) -> PerReplica[torch.Tensor]:
-        """Each local replica's value, in tensors of their own."""
+        """Copies of the local replicas' values."""
         self._context()
         self.check_unchanged()
         return PerReplica([each.clone() for each in self._values])
@@ -105,36 +102,34 @@ class MirroredVariable(TensorLike):
         return self._values[0]
 
     def read_value(self) -> torch.Tensor:
-        """Inside a replica its own value; outside the value of all, or for "on_read" the aggregate.
+        """A new tensor: in a replica its own value; outside the value of all, or for "on_read" the aggregate.
 
-        A new tensor. The aggregate is over the replicas of all workers, and every worker must ask for it.
+        The aggregate is over the replicas of all workers, and every worker must ask for it.
 
         Raises:
-            UsageError: outside replicas, of a variable without aggregation whose replicas have values of their own.
+            UsageError: outside replicas, of a variable without aggregation whose replicas have their own values.
         """
         context = self._context()
         if context is not None:
             return self._values[context.local_replica].clone()
         self.check_unchanged()
-        if self.synchronization == "on_write":
-            if self.aggregation == "none" and not _equal(self._values):
-                raise self._no_one_value()
-            return self._values[0].clone()
-        if self.aggregation in ("sum", "mean"):
+        on_write = self.synchronization == "on_write"
+        if not on_write and self.aggregation in ("sum", "mean"):
             total: torch.Tensor = reduce_across(self._workers, ReduceOp.of(self.aggregation), self._values)
             return total
-        if self.aggregation == "none" and self._workers.num_replicas > 1:
-            raise self._no_one_value()
+        if self.aggregation == "none" and not (_equal(self._values) if on_write else self._workers.num_replicas == 1):
+            raise UsageError(
+                f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has a value of each "
+                "replica's own, and was read outside replicas, where one is expected; take them all with "
+                'strategy.local_results(variable), or make it with aggregation="sum", "mean" or "only_first"'
+            )
         first = self._values[0].clone()
-        self._workers.broadcast("the first replica's value of a variable", [first])
+        if not on_write:
+            self._workers.broadcast("the first replica's value of a variable", [first])
         return first
 
     def check_unchanged(self) -> None:
-        """Whether the replicas' values are what ``assign`` and its like made them, where all have the same.
-
-        Raises:
-            UsageError: ``values`` were changed in place, and now differ.
-        """
+        """Raises UsageError if all values must be the same, and were changed in place so that they differ."""
         if not self.is_mirrored or self._versions == [each._version for each in self._values]:
             return
         if not _equal(self._values):
@@ -145,36 +140,31 @@ class MirroredVariable(TensorLike):
         self._note_versions()
 
     def assign(self, value: Any) -> None:
-        """Sets the value. Inside a replica of an "on_write" variable that aggregates, every replica must call it.
+        """Sets the value. In a replica of an "on_write" variable that aggregates, every replica must call it.
 
         Outside, all replicas get ``value``, or of an "on_read" variable each its own of a PerReplica; an "on_read"
-        "sum" variable gives each replica ``value`` / replicas, so that reading it gives ``value`` back.
+        "sum" variable gives each replica ``value`` / replicas, so that a read gives ``value`` back.
 
         Args:
             value: a tensor, a number, or another variable.
 
         Raises:
-            ConfigError: a plain number to be summed over replicas, or a mean for a variable that is not floating;
+            ConfigError: a plain number that is summed over replicas, or a mean for a variable that is not floating;
                 outside, a PerReplica for an "on_write" variable.
         """
-        context = self._context()
-        value = read_tensors(value)
+        context, value = self._context(), read_tensors(value)
         if context is not None:
             self._write(context, value, lambda mine, new: new)
             return
         if self.synchronization == "on_read" and self.aggregation == "sum" and not isinstance(value, PerReplica):
-            value = self._shares_of(torch.as_tensor(value))
+            value = self._addends_of(torch.as_tensor(value))
         with torch.no_grad():
             for mine, new in zip(self._values, self._outside(value), strict=True):
                 mine.copy_(torch.as_tensor(new))
         self._note_versions()
 
     def assign_add(self, value: Any) -> None:
-        """Adds ``value``, which is reduced over the replicas first where ``assign`` would.
-
-        Raises:
-            ConfigError: as ``assign``; also outside a replica for an "on_read" "sum" variable.
-        """
+        """Adds ``value``, reduced as in ``assign``; not outside a replica for an "on_read" "sum" variable."""
         self._add(value, 1, "assign_add")
 
     def assign_sub(self, value: Any) -> None:
@@ -182,8 +172,7 @@ class MirroredVariable(TensorLike):
         self._add(value, -1, "assign_sub")
 
     def _add(self, value: Any, sign: int, method: str) -> None:
-        context = self._context()
-        value = read_tensors(value)
+        context, value = self._context(), read_tensors(value)
         if context is not None:
             self._write(context, value, lambda mine, new: mine + sign * new)
             return
@@ -197,15 +186,16 @@ class MirroredVariable(TensorLike):
                 mine.add_(torch.as_tensor(new).to(mine.device), alpha=sign)
         self._note_versions()
 
-    def _write(self, context: ReplicaContext, value: Any, change: Any) -> None:
+    def _write(
+        self, context: ReplicaContext, value: Any, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> None:
         mine = self._values[context.local_replica]
-        if self.synchronization == "on_write" and self.aggregation != "none":
-            value = self._aggregate(context, value)
         with torch.no_grad():
-            mine.copy_(change(mine, torch.as_tensor(value).to(mine.device)))
+            new = self._aggregated(context, value) if self.is_mirrored else value
+            mine.copy_(change(mine, torch.as_tensor(new).to(mine.device)))
         self._versions[context.local_replica] = mine._version
 
-    def _aggregate(self, context: ReplicaContext, value: Any) -> Any:
+    def _aggregated(self, context: ReplicaContext, value: Any) -> Any:
         if self.aggregation == "only_first":
             return context.meet("variable write (only_first)", value, self._first)
         if self.aggregation == "sum" and not isinstance(value, torch.Tensor):
@@ -217,8 +207,7 @@ class MirroredVariable(TensorLike):
             raise ConfigError(
                 f"a variable of dtype {self._values[0].dtype} cannot take the mean over replicas; make it floating"
             )
-        with torch.no_grad():
-            return context.all_reduce(self.aggregation, value)
+        return context.all_reduce(self.aggregation, value)
 
     def _first(self, values: list[Any]) -> torch.Tensor:
         first = torch.as_tensor(values[0]).clone()
@@ -234,8 +223,8 @@ class MirroredVariable(TensorLike):
             )
         return _one_each(value, len(self._values))
 
-    def _shares_of(self, total: torch.Tensor) -> Any:
-        """What each replica gets of a sum; of integers the first ones get one more, where it does not come out even."""
+    def _addends_of(self, total: torch.Tensor) -> Any:
+        """One addend for each local replica; of an uneven sum of integers the first replicas get one more."""
         replicas, dtype = self._workers.num_replicas, self._values[0].dtype
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return total / replicas
@@ -246,13 +235,6 @@ class MirroredVariable(TensorLike):
 
     def _note_versions(self) -> None:
         self._versions = [each._version for each in self._values]
-
-    def _no_one_value(self) -> UsageError:
-        return UsageError(
-            f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has a value of each "
-            "replica's own, and was read outside replicas, where one is expected; take them all with "
-            'strategy.local_results(variable), or make it with aggregation="sum", "mean" or "only_first"'
-        )
 
     def _context(self) -> ReplicaContext | None:
         context = get_replica_context()
@@ -270,15 +252,15 @@ def _one_each(value: Any, num_replicas: int) -> list[Any]:
 
 
 def _equal(values: Sequence[torch.Tensor]) -> bool:
+    """Whether all have the same values; NaN equals NaN."""
     first, *others = values
-    return all(
-        other is first or (other.shape == first.shape and _same_bits(first, other.to(first.device))) for other in others
-    )
-
-
-def _same_bits(first: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN is NaN here."""
-    return torch.equal(first, other) or bool(torch.isclose(first, other, rtol=0, atol=0, equal_nan=True).all())
+    for other in others:
+        if other.shape != first.shape:
+            return False
+        there = other.to(first.device)
+        if not (torch.equal(first, there) or torch.isclose(first, there, rtol=0, atol=0, equal_nan=True).all()):
+            return False
+    return True
 
 
 def _copy_to(device: LogicalDevice, value: Any) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Optimizer state divided among workers (ZeRO stage 1; Rajbhandari et al. 2020).
+"""Optimizer state sharded among workers (ZeRO stage 1; Rajbhandari et al. 2020).
 
     summed gradients on all workers -> each updates its own pieces -> all workers get the weights of all pieces
 
 A piece is a parameter over some elements of a weight. The user's optimizer has the state of this worker's pieces. The
-whole state, as an undivided optimizer has it, exists only while it is saved or loaded.
+whole state, as an unsharded optimizer has it, exists only while it is saved or loaded.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ CUT_AT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Some of a parameter's elements, in row-major order.
-
-    Args:
-        parameter: its number.
-        start: the first.
-        stop: the one behind the last.
-    """
+    """The elements from ``start`` to before ``stop``, in row-major order, of the parameter with this number."""
 
     parameter: int
     start: int
@@ -40,7 +34,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -56,8 +50,8 @@ def divide_state(
     Args:
         sizes: the elements of each parameter.
         owners: how many there are.
-        kinds: parameters of one kind are divided by themselves, so that workers who hold the same ones beside others
-            cut them at the same places; None is one kind.
+        kinds: parameters of one kind are divided separately, so that workers that hold the same ones beside others cut
+            them at the same places; None is one kind.
         uncut: the numbers of parameters that one owner has whole.
 
     Example:
@@ -75,7 +69,7 @@ def divide_state(
 
 
 def window(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[Piece]:
-    """What stands from ``begin`` to ``end`` where an owner's pieces stand one behind the other."""
+    """The parts of an owner's consecutive pieces from element ``begin`` to before ``end``."""
     at = 0
     for piece in pieces:
         start, stop = max(begin - at, 0), min(end - at, piece.size)
@@ -91,8 +85,8 @@ def _divided(members: Sequence[int], sizes: Sequence[int], owners: int, uncut: C
     for number in members:
         start, size = 0, sizes[number]
         while start < size:
-            left = total * (owner + 1) // owners - before - start  # to the end of this owner's run
-            stop = size if owner == owners - 1 else start + _whole_steps(left, size - start, cut=number not in uncut)
+            left = total * (owner + 1) // owners - before - start  # until this owner has its part
+            stop = size if owner == owners - 1 else start + _taken(left, size - start, cut=number not in uncut)
             if stop > start:
                 found[owner].append(Piece(parameter=number, start=start, stop=stop))
             start = stop
@@ -102,8 +96,8 @@ def _divided(members: Sequence[int], sizes: Sequence[int], owners: int, uncut: C
     return found
 
 
-def _whole_steps(left: int, size: int, *, cut: bool) -> int:
-    """How many of the next ``size`` elements an owner takes, whose run ends ``left`` elements from here."""
+def _taken(left: int, size: int, *, cut: bool) -> int:
+    """How many of the next ``size`` elements an owner takes that is ``left`` elements from its part."""
     if left >= size:
         return size
     if not cut:
@@ -113,13 +107,13 @@ def _whole_steps(left: int, size: int, *, cut: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingGroup:
-    """Who shares.
+    """The workers among whom the state is sharded.
 
     Args:
-        workers: those who hold the same weights; each keeps the state of a share of them.
-        stream: the connection among them, for this optimizer's shares alone.
-        window_bytes: how much travels at a time, of all together.
-        kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
+        workers: workers that hold the same weights; each keeps the state of a shard of them.
+        stream: the connection among them, for this optimizer's shards alone.
+        window_bytes: how much is sent at a time, by all together.
+        kinds: for each parameter, its kind: parameters of one kind are divided separately.
     """
 
     workers: Communicator
@@ -128,51 +122,39 @@ class ShardingGroup:
     kinds: Sequence[Hashable]
 
     def fill(self, shares: Shares, flats: Mapping[int, torch.Tensor], what: str) -> None:
-        """Writes into every worker's ``flats`` what the owners have of them. All workers must call it.
+        """Writes the owners' values into every worker's ``flats``. All workers must call it.
 
         Args:
             shares: the pieces of each worker.
-            flats: by the number of a parameter, flat tensors of one dtype and device, each with what is this worker's
-                own in place. Others than these are passed over; they are the same ones on all workers.
-            what: for the message, should a worker be lost.
+            flats: by the number of a parameter, flat tensors of one dtype and device, which have this worker's own
+                values. Pieces of other parameters are left out; they are the same ones on all workers.
+            what: for the message, if a worker is lost.
         """
         present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
         longest = max(sum(piece.size for piece in own) for own in present)
         if not longest:
             return
-        home = next(iter(flats.values()))
+        home, mine = next(iter(flats.values())), self.workers.index
         length = min(longest, max(1, self.window_bytes // home.element_size() // len(shares)))
-        room = home.new_empty(len(shares) + 1, length)
+        buffer = home.new_empty(len(shares) + 1, length)
         for begin in range(0, longest, length):
             end = min(begin + length, longest)
-            self._fill_window(present, flats, begin, list(room[:, : end - begin].unbind()), what)
-
-    def _fill_window(
-        self,
-        present: Sequence[Sequence[Piece]],
-        flats: Mapping[int, torch.Tensor],
-        begin: int,
-        room: list[torch.Tensor],
-        what: str,
-    ) -> None:
-        sent, *received = room
-        parts = [list(window(own, begin, begin + len(sent))) for own in present]
-        mine = self.workers.index
-        _copy(_views(sent, parts[mine]), _of(flats, parts[mine]))
-        self.stream.wait(self.stream.start_all_gather(sent, received), what)
-        for owner, others in enumerate(parts):
-            if owner != mine:
-                _copy(_of(flats, others), _views(received[owner], others))
+            sent, *received = buffer[:, : end - begin].unbind()
+            parts = [list(window(own, begin, end)) for own in present]
+            _copy(_views(sent, parts[mine]), _of(flats, parts[mine]))
+            self.stream.wait(self.stream.start_all_gather(sent, received), what)
+            for owner, others in enumerate(parts):
+                if owner != mine:
+                    _copy(_of(flats, others), _views(received[owner], others))
 
 
 def _of(flats: Mapping[int, torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
     return [flats[piece.parameter][piece.start : piece.stop] for piece in pieces]
 
 
-def _views(room: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Where the pieces stand in a window, one behind the other."""
+def _views(flat: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
     sizes = [piece.size for piece in pieces]
-    return list(room[: sum(sizes)].split(sizes))  # type: ignore[no-untyped-call]
+    return list(flat[: sum(sizes)].split(sizes))  # type: ignore[no-untyped-call]
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -183,19 +165,11 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 State = MutableMapping[Any, dict[str, Any]]
 """An optimizer's state: by parameter, by name."""
 _Described = Mapping[int, Mapping[str, tuple[Any, str]]]
-"""By the number of a parameter, by name: a value that is alike for all its elements, or the dtype of what each has."""
+"""By number of a parameter, by name: a value that all its elements have in common, or the dtype of a tensor of them."""
 
 
 class ShardedOptimizer:
-    """The pieces of one optimizer's parameters.
-
-    Args:
-        parameters: in the optimizer's order, the same on all workers that share.
-        sharing: those workers.
-
-    Attributes:
-        shares: the pieces of each worker.
-    """
+    """The pieces of one optimizer's parameters, which are the same on all workers. ``shares``: those of each worker."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sharing: ShardingGroup) -> None:
         self._parameters = tuple(parameters)
@@ -209,10 +183,13 @@ class ShardedOptimizer:
         self._own: dict[int, list[tuple[Piece, nn.Parameter]]] = {id(each): [] for each in parameters}
         for piece in self.shares[sharing.workers.index]:
             whole = self._parameters[piece.parameter]
-            self._own[id(whole)].append((piece, whole if piece.size == whole.numel() else _part(whole, piece)))
+            part = whole
+            if piece.size != whole.numel():
+                part = nn.Parameter(_cut(whole.data, piece), requires_grad=whole.requires_grad)
+            self._own[id(whole)].append((piece, part))
 
     def own(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """What is this worker's of a parameter: nothing, the parameter itself, or a piece of it."""
+        """This worker's pieces of a parameter, or the parameter itself."""
         return [part for _, part in self._own[id(parameter)]]
 
     def pieces_of(self, parameter: nn.Parameter) -> list[tuple[int, nn.Parameter]]:
@@ -221,7 +198,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def ready(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside the block the own pieces of ``parameters`` have these' memory and gradients."""
+        """Inside the block the own pieces of ``parameters`` use their memory and gradients."""
         pieces = [(whole, *pair) for whole in parameters for pair in self._own[id(whole)] if pair[1] is not whole]
         for whole, piece, part in pieces:
             part.data = whole.data.view(-1)[piece.start : piece.stop]
@@ -234,9 +211,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Takes the weights of all pieces from those who have stepped them. All workers must call it.
+        """Takes the weights of all pieces from their owners. All workers must call it.
 
-        Those without a gradient have not been stepped, on any worker: gradients are summed.
+        Those without a gradient were not updated, on any worker: gradients are summed.
         """
         stepped = {number: each.data for number, each in enumerate(self._parameters) if each.grad is not None}
         for dtype in sorted({each.dtype for each in stepped.values()}, key=str):
@@ -249,17 +226,20 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def whole(self, state: State) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state as an undivided optimizer has it, in tensors of its own. All workers must call it.
-
-        Args:
-            state: of the own pieces.
-        """
-        described = self._everyones(state)
+        """The state as an unsharded optimizer has it, from that of the pieces, in new tensors. A collective."""
+        described = self._gather_descriptions(state)
         found = {number: {name: value for name, (value, _) in values.items()} for number, values in described.items()}
-        divided = {(name, dtype) for values in described.values() for name, (_, dtype) in values.items() if dtype}
-        for name, dtype in sorted(divided):
+        sharded = {(name, dtype) for values in described.values() for name, (_, dtype) in values.items() if dtype}
+        for name, dtype in sorted(sharded):
             numbers = [number for number, values in described.items() if values.get(name, (None, ""))[1] == dtype]
-            flats = self._filled(state, name, dtype, numbers)
+            flats = {
+                number: torch.empty(each.numel(), dtype=getattr(torch, dtype), device=each.device)
+                for number, each in ((number, self._parameters[number]) for number in numbers)
+            }
+            for piece, part in self._pieces():
+                if piece.parameter in flats:
+                    flats[piece.parameter][piece.start : piece.stop] = state[part][name].reshape(-1)
+            self._sharing.fill(self.shares, flats, "the exchange of the optimizer's state")
             for number in numbers:
                 found[number][name] = flats[number].view(self._parameters[number].shape)
         return {self._parameters[number]: found[number] for number in sorted(found)}
@@ -273,12 +253,11 @@ class ShardedOptimizer:
             values = state.pop(whole)
             for piece, part in self._own[id(whole)]:
                 state[part] = {
-                    name: _cut(value, piece).clone() if _is_divided(value, whole) else value
+                    name: _cut(value, piece).clone() if _is_elementwise(value, whole) else value
                     for name, value in values.items()
                 }
 
-    def _everyones(self, state: State) -> _Described:
-        """What there is of every parameter, of whichever worker's pieces."""
+    def _gather_descriptions(self, state: State) -> _Described:
         own = {
             piece.parameter: {name: _described(value, part) for name, value in state[part].items()}
             for piece, part in self._pieces()
@@ -287,35 +266,20 @@ class ShardedOptimizer:
         every = all_gather_object(self._sharing.workers, "the optimizer's state", own)
         return {number: values for theirs in every for number, values in theirs.items()}
 
-    def _filled(self, state: State, name: str, dtype: str, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        """One name's whole tensors, flat."""
-        flats = {
-            number: torch.empty(each.numel(), dtype=getattr(torch, dtype), device=each.device)
-            for number, each in ((number, self._parameters[number]) for number in numbers)
-        }
-        for piece, part in self._pieces():
-            if piece.parameter in flats:
-                flats[piece.parameter][piece.start : piece.stop] = state[part][name].reshape(-1)
-        self._sharing.fill(self.shares, flats, "the exchange of the optimizer's state")
-        return flats
-
     def _pieces(self) -> Iterator[tuple[Piece, nn.Parameter]]:
         for whole in self._parameters:
             yield from self._own[id(whole)]
-
-
-def _part(whole: nn.Parameter, piece: Piece) -> nn.Parameter:
-    return nn.Parameter(whole.data.view(-1)[piece.start : piece.stop], requires_grad=whole.requires_grad)
 
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor.reshape(-1)[piece.start : piece.stop]
 
 
-def _is_divided(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether every element of the parameter has its own; such as a count of steps all have in common."""
+def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether every element of the parameter has its own value; all have the count of steps in common."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
 
 
 def _described(value: Any, parameter: torch.Tensor) -> tuple[Any, str]:
-    return (None, str(value.dtype).removeprefix("torch.")) if _is_divided(value, parameter) else (value, "")
+    elementwise = _is_elementwise(value, parameter)
+    return (None, str(value.dtype).removeprefix("torch.")) if elementwise else (value, "")

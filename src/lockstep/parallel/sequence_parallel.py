@@ -1,12 +1,12 @@
-"""Sequences that tensor ranks divide between them, where each would hold them whole (Korthikanti et al. 2022).
+"""Sequences that tensor ranks divide between them, instead of each holding them whole (Korthikanti et al. 2022).
 
     first layer:  whole -> own tokens
     a layer:      own tokens -> norm, dropout, residual -> gather -> own heads, own part of the inner layer
-                             own tokens <- sum and scatter <- row pairs <-
+                             own tokens <- reduce-scatter <- row linears <-
     last layer:   own tokens -> whole
 
-As much is sent as without it: gathering and scattering take the place of the sums. What is before the first layer of a
-stage and behind its last one is whole, so that masks, positions and what travels between stages are as ever.
+As much is sent as without it: gathers and reduce-scatters replace the all-reduces. Before the first layer of a stage
+and after its last one sequences are whole, so that masks, positions and what stages send each other do not change.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ TOKENS = 1
 
 
 class SequenceSharding:
-    """Has the first layer of each stage divide the sequences, and the last one put them together.
+    """Has the first layer of each stage divide the sequences among the ranks of ``mesh``, and the last one gather them.
 
-    Args:
-        mesh: of the tensor ranks.
-        model: whose layers they are.
-        layers: all of it, before any is cut off.
+    It takes all ``layers`` of the model, before any is cut off.
     """
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -44,12 +41,8 @@ class SequenceSharding:
         for layer in self._layers:
             self._wrap(layer)
 
-    def bound(self, stages: Iterable[Iterable[nn.Module]]) -> None:
-        """Says which layers this worker has.
-
-        Args:
-            stages: for each of its stages modules of the model, those of its layers among them in order.
-        """
+    def set_stages(self, stages: Iterable[Iterable[nn.Module]]) -> None:
+        """Sets this worker's stages, each as modules of the model, its layers among them in order."""
         runs = [run for parts in stages if (run := [part for part in parts if part in self._layers])]
         self._first, self._last = {id(run[0]) for run in runs}, {id(run[-1]) for run in runs}
 
@@ -60,7 +53,7 @@ class SequenceSharding:
             if id(layer) in self._first:
                 hidden_states = self._divide(hidden_states)
             output = forward(hidden_states, *args, **kwargs)
-            return self._join(output) if id(layer) in self._last else output
+            return self._gather(output) if id(layer) in self._last else output
 
         layer.forward = wrapped
 
@@ -71,24 +64,21 @@ class SequenceSharding:
                 f"sequences of {tokens} tokens cannot be divided evenly among tensor={ranks} workers, as "
                 f"sequence_parallel=True wants; pad them to a multiple of {ranks}, or leave it out"
             )
-        return _placed(hidden, self._mesh, Replicate(), Shard(TOKENS))
+        return self._redistributed(hidden, Replicate(), Shard(TOKENS))
 
-    def _join(self, output: Any) -> Any:
+    def _gather(self, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (self._join(output[0]), *output[1:])
-        return _placed(output, self._mesh, Shard(TOKENS), Replicate())
+            return (self._gather(output[0]), *output[1:])
+        return self._redistributed(output, Shard(TOKENS), Replicate())
 
-
-def _placed(hidden: Tensor, mesh: DeviceMesh, before: Any, after: Any) -> Tensor:
-    placed = DTensor.from_local(hidden, mesh, [before], run_check=False)
-    return placed.redistribute(placements=[after]).to_local()
+    def _redistributed(self, hidden: Tensor, before: Any, after: Any) -> Tensor:
+        placed = DTensor.from_local(hidden, self._mesh, [before], run_check=False)
+        return placed.redistribute(placements=[after]).to_local()
 
 
 def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    if (
-        ForwardArguments(model.forward).named(args, kwargs).get("output_hidden_states")
-        or model.config.output_hidden_states
-    ):
+    named = ForwardArguments(model.forward).named(args, kwargs)
+    if named.get("output_hidden_states") or model.config.output_hidden_states:
         raise UsageError(
             "output_hidden_states asks for what sequence_parallel=True divides among workers; leave one of them out"
         )

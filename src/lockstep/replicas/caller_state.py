@@ -1,8 +1,7 @@
 """The caller's thread-local state, carried into the replica threads.
 
-``with torch.no_grad(): strategy.run(step)`` has to mean what it says although the step runs in other threads. Carried
-are the grad mode, inference mode, autocast, context variables, function and dispatch modes, hooks for saved tensors,
-and the profiler. What torch keeps for the whole process, such as the default dtype or anomaly detection, holds anyway.
+``with torch.no_grad(): strategy.run(step)`` must work although the step runs in other threads. Carried are the grad
+mode, inference mode, autocast, context variables, function and dispatch modes, saved-tensor hooks, and the profiler.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import Context, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,53 +19,32 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lockstep._torch_compat import (
-    DeviceContext,
-    TorchDispatchMode,
-    dispatch_mode_key,
-    dispatch_modes,
-    function_modes,
-    is_profiled,
-    num_dispatch_modes,
-    num_function_modes,
-    pop_dispatch_mode,
-    pop_function_mode,
-    push_dispatch_mode,
-    push_function_mode,
-    saved_tensors_hooks,
-    saved_tensors_hooks_disabled,
-)
+from lockstep import _torch_compat as compat
 from lockstep.replicas.device.host_syncs import recording_host_syncs
 
 _SYMBOLS = {
     "current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo7currentEv"),
-    "set_current": (
-        "libc10.so",
-        "_ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E",
-    ),
+    "set_current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E"),
     "callbacks": ("libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev"),
     "set_callbacks": ("libtorch_cpu.so", "_ZN2at24set_record_function_tls_ERKNS_17RecordFunctionTLSE"),
 }
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
 
 
-_is_profiled = is_profiled
-
-
 class _SharedPtr(ctypes.Structure):
-    """A ``std::shared_ptr``; the library's functions take it over, and leave an empty one."""
+    """A ``std::shared_ptr``; torch's functions take it over, and leave an empty one."""
 
     _fields_ = (("pointer", ctypes.c_void_p), ("counts", ctypes.c_void_p))
 
 
 class _NoCallbacks(ctypes.Structure):
-    """An ``at::RecordFunctionTLS`` as threads begin with it: an empty ``std::vector``, and recording allowed."""
+    """A new thread's ``at::RecordFunctionTLS``: an empty ``std::vector``, and recording allowed."""
 
     _fields_ = (("vector", ctypes.c_void_p * 3), ("enabled", ctypes.c_bool))
 
 
 class Profile:
-    """The profile of the thread that made this, for one other thread that works for it while it waits."""
+    """The profiler state of the thread that made this, for one other thread that works for it while it waits."""
 
     def __init__(self, library: dict[str, Any]) -> None:
         self._library = library
@@ -77,8 +54,8 @@ class Profile:
 
     @classmethod
     def of_caller(cls) -> Profile | None:
-        """The calling thread's; None where it is not profiled, or where torch cannot hand it on, which is warned of."""
-        if not _is_profiled():
+        """The calling thread's; None where it is not profiled, or, with a warning, where torch cannot hand it on."""
+        if not compat.is_profiled():
             return None
         library = _library()
         if library is None:
@@ -92,8 +69,8 @@ class Profile:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """In the other thread: what the block does is in the profile, on that thread's own track."""
-        if _is_profiled():  # by a profiler of the replica's own, or one of all threads
+        """In the other thread: a block that the profile records, on that thread's own track."""
+        if compat.is_profiled():  # by a profiler of the replica's own, or one of all threads
             yield
             return
         before = _SharedPtr()
@@ -108,14 +85,14 @@ class Profile:
 
 
 def name_track(name: str) -> None:
-    """Names the calling thread as profilers and debuggers show it; its first 15 letters, as Linux has it."""
+    """Names the calling thread for profilers and debuggers; Linux keeps the first 15 letters."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode("ascii"), 0, 0, 0)
 
 
 @functools.cache
 def _library() -> dict[str, Any] | None:
-    """Torch's functions for the state of the calling thread; None where it has others."""
+    """Torch's functions for the profiler state of the calling thread; None in a torch without them."""
     folder = Path(torch.__file__).parent / "lib"
     try:
         found = {name: getattr(ctypes.CDLL(str(folder / file)), symbol) for name, (file, symbol) in _SYMBOLS.items()}
@@ -129,34 +106,44 @@ def _library() -> dict[str, Any] | None:
     return found
 
 
-_OUR_OWN = "lockstep."
-
-
 @dataclass(frozen=True)
 class CallerState:
-    """A snapshot of one thread's state; ``capture`` takes it and ``applied`` puts it on in another thread."""
+    """A snapshot of the calling thread's state, but for its context variables and profile.
+
+    The modes, the outermost first, and the hooks are the caller's own objects, and not made for threads: replicas that
+    have them run one at a time, each until it meets the others or has ended (``one_at_a_time``).
+    """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
-    context: Context
-    profile: Profile | None
+    functions: tuple[TorchFunctionMode, ...]
+    operators: tuple[compat.TorchDispatchMode, ...]
+    saved: tuple[Callable[..., Any], Callable[..., Any]] | None
+    no_saved: str | None
+    device: torch.device | None
 
     @classmethod
     def capture(cls) -> CallerState:
-        """The calling thread's state now."""
+        """The state now, without modes of this package, which handle their replicas themselves."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        functions: list[Any] = compat.function_modes() if compat.num_function_modes() else []
+        operators: list[Any] = compat.dispatch_modes() if compat.num_dispatch_modes() else []
+        devices = [each for each in functions if isinstance(each, compat.DeviceContext)]
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
-            context=copy_context(),
-            profile=Profile.of_caller(),
+            functions=tuple(each for each in functions if each not in devices and _is_theirs(each)),
+            operators=tuple(filter(_is_theirs, operators)),
+            saved=compat.saved_tensors_hooks(False),
+            no_saved=compat.saved_tensors_hooks_disabled(),
+            device=devices[0].device if devices else None,
         )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Puts the torch part of the state on for the calling thread; the context variables are run in, not put on."""
+        """A block with the grad mode, inference mode and autocast."""
         with ExitStack() as stack:
             stack.enter_context(_no_shared_casts())
             if self.inference:
@@ -164,110 +151,58 @@ class CallerState:
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            # torch runs a backward pass for a GPU in a thread of its own per device: replicas that share the device
-            # would wait there for each other in a collective's backward pass. In the calling thread they cannot.
+            # torch runs backward passes for a GPU in one thread per device, where replicas that share the device would
+            # wait for each other in a collective's backward pass. So they run in the calling thread.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recording_host_syncs())
-            if self.profile is not None:
-                stack.enter_context(self.profile.shown())
             yield
-
-
-@dataclass(frozen=True)
-class CallerModes:
-    """What the calling thread has asked torch to be called at, or to use: ``capture`` takes it, ``applied`` puts it on.
-
-    The modes are the caller's own objects, and know nothing of threads: replicas that have them run one at a time, each
-    until it meets the others or has ended (``one_at_a_time``).
-
-    Args:
-        functions: the function modes, the outermost first.
-        operators: the dispatch modes, the outermost first.
-        saved: the hooks by which a graph keeps its tensors.
-        no_saved: why there may be no such hooks, if there may be none.
-        device: ``torch.set_default_device``, or ``with torch.device(...)``.
-    """
-
-    functions: tuple[TorchFunctionMode, ...] = ()
-    operators: tuple[TorchDispatchMode, ...] = ()
-    saved: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    no_saved: str | None = None
-    device: torch.device | None = None
-
-    @classmethod
-    def capture(cls) -> CallerModes:
-        """The calling thread's modes now, but for those of this package, which see to their replicas themselves."""
-        functions: list[Any] = []
-        operators: list[Any] = []
-        if num_function_modes():
-            functions = function_modes()
-        if num_dispatch_modes():
-            operators = dispatch_modes()
-        saved: Any = saved_tensors_hooks(False)
-        no_saved: str | None = saved_tensors_hooks_disabled()
-        if not (functions or operators or saved or no_saved):
-            return NO_MODES
-        return cls(
-            functions=tuple(each for each in functions if not isinstance(each, DeviceContext) and _is_theirs(each)),
-            operators=tuple(each for each in operators if _is_theirs(each)),
-            saved=saved,
-            no_saved=no_saved,
-            device=next((each.device for each in functions if isinstance(each, DeviceContext)), None),
-        )
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether code of the caller's is called by torch in the replicas, so that no two of them may run at once."""
+        """Whether torch calls code of the caller in the replicas, so that no two of them may run at once."""
         return bool(self.functions or self.operators or self.saved)
 
     @contextmanager
     def default_device(self, own: torch.device) -> Iterator[None]:
-        """Puts the default device on. torch wants it below all function modes.
-
-        Args:
-            own: the replica's device, which stands for any other of its type.
-        """
+        """A block with the default device: the replica's ``own``, if it has that type. It goes below all modes."""
         if self.device is None:
             yield
             return
-        push_function_mode(DeviceContext(own if own.type == self.device.type else self.device))
+        compat.push_function_mode(compat.DeviceContext(own if own.type == self.device.type else self.device))
         try:
             yield
         finally:
-            pop_function_mode()
+            compat.pop_function_mode()
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Puts the others on for the calling thread, above the modes that it has."""
+    def modes_applied(self) -> Iterator[None]:
+        """A block with the modes and hooks, above the modes that the calling thread has."""
         with ExitStack() as stack:
             if self.no_saved is not None:
                 stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(self.no_saved))
             elif self.saved is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved))
-            # Pushed and not entered: entering is the caller's, and may do more, once.
+            # Pushed and not entered: entering may do more, and the caller has done it.
             for function_mode in self.functions:
-                push_function_mode(function_mode)
-                stack.callback(pop_function_mode)
+                compat.push_function_mode(function_mode)
+                stack.callback(compat.pop_function_mode)
             for mode in self.operators:
-                push_dispatch_mode(mode)
-                stack.callback(pop_dispatch_mode, dispatch_mode_key(mode))
+                compat.push_dispatch_mode(mode)
+                stack.callback(compat.pop_dispatch_mode, compat.dispatch_mode_key(mode))
             yield
 
 
-NO_MODES = CallerModes()
-
-
 def _is_theirs(mode: object) -> bool:
-    return not type(mode).__module__.startswith(_OUR_OWN)
+    return not type(mode).__module__.startswith("lockstep.")
 
 
 @contextmanager
 def _no_shared_casts() -> Iterator[None]:
-    """Autocast in this thread keeps no casts for a second use, unless it is asked to.
+    """A block in which autocast caches no casts, unless it is asked to.
 
-    torch keeps them in one place for all threads, and any thread that leaves autocast clears it. So whether a tensor
-    that is used twice is cast twice, and its gradients are added up in float32 or in bfloat16, would hang on the other
-    replicas' timing: four replicas with reentrant checkpointing came out differently in every run.
+    torch has one cache for all threads, and any thread that leaves autocast clears it. So the other replicas' timing
+    would decide whether a tensor that is used twice is cast twice, and its gradients added up in float32 or in
+    bfloat16: four replicas with reentrant checkpointing gave other numbers in every run.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

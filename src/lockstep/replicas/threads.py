@@ -1,7 +1,7 @@
 """The persistent threads of a strategy's replicas, one each, never started per step.
 
-Each thread has its share of the cores for good: torch keeps the number of intra-op threads per thread, but sets it
-anew from the process's value at a thread's first parallel operation, so that one is made to happen first.
+Each thread keeps its share of the cores: torch has a number of intra-op threads per thread, but sets it anew from the
+process's value at a thread's first parallel operation, so that operation is made to happen first.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class ReplicaThreads:
 
     Args:
         cores: each thread's number of intra-op threads.
-        name: the prefix of the threads' names.
-        first: the number of the first replica among those of all workers, for the tracks of a profile.
+        first: the number of the first replica among those of all workers, for the threads' names in a profile.
     """
 
-    def __init__(self, cores: Sequence[int], name: str = "lockstep-replica", *, first: int = 0) -> None:
+    def __init__(self, cores: Sequence[int], *, first: int = 0) -> None:
         self._process = os.getpid()
         self._inboxes: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in cores]
         self._threads: list[threading.Thread] = []
@@ -44,10 +43,9 @@ class ReplicaThreads:
         try:
             for replica, (inbox, share) in enumerate(zip(self._inboxes, cores, strict=True)):
                 ready = threading.Event()
-                # Daemons, so that a program may end without closing its strategy; the finalizer joins them then.
-                thread = threading.Thread(
-                    target=_work, args=(inbox, share, ready, first + replica), name=f"{name}-{replica}", daemon=True
-                )
+                # Daemons, so that a program can end without closing its strategy; the finalizer joins them then.
+                thread = threading.Thread(target=_work, args=(inbox, share, ready, first + replica), daemon=True)
+                thread.name = f"lockstep-replica-{replica}"
                 thread.start()
                 self._threads.append(thread)
                 if not ready.wait(START_LIMIT_S):
@@ -57,20 +55,14 @@ class ReplicaThreads:
 
     @property
     def closed(self) -> bool:
-        """Whether the threads have been ended."""
         return not self._finalizer.alive
 
     @property
     def has_current(self) -> bool:
-        """Whether the calling thread is one of these."""
         return threading.current_thread() in self._threads
 
     def check_process(self) -> None:
-        """Looks whether the threads are of this process: a fork takes none along, and a job would wait for ever.
-
-        Raises:
-            UsageError: another process made them.
-        """
+        """Raises a UsageError if another process made the threads: a fork copies none, and a job would wait forever."""
         if os.getpid() != self._process:
             raise UsageError(
                 f"process {os.getpid()} was forked from process {self._process}, which made this strategy and has its "
@@ -86,7 +78,7 @@ class ReplicaThreads:
         self._set_pending(replica, ctypes.py_object(exception))
 
     def forget_interrupt(self, replica: int) -> None:
-        """Takes back an interrupt that has not been raised yet; else it would be, in the middle of the next job."""
+        """Cancels an interrupt that has not been raised yet, or it would be raised in the middle of the next job."""
         self._set_pending(replica, ctypes.py_object())
         _settle_interrupts()
 
@@ -101,10 +93,10 @@ class ReplicaThreads:
 
 
 def _settle_interrupts() -> None:
-    """Has the interpreter look at an interrupt that arrives, and so at none that was taken back.
+    """Raises an interrupt in this thread, so that the interpreter no longer expects the one that was cancelled.
 
-    CPython 3.11 and 3.12 go on expecting one that was taken back, in all threads, until another has been raised. In
-    3.11 a thread that is profiled or traced then stands still for ever at its next call of a function.
+    CPython 3.11 and 3.12 go on expecting it, in all threads, until another has been raised. In 3.11 a thread that is
+    profiled or traced then hangs at its next function call.
     """
     try:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Settled))
@@ -114,8 +106,7 @@ def _settle_interrupts() -> None:
         pass
 
 
-class _Settled(BaseException):
-    """Raised in a thread by itself."""
+class _Settled(BaseException): ...
 
 
 def _work(inbox: queue.SimpleQueue[Job | None], cores: int, ready: threading.Event, number: int) -> None:

@@ -162,7 +162,7 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
 
 def _timetable(model: ls.Model) -> PipelineTrace:
     part: Any = model.module
-    table: PipelineTrace = part.timetable()
+    table: PipelineTrace = part.pipeline_trace()
     return table
 
 

@@ -17,17 +17,16 @@ from torch import nn
 
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
-from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.per_replica import PerReplica, merge, read_for_reduction, read_per_replica, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
-from lockstep.collectives.tensor_like import read_for_reduction, read_per_replica
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_empty_shard
 from lockstep.data.structure import replica_leaves, rows_of
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.local import LocalExchange
+from lockstep.mirroring.gradients.exchange import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
@@ -36,7 +35,7 @@ from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.replicas.device.driver import driver_of
-from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.device.streams import DeviceMemory
 from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard
 from lockstep.replicas.rng.state import ReplicaGenerators
@@ -167,16 +166,13 @@ class Strategy(Executor):
             distributed = any(isinstance(leaf, PerReplica) for leaf in given)
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
-        try:
-            with (
-                entered(self),
-                looking,
-                self._mirrored.settled(),
-                self._mirrored.clearing_after_failure(len(self.devices)),
-            ):
-                results = merge(self._execute(fn, bodies, rows))
-        finally:
-            self._mirrored.note()
+        with (
+            entered(self),
+            looking,
+            self._mirrored.settled(),
+            self._mirrored.clearing_after_failure(len(self.devices)),
+        ):
+            results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
 
@@ -488,7 +484,7 @@ class DefaultStrategy(Strategy):
     @cached_property
     def generators(self) -> ReplicaGenerators:
         """The one replica draws from torch's own generators."""
-        return ReplicaGenerators([], [], [])
+        return ReplicaGenerators([], [])
 
     def trial(self) -> AbstractContextManager[None]:
         """There is nothing of its own to keep: the random numbers are torch's."""

@@ -23,7 +23,7 @@ from lockstep.config import LogicalDevice, list_logical_devices, list_physical_d
 from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
-from lockstep.mirroring.gradients.local import Copies, GradientExchange, LocalExchange
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, observed

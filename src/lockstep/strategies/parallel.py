@@ -18,13 +18,17 @@ from torch.optim import Optimizer
 
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object, check_agreement
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import (
+    Communicator,
+    MeshCommunicator,
+    SingleWorkerCommunicator,
+    all_gather_object,
+    check_agreement,
+)
 from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.errors import ConfigError
-from lockstep.mirroring.gradients.local import Copies, GradientExchange
-from lockstep.mirroring.gradients.partitioned import PartExchange
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy, Pipelined
@@ -102,14 +106,14 @@ def make_groups(job: WorkerJob, grid: MeshLayout) -> MeshGroups:
         grid: a mesh of as many workers.
     """
     index = job.workers.index
-    place, stages = grid.place(index), grid.line(index)
+    place, stages = grid.coordinate(index), grid.pipeline_group(index)
     ends = (stages[0], stages[-1])
     return MeshGroups(
         grid=grid,
         place=place,
         job=job.workers,
-        peers=job.group("peers", grid.peers(index)),
-        replica=job.group("replica", grid.members(place.replica)),
+        peers=job.group("peers", grid.data_group(index)),
+        replica=job.group("replica", grid.replica_group(place.replica)),
         pipeline=job.group("pipeline", stages) if grid.pipeline > 1 else None,
         pipeline_ends=job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None,
     )
@@ -264,7 +268,7 @@ class ParallelStrategy(ThreadedStrategy):
     def _explaining(self) -> Iterator[None]:
         """Raises, for a connection between workers that broke, what broke it. Goes around what a replica does."""
         try:
-            with self._parts.draws.going_along():
+            with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
             explained = None if self._mesh is None else self._mesh.explain(error, "a collective of the model's parts")
@@ -318,7 +322,8 @@ class ModelParts(PartitionPolicy):
     ) -> None:
         self._groups, self._grid, self._place, self._mesh = groups, groups.grid, groups.place, mesh
         self._pipelining = pipelining
-        self._shard_parameters = shard_parameters and groups.grid.data > 1
+        self.parts = mesh is not None
+        self.shards_weights = shard_parameters and groups.grid.data > 1
         self._device = device
         self._draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
@@ -332,16 +337,6 @@ class ModelParts(PartitionPolicy):
     def take(self, module: nn.Module) -> nn.Module:
         """This worker's part; of a plain module that by "auto"."""
         return module if isinstance(module, ShardedModule) else self.divide(module, "auto", "auto")
-
-    @property
-    def parts(self) -> bool:
-        """Where there are several workers."""
-        return self._mesh is not None
-
-    @property
-    def shards_weights(self) -> bool:
-        """Where they are divided among several replicas."""
-        return self._shard_parameters
 
     def pipeline(self, module: nn.Module) -> Pipelined | None:
         """The schedules of a part that is one stage of several."""
@@ -410,10 +405,10 @@ class ModelParts(PartitionPolicy):
         stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
-            sequences.bound([stage.parts for stage in stages] or [module.modules()])
+            sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
         _fill(module, first, division, self._device)
-        self._draws.give(module, division.apart, division.together)
-        borrowing = self._shared(module, stages, self._mesh) if self._shard_parameters else None
+        self._draws.apply_to(module, division.own_rng, division.common_rng)
+        borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)
@@ -422,7 +417,7 @@ class ModelParts(PartitionPolicy):
             division,
             names=names,
             ties=ties,
-            line=self._groups.pipeline,
+            pipeline_group=self._groups.pipeline,
             tied=self._tied_of(module, ties),
             pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
         )
@@ -475,7 +470,7 @@ class ModelParts(PartitionPolicy):
             hidden=int(config.hidden_size),
             dtype=next(parameter.dtype for parameter in module.parameters()),
             device=self._device,
-            borrowing=borrowing,
+            stage_weights=borrowing,
         )
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from lockstep.errors import DataError
-from lockstep.replicas.device.async_scalars import AsyncScalars
+from lockstep.replicas.device.driver import AsyncScalars
 
 Pending = tuple[AsyncScalars, int]
 """Numbers that a device may still be computing, and how many (total, count) pairs they begin with."""

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 from lockstep.collectives.communicator import Communicator, ControlFlags
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
-from lockstep.mirroring.optim.nonfinite import check_finite
-from lockstep.mirroring.optim.step import StepResult
-from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
+from lockstep.mirroring.optim.step import StepResult, check_finite
+from lockstep.replicas.device.driver import NO_SCALARS, AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup

@@ -1,6 +1,5 @@
-"""The sum of gradients over all replicas. Begin with ``local``.
+"""The sum of gradients over all replicas. Begin with ``exchange``.
 
-``local`` sums within one process, ``buckets`` between workers during the backward pass (``bucket_plan`` says which
-gradients travel together), and ``partitioned`` where each worker holds a part of the model. ``user`` shows the sums
-to a step that reads ``.grad`` and to hooks on parameters.
+``exchange`` sums within one process and between workers that hold parts of a model, ``buckets`` between workers during
+the backward pass. ``user`` shows the sums to a step that reads ``.grad`` and to hooks on parameters.
 """

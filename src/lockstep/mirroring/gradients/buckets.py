@@ -18,11 +18,10 @@ import logging
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -32,59 +31,88 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.process_group import ProcessGroup
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.bucket_plan import plan_buckets, views_of
-from lockstep.mirroring.gradients.local import Copies, GradientExchange, Settings, joined_norm
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Settings, joined_norm, views_of
 from lockstep.mirroring.gradients.user import EngineHook
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.driver import StreamEvent, driver_of
 
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that something is sent soon."""
+LAST_BUCKET_BYTES = 2**18
+"""The last ones are smaller, since nothing is computed while they are sent."""
+_FRACTION_OF_REST = 2
+"""A bucket holds at most half of what is left. Over 1 Gbit/s MobileNetV2 (9 MB) waited 67 ms a step for one bucket of
+all but the first megabyte, and 0.1 ms for these, or for thirds, whose number costs another 3 ms of CPU time."""
+_SAMPLED_BYTES = 32
+_LOG = logging.getLogger("lockstep")
+_Taken = tuple[torch.Tensor, torch.Tensor | None, int]
+"""A parameter, its gradient at some time, and the gradient's version."""
 
-class GradientMarks:
-    """The last mark of each local replica on a GPU.
+
+def plan_buckets(
+    sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int, sent: Container[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Divides parameters into buckets: their gradients are sent in one flat tensor, which is faster than many.
 
     Args:
-        devices: of the local replicas, in replica order.
+        sizes: bytes of each parameter's gradient.
+        kinds: what must be equal inside a bucket: the dtype.
+        bucket_bytes: the largest bucket; a larger parameter is alone.
+        sent: the numbers of the parameters that have gradients; None is all of them.
+
+    Returns:
+        The numbers of the parameters in each bucket, in the order of the sums.
+
+    Example:
+        >>> plan_buckets([4, 4, 4], ["float32"] * 3, 8)
+        ((2, 1), (0,))
     """
+    buckets: list[list[int]] = []
+    chosen = [parameter for parameter in range(len(sizes)) if sent is None or parameter in sent]
+    free, kind, left = 0, "", sum(sizes[parameter] for parameter in chosen)
+    for parameter in reversed(chosen):
+        if not buckets or sizes[parameter] > free or kinds[parameter] != kind:
+            largest = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
+            free = min(largest, max(LAST_BUCKET_BYTES, left // _FRACTION_OF_REST))
+            kind = kinds[parameter]
+            buckets.append([])
+        buckets[-1].append(parameter)
+        free -= sizes[parameter]
+        left -= sizes[parameter]
+    return tuple(map(tuple, buckets))
+
+
+class GradientMarks:
+    """The last event that each local replica on a GPU has recorded."""
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
-        drivers = [driver_of(device) for device in devices] if len(devices) > 1 else []
-        self._sources = [
-            None if driver is None else (driver, device.torch_device)
-            for driver, device in zip(drivers, devices, strict=False)
-        ]
+        self._sources = [(driver_of(device), device.torch_device) for device in devices] if len(devices) > 1 else []
         self._last: list[StreamEvent | None] = [None] * len(self._sources)
 
     def note(self, replica: int) -> None:
         """Notes that a gradient of a replica is there; called by its hook, in the thread that has made it."""
-        source = self._sources[replica] if self._sources else None
-        if source is not None:
-            driver, device = source
+        driver, device = self._sources[replica] if self._sources else (None, None)
+        if driver is not None and device is not None:
             self._last[replica] = StreamEvent(driver, device, driver.record(driver.current_stream(device)))
 
     def precede(self) -> None:
-        """What the calling thread queues from now on, on each device, runs behind the gradients noted there."""
+        """What the calling thread queues from now on, on each device, runs after the gradients noted there."""
         for mark in self._last:
             if mark is not None:
                 mark.wait()
-
-
-_LOG = logging.getLogger("lockstep")
-_SAMPLED_BYTES = 32
-_Taken = tuple[torch.Tensor, torch.Tensor | None, int]
-"""A parameter, its gradient at some time, and how often that had been written to."""
 
 
 class BucketExchange(GradientExchange):
     """Sums the gradients of one optimizer's parameters over all replicas of all workers.
 
     Args:
-        parameters: per parameter its local copies, one per local replica.
+        parameters: for each parameter its copies, one for each local replica.
         leaders: the local replicas that lead a storage group.
         workers: the workers whose gradients are summed.
-        bucket_bytes: the most that travels together, but for one parameter that is larger.
+        bucket_bytes: the largest bucket, except for one parameter that is larger.
         stream: the connection to the other workers, for this optimizer alone.
-        travel_as: the dtype in which gradients in single precision travel; None is their own.
-        marks: where the local replicas' devices have come to with their gradients.
+        travel_as: the dtype in which gradients in single precision are sent; None is their own.
+        marks: the events of the local replicas' devices.
     """
 
     def __init__(
@@ -118,26 +146,30 @@ class BucketExchange(GradientExchange):
 
         Raises:
             CollectiveError: another worker has other settings of the optimizer, other frozen parameters, or other
-                weights, as far as a few bytes of each show it.
+                weights, as far as their first bytes show it.
         """
         self._workers.add_digest(self._digest(settings))
-        changed = any(bucket.changed for bucket in self._under_way)
+        changed = any(bucket.changed for bucket in self._in_flight)
         outdated = _trained(self._parameters) != self._trained
         too_soon = changed or self._again or any(map(_is_changed, self._noted))
-        met = self._workers.all_gather_numbers("optimizer update", [total, count, changed, outdated, too_soon])
-        totals, counts, *flags = zip(*met, strict=True)
+        gathered = self._workers.all_gather_numbers("optimizer update", [total, count, changed, outdated, too_soon])
+        totals, counts, *flags = zip(*gathered, strict=True)
         changed, outdated, too_soon = map(any, flags)
-        if changed:
-            self._warn()
+        if changed and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "gradients changed after they had been sent to the other workers, so all of them were sent again; "
+                "where several backward passes add up, run all but the last in `with mirrored.no_sync():`, and clip "
+                "what the optimizer's sum_gradients() leaves"
+            )
         self._overlaps = not too_soon
         self._finish(changed=changed, outdated=outdated)
         return sum(totals), sum(counts)
 
     def _digest(self, settings: Settings) -> int:
-        """What must be equal on all workers before an update: settings, which weights are trained, and some of each.
+        """Of what must be equal on all workers: settings, frozen weights, and the first bytes of weights on a CPU.
 
-        Of weights on a CPU the first bytes are taken: a program that writes weights on one worker alone rarely leaves
-        these. Weights on GPUs are not read, for that would wait for the GPU.
+        A program that writes weights on one worker alone rarely leaves these unchanged. Reading GPUs would wait.
         """
         weights = [copies[0] for copies in self._parameters]
         digest = zlib.crc32("\n".join(settings()).encode())
@@ -150,7 +182,6 @@ class BucketExchange(GradientExchange):
 
     @contextmanager
     def held(self, replicas: Sequence[int]) -> Iterator[None]:
-        """Inside the block no backward pass of these local replicas sends anything: it is not the last one."""
         with self._lock:
             self._held.update(replicas)
         try:
@@ -160,50 +191,55 @@ class BucketExchange(GradientExchange):
                 self._held.subtract(replicas)
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        """The gradients are there since ``open``."""
+        pass
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """All are here."""
         return joined_norm(norms)
 
     @property
     def keeps_sums(self) -> bool:
-        """Replica 0 is the chief's."""
         return self._workers.is_chief
 
     def _finish(self, *, changed: bool, outdated: bool) -> None:
-        """Starts what has not gone yet, waits for everything, and writes the sums to the leaders' ".grad".
+        """Sends the rest, waits for all buckets, and writes the sums to the leaders' ".grad".
 
         Args:
-            changed: a gradient changed on some worker after its bucket went: add up anew.
-            outdated: other parameters than planned are trained on some worker: plan and add up anew.
+            changed: a gradient changed on some worker after its bucket was sent: send all again.
+            outdated: the parameters that are trained on some worker changed: plan and send again.
         """
-        arrived = self._all_arrived()
+        buckets = self._all_arrived()
         if outdated:
             self._make_plan()
         if changed or outdated:
             self._begin_cycle()
-            arrived = self._all_arrived()
+            buckets = self._all_arrived()
         self._begin_cycle()
-        for bucket in arrived:
-            self._hand_out(bucket)
+        first, *others = self._leaders
+        for index, total in (sums for bucket in buckets for sums in bucket.sums()):
+            copies = self._parameters[index]
+            for copy in copies:
+                copy.grad = None
+            if total is None:
+                continue
+            copies[first].grad = total
+            for leader in others:
+                copies[leader].grad = total.to(copies[leader].device, copy=True)
 
     def _all_arrived(self) -> list[_Bucket]:
-        while len(self._under_way) < len(self._plan.buckets):
-            self._start(len(self._under_way))
-        for bucket in self._under_way:
+        while len(self._in_flight) < len(self._plan):
+            self._start(len(self._in_flight))
+        for bucket in self._in_flight:
             bucket.wait(self._stream)
-        return self._under_way
+        return self._in_flight
 
     def _begin_cycle(self) -> None:
         self._missing = [
-            sum(parameter in self._hooked for parameter in members) * len(self._parameters[0])
-            for members in self._plan.buckets
+            sum(parameter in self._hooked for parameter in members) * len(self._parameters[0]) for members in self._plan
         ]
         self._seen: set[tuple[int, int]] = set()
         self._noted: list[_Taken] = []
         self._again = False
-        self._under_way: list[_Bucket] = []
+        self._in_flight: list[_Bucket] = []
         self._starting = False
 
     def _make_plan(self) -> None:
@@ -216,24 +252,19 @@ class BucketExchange(GradientExchange):
             [parameter.numel() * parameter.element_size() for parameter in firsts],
             [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
             self._bucket_bytes,
-            {index for index, marks in enumerate(zip(*every, strict=True)) if any(marks)},
+            {index for index, trained in enumerate(zip(*every, strict=True)) if any(trained)},
         )
-        self._bucket_of = self._plan.of_parameter()
-        self._hooked = self._hook()
+        self._bucket_of = {index: bucket for bucket, members in enumerate(self._plan) for index in members}
+        self._hooked = frozenset(index for index in self._bucket_of if self._parameters[index][0].requires_grad)
+        _remove(self._handles)
+        for index in self._hooked:
+            for replica, copy in enumerate(self._parameters[index]):
+                hook = EngineHook(self._note_gradient, replica, index)
+                self._handles.append(copy.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._begin_cycle()
 
-    def _hook(self) -> frozenset[int]:
-        """Has the gradients of what is trained here reported as the backward pass completes them."""
-        _remove(self._handles)
-        own = WeakMethod(self._is_there)
-        hooked = [index for index in self._bucket_of if self._parameters[index][0].requires_grad]
-        for index in hooked:
-            for replica, copy in enumerate(self._parameters[index]):
-                report = EngineHook(partial(_report, own, replica, index))
-                self._handles.append(copy.register_post_accumulate_grad_hook(report))  # type: ignore[no-untyped-call]
-        return frozenset(hooked)
-
-    def _is_there(self, replica: int, index: int) -> None:
+    def _note_gradient(self, replica: int, index: int) -> None:
+        """The backward pass of a replica has completed a gradient."""
         bucket = self._bucket_of[index]
         self._marks.note(replica)
         with self._lock:
@@ -244,83 +275,62 @@ class BucketExchange(GradientExchange):
                 return
             self._seen.add((replica, index))
             self._missing[bucket] -= 1
-            if not self._overlaps:
-                self._note(self._parameters[index][replica])
+            if not self._overlaps:  # all are sent at the update, which sees by these whether they changed before
+                with DisableTorchFunction():
+                    self._noted.append(_taken(self._parameters[index][replica]))
                 return
             if self._starting or not self._next_is_full():
                 return
             self._starting = True
         self._start_full()
 
-    def _note(self, copy: torch.Tensor) -> None:
-        """Nothing goes in this cycle before the update: whether it could have, a look at the gradient then will say."""
-        with DisableTorchFunction():
-            self._noted.append(_taken(copy))
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "gradients changed after they had been sent to the other workers, so all of them were sent again; "
-                "where several backward passes add up, run all but the last in `with mirrored.no_sync():`, and clip "
-                "what the optimizer's sum_gradients() leaves"
-            )
-
     def _next_is_full(self) -> bool:
-        position = len(self._under_way)
+        position = len(self._in_flight)
         return position < len(self._missing) and not self._missing[position]
 
     def _start_full(self) -> None:
-        """Starts the buckets that are full, in order. One thread at a time is here."""
+        """Sends the buckets that are full, in order, from one thread at a time."""
         while True:
-            self._start(len(self._under_way))
+            self._start(len(self._in_flight))
             with self._lock:
                 if not self._next_is_full():
                     self._starting = False
                     return
 
     def _start(self, position: int) -> None:
-        members = self._plan.buckets[position]
+        members = self._plan[position]
         # A hook runs in its replica's thread, whose function mode would be asked at every call: 1.3 ms of MobileNetV2's
         # 5.9 for all buckets.
         with torch.no_grad(), DisableTorchFunction():
             self._marks.precede()
             bucket = _Bucket(members, [self._parameters[index] for index in members], self._travel_as)
             bucket.work = self._stream.start_all_reduce(bucket.flat)
-        self._under_way.append(bucket)
-
-    def _hand_out(self, bucket: _Bucket) -> None:
-        first, *others = self._leaders
-        for index, total in bucket.sums():
-            copies = self._parameters[index]
-            for copy in copies:
-                copy.grad = None
-            if total is None:
-                continue
-            copies[first].grad = total
-            for leader in others:
-                copies[leader].grad = total.to(copies[leader].device, copy=True)
+        self._in_flight.append(bucket)
 
 
 class _Bucket:
-    """One bucket on its way: the local sums one after another, then one flag per parameter: has anyone a gradient?"""
+    """One bucket in flight: the local sums one after another, then for each parameter the number of its gradients."""
 
     def __init__(self, members: Sequence[int], parameters: Sequence[Copies], travel_as: torch.dtype | None) -> None:
         self._members = members
         self._parameters = [copies[0] for copies in parameters]
-        # Before anything is read: a replica may be in its next backward pass already, and then this must show.
+        # Before anything is read: a replica may be in its next backward pass already, which must be noticed.
         every = [copy for copies in parameters for copy in copies]
         self._taken = [_taken(copy) for copy in every]
         home = self._parameters[0]
         numbers = sum(parameter.numel() for parameter in self._parameters)
-        # Made anew each time: the last one's memory is the gradients that the user may still hold.
+        # Allocated each time: the memory of the last one is gradients that the user may still hold.
         own = torch.empty(numbers + len(members), dtype=home.dtype, device=home.device)
-        self._counts = [_count(copies) for copies in parameters]
-        _write(own[numbers:], self._counts)
+        self._counts = [sum(copy.grad is not None for copy in copies) for copies in parameters]
+        begin = numbers
+        for count, run in itertools.groupby(self._counts):  # no copy from the host, which would wait for the GPU
+            end = begin + len(list(run))
+            own[begin:end].fill_(count)
+            begin = end
         self._fill(views_of(own, self._parameters), parameters)
         self._own = own
-        travels = travel_as is not None and own.dtype == torch.float32  # a wider one is asked for, a narrower no larger
-        self.flat = own.to(travel_as) if travels else own
+        converts = travel_as is not None and own.dtype == torch.float32
+        self.flat = own.to(travel_as) if converts else own
         self.work: Any = None
 
     @property
@@ -338,7 +348,7 @@ class _Bucket:
 
     def sums(self) -> list[tuple[int, torch.Tensor | None]]:
         """Each parameter's number and summed gradient; None where no replica of any worker had one."""
-        # With a gradient here the sum has one too: reading the flags would have the host wait for a GPU.
+        # With a gradient here the sum has one too: the host would wait for a GPU to read the counts.
         flags = self._counts if all(self._counts) else self._own[-len(self._members) :].tolist()
         views = views_of(self._own, self._parameters)
         return [(index, view if flag else None) for index, view, flag in zip(self._members, views, flags, strict=True)]
@@ -370,32 +380,18 @@ class _Bucket:
                 view.zero_()
 
 
-def _count(copies: Copies) -> int:
-    return sum(copy.grad is not None for copy in copies)
-
-
-def _write(flags: torch.Tensor, counts: Sequence[int]) -> None:
-    """Without a copy from the host, for which that would wait until a GPU has done all that it was told before."""
-    begin = 0
-    for count, run in itertools.groupby(counts):
-        end = begin + len(list(run))
-        flags[begin:end].fill_(count)
-        begin = end
-
-
 def _taken(parameter: torch.Tensor) -> _Taken:
     gradient = parameter.grad
     return parameter, gradient, _version(gradient)
 
 
 def _is_changed(taken: _Taken) -> bool:
-    """Whether the gradient is another one, or was written to, since."""
+    """Whether the gradient was replaced or written to since."""
     parameter, gradient, version = taken
     return parameter.grad is not gradient or _version(gradient) != version
 
 
 def _version(gradient: torch.Tensor | None) -> int:
-    """How often it was written to in place."""
     return 0 if gradient is None else gradient._version
 
 
@@ -411,10 +407,3 @@ def _trained(parameters: Sequence[Copies]) -> frozenset[int]:
 def _remove(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def _report(exchange: WeakMethod[Any], replica: int, index: int, _: torch.Tensor) -> None:
-    """The hook of a parameter; it must not keep the exchange, and with it the strategy, alive."""
-    is_there = exchange()
-    if is_there is not None:
-        is_there(replica, index)

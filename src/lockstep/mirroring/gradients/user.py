@@ -11,7 +11,7 @@ user has registered on parameters are called once, with the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -21,35 +21,34 @@ from torch import nn
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.local import Copies
+from lockstep.mirroring.gradients.exchange import Copies
 from lockstep.replicas.context import ReplicaContext
 
 
 class EngineHook:
-    """A hook that this package has registered on a parameter, to be told from the user's.
+    """A hook of this package on a parameter. It holds a bound method weakly, so as not to keep the strategy alive."""
 
-    Args:
-        call: called with the gradient or the parameter; its result is ignored.
-    """
+    def __init__(self, call: Callable[..., None], *args: Any) -> None:
+        self._call: Callable[[], Any] = WeakMethod(call) if isinstance(call, MethodType) else lambda: call
+        self._args = args
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def __call__(self, given: torch.Tensor) -> None:
-        self._call(given)
+    def __call__(self, _: torch.Tensor) -> None:
+        call = self._call()
+        if call is not None:
+            call(*self._args)
 
 
 class HeldHook:
     """A hook of the user's, on a parameter of the user's module.
 
     Args:
-        hook: the user's.
-        parameter: whose.
+        hook: the user's hook.
+        parameter: the parameter.
 
     Attributes:
-        held: whether a run is under way, in which it waits for the sum.
+        held: whether a run is in progress, in which the hook waits for the sum.
         stepped: whether a mirrored optimizer will sum the parameter's gradients.
-        calls: how many backward passes it has let pass since the last update.
+        calls: how many backward passes have reached it since the last update.
     """
 
     def __init__(self, hook: Callable[..., Any], parameter: nn.Parameter) -> None:
@@ -60,7 +59,7 @@ class HeldHook:
         self.calls = 0
 
     def __call__(self, given: torch.Tensor) -> Any:
-        """From torch, in a backward pass: the user's outside runs, nothing in them."""
+        """Called by torch in a backward pass: calls the user's hook outside runs, and only counts in them."""
         if not self.held:
             return self.hook(given)
         if not self.stepped:
@@ -77,18 +76,15 @@ class HeldHook:
 
 
 def hold(parameters: Iterable[nn.Parameter], stepped: Callable[[], set[int]]) -> list[HeldHook]:
-    """Before a run: the user's hooks on parameters wait from now on, those registered since the last run too.
+    """Before a run: the user's hooks on parameters wait from now on, also those registered since the last run.
 
-    Args:
-        parameters: of the users' modules.
-        stepped: gives the ids of those whose gradients a mirrored optimizer sums; asked only where there are hooks.
+    ``stepped`` returns the ids of the parameters whose gradients a mirrored optimizer sums.
     """
     held: list[HeldHook] = []
     known: set[int] | None = None
     for parameter in parameters:
-        kinds: tuple[Any, ...] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        for hooks in kinds:
-            for key, hook in list(hooks.items()) if hooks else ():
+        for hooks in _hooks_of(parameter):
+            for key, hook in list(hooks.items()):
                 if isinstance(hook, EngineHook):
                     continue
                 known = stepped() if known is None else known
@@ -106,7 +102,7 @@ def release(held: Iterable[HeldHook]) -> None:
 
 def has_waiting(parameter: torch.Tensor) -> bool:
     """Whether the parameter has hooks that wait."""
-    on_gradient, on_parameter = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    on_gradient, on_parameter = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # runs at every step
     return bool((on_gradient and _waiting(on_gradient)) or (on_parameter and _waiting(on_parameter)))
 
 
@@ -118,26 +114,22 @@ def hooked(parameters: Sequence[Copies]) -> list[Copies]:
 def forget(parameters: Sequence[Copies]) -> None:
     """The gradients were cleared."""
     for copies in hooked(parameters):
-        for each in (*_waiting(copies[0]._backward_hooks), *_waiting(copies[0]._post_accumulate_grad_hooks)):
+        for each in (hook for hooks in _hooks_of(copies[0]) for hook in _waiting(hooks)):
             each.calls = 0
 
 
 def run_hooks(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Runs what waits, on the sums that the first leader holds, and gives the other leaders what comes of it.
+    """Calls the hooks that wait with the sums of the first leader, and gives the other leaders the result.
 
-    Called once, while all replicas wait.
-
-    Args:
-        parameters: as ``hooked`` gives them.
-        leaders: of the storages of the weights.
+    Called once, while all replicas wait, for the parameters that ``hooked`` returned.
 
     Raises:
         UsageError: several backward passes were added up, of which the hook would have seen each.
     """
     first, *others = leaders
     for copies in parameters:
-        parameter = copies[first]
-        on_gradient, on_parameter = _waiting(copies[0]._backward_hooks), _waiting(copies[0]._post_accumulate_grad_hooks)
+        parameter, hooks = copies[first], copies[0]
+        on_gradient, on_parameter = _waiting(hooks._backward_hooks), _waiting(hooks._post_accumulate_grad_hooks)
         for each in (*on_gradient, *on_parameter):
             if each.calls > 1:
                 raise UsageError(
@@ -161,6 +153,12 @@ def run_hooks(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
                 other.grad = None if gradient is None else gradient.to(other.device, copy=True)
 
 
+def _hooks_of(parameter: torch.Tensor) -> list[dict[int, Any]]:
+    """The dicts of hooks that the parameter has: on its gradient, and on itself when the gradient is complete."""
+    every: tuple[Any, ...] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [hooks for hooks in every if hooks]
+
+
 def _waiting(hooks: Any) -> list[HeldHook]:
     return [each for each in hooks.values() if isinstance(each, HeldHook) and each.held] if hooks else []
 
@@ -170,11 +168,9 @@ def _name(hook: Any) -> str:
 
 
 class GivenSums:
-    """The sums of one optimizer's gradients, as replicas were given them.
+    """The summed gradients of one optimizer that replicas were given.
 
-    Args:
-        parameters: per parameter its local copies, one per local replica.
-        keeps_sums: whether the first local replica is the first of all, whose gradients are the sums.
+    ``keeps_sums`` says whether the first local replica is the first of all, whose gradients are the sums.
     """
 
     def __init__(self, parameters: Sequence[Copies], *, keeps_sums: bool) -> None:
@@ -183,7 +179,7 @@ class GivenSums:
         replicas = len(parameters[0]) if parameters else 0
         self._index = [{id(copies[replica]): at for at, copies in enumerate(parameters)} for replica in range(replicas)]
         self._given = [False] * replicas
-        # By replica, the numbers of the parameters whose ".grad" is no part of its own, but a sum that it was given.
+        # By replica, the numbers of the parameters whose ".grad" is a sum that it was given, and not its own.
         self._sums: list[set[int]] = [set() for _ in range(replicas)]
         self._hooked = False
 
@@ -210,14 +206,9 @@ class GivenSums:
         self._given[replica] = True
 
     def take_back(self, replica: int, *, all_but_first: bool = False) -> None:
-        """Drops what a replica was given, so that its gradients are its own part alone.
-
-        Args:
-            replica: a local one.
-            all_but_first: leave the first local replica's, which the update is to take.
-        """
+        """Drops what a replica was given, so that its gradients are its own; but not the first one's, if asked."""
         if replica or not all_but_first:
-            with DisableTorchFunction():  # the replica's guard would take it for the step's own doing
+            with DisableTorchFunction():  # the step guard would take it for an assignment by the step
                 for at in self._sums[replica]:
                     self._parameters[at][replica].grad = None
         self.forget(replica)
@@ -235,11 +226,10 @@ class GivenSums:
             self._sums[replica].discard(self._index[replica].get(id(parameter), -1))
 
     def _hook(self) -> None:
-        own = WeakMethod(self._accumulating)
         for at, copies in enumerate(self._parameters):
             for replica, copy in enumerate(copies):
                 if copy.requires_grad and copy.is_leaf:
-                    copy.register_hook(EngineHook(partial(_report, own, replica, at)))  # type: ignore[no-untyped-call]
+                    copy.register_hook(EngineHook(self._accumulating, replica, at))  # type: ignore[no-untyped-call]
         self._hooked = True
 
     def _accumulating(self, replica: int, at: int) -> None:
@@ -249,10 +239,3 @@ class GivenSums:
             self._sums[replica].discard(at)
             with DisableTorchFunction():
                 self._parameters[at][replica].grad = None
-
-
-def _report(own: WeakMethod[Any], replica: int, at: int, _: torch.Tensor) -> None:
-    """The hook of a parameter; it must not keep the strategy alive."""
-    accumulating = own()
-    if accumulating is not None:
-        accumulating(replica, at)

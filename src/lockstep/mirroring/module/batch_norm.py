@@ -170,11 +170,7 @@ class _StatisticsOfAll(TorchFunctionMode):
 
 
 class RefusingOtherBatchNorms(TorchFunctionMode):
-    """Inside, batch statistics of one replica's shard are refused.
-
-    Raises:
-        ConfigError: ``torch.nn.functional.batch_norm`` was called in training outside a synchronised batch norm.
-    """
+    """Inside, raises ConfigError for batch statistics of one replica's shard, outside a synchronised batch norm."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -73,11 +73,7 @@ class Compilation:
 
     @classmethod
     def of(cls, given: Any) -> Self | None:
-        """What ``compile_module=`` means: True, False or a dict of these settings.
-
-        Raises:
-            ConfigError: something else, or an unknown setting.
-        """
+        """What ``compile_module=`` means: True, False or a dict of these settings. Raises ConfigError for others."""
         if isinstance(given, bool):
             return cls() if given else None
         known = [each.name for each in fields(cls)]
@@ -90,12 +86,7 @@ class Compilation:
 
 
 class CompiledCopies:
-    """The compiled forward of every replica's copy.
-
-    Args:
-        copies: of one module, in replica order.
-        compilation: how.
-    """
+    """The compiled forward of every replica's copy."""
 
     def __init__(self, copies: Sequence[nn.Module], compilation: Compilation) -> None:
         parameter = next(copies[0].parameters(), None)
@@ -172,12 +163,7 @@ _LOOKUP = _Lookup()
 
 @dataclass(frozen=True)
 class _Backend:
-    """Compiles a graph, if its numbers come out as they do without. Modules of equal backends share code.
-
-    Args:
-        compilation: how.
-        on_cpu: whether the module is on a CPU.
-    """
+    """Compiles a graph, if the compiled code gives the same numbers. Modules of equal backends share code."""
 
     compilation: Compilation
     on_cpu: bool
@@ -201,11 +187,7 @@ class _Backend:
 
 
 def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
-    """On a CPU compiled code draws from the process's default generator, which all replicas share.
-
-    Raises:
-        ConfigError: the graph draws.
-    """
+    """Raises ConfigError if code for a CPU draws: from the process's default generator, which all replicas share."""
     fake = detect_fake_mode(inputs)
     if fake is None:
         return

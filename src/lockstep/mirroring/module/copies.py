@@ -8,10 +8,10 @@ devices would hold.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pickle import PickleError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
+
+_DEEPCOPY: Any = torch.Tensor.__deepcopy__
 
 
 def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], ...]:
@@ -38,8 +40,8 @@ class Copying:
         home: the device of the user's module.
         device: the replica's.
         alias: share the storage of the parameters, instead of copying it.
-        leader: how the replica was served whose storage is shared, or None for the user's own.
-        known: the id of what has a copy for this replica already -> that copy; such are taken as they are.
+        leader: the copying for the replica whose storage is shared, or None for the user's own.
+        known: the id of what has a copy for this replica already -> that copy.
     """
 
     def __init__(
@@ -54,26 +56,22 @@ class Copying:
         self._alias = alias
         self._device = device
         self._leader = leader
-        self._taking = _TakingTensors(home, device)
+        self._mode = _CopyingTensors(home, device)
         # deepcopy asks its memo first: what it finds there is taken as it is, so that ties survive.
         self._memo: dict[int, Any] = dict(known or {})
 
     def of(self, value: Any, name: str) -> Any:
-        """The replica's copy of ``value``.
+        """The replica's copy of ``value``, a module or anything that is set on one; tied weights stay tied.
 
-        Args:
-            value: a module, a parameter, or anything else that is set on a module.
-            name: what it is called in an error.
-
-        Raises:
-            UsageError: it cannot be copied.
+        Raises UsageError, with the name, if it cannot be copied.
         """
-        for parameter in _parameters_of(value):
+        is_parameter = isinstance(value, nn.Parameter)
+        for parameter in value.parameters() if isinstance(value, nn.Module) else [value] if is_parameter else ():
             if id(parameter) not in self._memo:
-                source = parameter if self._leader is None else self._leader.twin(parameter)
+                source = parameter if self._leader is None else self._leader._memo.get(id(parameter), parameter)
                 self._memo[id(parameter)] = _copy_parameter(source, self._device, self._alias)
         try:
-            with self._taking:
+            with self._mode:
                 return copy.deepcopy(value, self._memo)
         except (TypeError, RuntimeError, NotImplementedError, AttributeError, PickleError) as error:
             raise UsageError(
@@ -81,14 +79,50 @@ class Copying:
                 "and keep what it cannot copy outside the module"
             ) from error
 
-    def twin(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The copy that was made of a parameter."""
-        found: nn.Parameter = self._memo.get(id(parameter), parameter)
-        return found
+
+class KnowsCopies(Protocol):
+    """Something that knows the copies of a mirrored module's parts."""
+
+    def fill(self, replica: int, known: dict[int, Any], /) -> None:
+        """Adds to ``known`` the ids of parts, with the replica's copies."""
 
 
-class _TakingTensors(TorchFunctionMode):
-    """Has deepcopy take tensors with a history too, without it, and puts what was at home on the replica's device.
+class Copyings(dict[int, Copying]):
+    """The ``Copying`` of each replica, made when it is asked for.
+
+    Args:
+        module: the user's.
+        devices: one for each local replica.
+        groups: the replicas that share a storage of the weights.
+        peers: the mirrored modules that may have parts in common with what is copied.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        groups: Sequence[Sequence[int]],
+        peers: Iterable[KnowsCopies],
+    ) -> None:
+        self._module = module
+        self._devices = devices
+        self._leaders = {member: group[0] for group in groups for member in group}
+        self._peers = tuple(dict.fromkeys(peers))
+
+    def __missing__(self, replica: int) -> Copying:
+        leader, known = self._leaders[replica], dict[int, Any]()
+        for peer in self._peers:
+            peer.fill(replica, known)
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        home = next((each.device for each in tensors), torch.device("cpu"))
+        alias = leader != replica
+        source = self[leader] if alias and leader else None
+        copying = Copying(home, self._devices[replica], alias=alias, leader=source, known=known)
+        return self.setdefault(replica, copying)
+
+
+class _CopyingTensors(TorchFunctionMode):
+    """Has deepcopy copy tensors with a history too, without it, and move tensors of the home device to the replica's.
 
     A tensor with a history is what hooks compute from the parameters at every call (weight_norm, pruning), or what was
     kept of a call.
@@ -99,43 +133,14 @@ class _TakingTensors(TorchFunctionMode):
         self._home = home
         self._device = device
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.Tensor.__deepcopy__:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _DEEPCOPY:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            duplicate = func(tensor, memo) if tensor.is_leaf else tensor.detach().clone()
+            duplicate = func(*args) if tensor.is_leaf else tensor.detach().clone()
             memo[id(tensor)] = duplicate.to(self._device) if tensor.device == self._home else duplicate
         return memo[id(tensor)]
-
-
-def copy_module(module: nn.Module, device: torch.device, *, alias: bool) -> nn.Module:
-    """A copy of ``module`` on ``device``; tied weights stay tied.
-
-    Args:
-        module: whose weights and buffers are on their device already.
-        device: where the copy's buffers, and its own weights, go.
-        alias: share the storage of the parameters, instead of copying it.
-
-    Raises:
-        UsageError: the module cannot be copied.
-    """
-    duplicate: nn.Module = Copying(home_of(module), device, alias=alias).of(module, type(module).__name__)
-    return duplicate
-
-
-def home_of(module: nn.Module) -> torch.device:
-    """Where the module's tensors are."""
-    return next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-
-
-def _parameters_of(value: Any) -> Iterator[nn.Parameter]:
-    if isinstance(value, nn.Module):
-        yield from value.parameters()
-    elif isinstance(value, nn.Parameter):
-        yield value
 
 
 def uses_channels_last(module: nn.Module) -> bool:
@@ -148,14 +153,14 @@ def uses_channels_last(module: nn.Module) -> bool:
 
 def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) -> nn.Parameter:
     kind = type(parameter)
-    of_its_own_kind = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
-    if of_its_own_kind and not alias and not parameter.requires_grad:
-        # Quantised: what its numbers mean stands beside them, and its own class knows how to take that along.
+    is_subclass = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
+    if is_subclass and not alias and not parameter.requires_grad:
+        # Quantised: the attributes say what its numbers mean, and its own class knows how to move them.
         moved: nn.Parameter = copy.deepcopy(parameter).to(device)  # type: ignore[assignment]
         return moved
     data = parameter.data if alias else parameter.data.to(device, copy=True)
-    # bitsandbytes asks for a weight's class, and quantises once more what is not of its own.
-    make = partial(make_subclass, kind) if of_its_own_kind else nn.Parameter
+    # bitsandbytes looks at the class of a weight, and quantises again what has another one.
+    make = partial(make_subclass, kind) if is_subclass else nn.Parameter
     duplicate: nn.Parameter = make(data, parameter.requires_grad)
     duplicate.__dict__.update(parameter.__dict__)
     return duplicate

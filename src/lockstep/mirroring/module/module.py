@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -25,38 +25,48 @@ from lockstep.mirroring.module.batch_norm import (
     guard_single_row,
     has_sync_batch_norm,
 )
-from lockstep.mirroring.module.buffers import BufferAverages, OutsideChanges, weights_digest
+from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
 from lockstep.mirroring.module.compile import Compilation, CompiledCopies
-from lockstep.mirroring.module.copies import Copying, home_of, storage_groups, uses_channels_last
+from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
 from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.optim.misuse import watch_plain_steps
-from lockstep.mirroring.partition import Pipelined
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.mirroring.partition import PartitionPolicy
+from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.streams import allocating_on
 
+if TYPE_CHECKING:
+    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+
 _SETTLED = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
-
-
 _MADE = "_made"
 
 
 def _member(name: str) -> property:
     """A property for one of ``nn.Module``'s dicts, which functions of torch read: it is the current copy's."""
 
-    def get(self: MirroredModule) -> Any:
-        return getattr(self._here(), name)
-
     def put(self: MirroredModule, value: Any) -> None:
-        self.__dict__[name] = value  # by nn.Module.__init__: this object has none itself
+        self.__dict__[name] = value  # called by nn.Module.__init__
 
-    return property(get, put)
+    return property(lambda self: getattr(self._here(), name), put)
 
 
-class HoldsBack(Protocol):
-    """The part of a mirrored optimizer that ``no_sync`` needs."""
+def _method(name: str) -> Callable[..., Any]:
+    """A method of the current copy; outside replicas, of the user's module, which all copies follow."""
 
-    def held(self, module: nn.Module, replicas: Sequence[int], /) -> AbstractContextManager[None]:
-        """Inside the block no backward pass through ``module`` in these local replicas sends gradients."""
+    def call(self: MirroredModule, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._here(), name)(*args, **kwargs)
+
+    call.__doc__ = f"{name} of the current replica's copy; outside replicas, of the user's module."
+    return call
+
+
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator on the current copy: containers such as Sequential have items."""
+
+    def call(self: MirroredModule, *args: Any) -> Any:
+        return function(self._here(), *args)
+
+    return call
 
 
 class MirroredModule(nn.Module):
@@ -70,15 +80,17 @@ class MirroredModule(nn.Module):
     Args:
         owner: the strategy.
         copies: one for each local replica; the first is the user's module.
-        groups: the replicas that share a storage of the weights, as ``storage_groups`` returns them.
+        devices: the devices of the copies.
         workers: the workers over whose replicas buffers are averaged.
-        propagation: brings what is set on the user's module to all copies.
-        pipeline: runs a step through the module, where it is a stage that cannot be called by itself.
-        is_part: whether other workers hold other parts of the model.
-        shards_weights: whether each of ``workers`` holds a shard of the weights, so that all must make every pass.
+        partition: which part of the model this worker holds.
+        peers: returns the propagations of all modules of the owner, which may have submodules in common.
         sync_batchnorm: whether batch norms must take their statistics from the global batch.
 
     Attributes:
+        propagation: brings what is set on the user's module to all copies.
+        pipeline: runs a step through the module, if it is a pipeline stage that cannot be called by itself.
+        is_part: whether other workers hold other parts of the model.
+        shards_weights: whether each worker holds a shard of the weights, so that all must make every pass.
         on_call: called with this module and the arguments of each call in a replica; may be None.
         optimizers: the mirrored optimizers of the strategy.
     """
@@ -92,32 +104,30 @@ class MirroredModule(nn.Module):
         self,
         owner: object,
         copies: Sequence[nn.Module],
-        groups: Sequence[Sequence[int]],
+        devices: Sequence[LogicalDevice],
         workers: Communicator,
-        propagation: Propagation,
-        pipeline: Pipelined | None = None,
+        partition: PartitionPolicy,
+        peers: Callable[[], Iterable[Propagation]] = tuple,
         *,
-        is_part: bool = False,
-        shards_weights: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__()
-        # Tuples, so that nn.Module does not register the copies as children: no prefix in any name.
         self._owner = owner
-        self._copies = tuple(copies)
-        self._groups = tuple(tuple(group) for group in groups)
+        self._copies = tuple(copies)  # nn.Module does not register what a tuple holds: no prefix in any name
+        self._groups = storage_groups(devices)
         self._workers = workers
-        self.propagation = propagation
-        self.pipeline = pipeline
-        self.is_part = is_part
-        self.shards_weights = shards_weights
+        self.pipeline = partition.pipeline(copies[0])
+        self.is_part = partition.parts
+        self.shards_weights = partition.shards_weights
+        alone = len(copies) == 1 and (workers.is_single or self.is_part or self.shards_weights)
+        on = [device.torch_device for device in devices]
+        self.propagation = Propagation(self._copies, on, self._groups, peers, alone=alone)
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
-        self.optimizers: Iterable[HoldsBack] = ()
+        self.optimizers: Iterable[MirroredOptimizer] = ()
         self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
         self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
-        self._outside_changes = OutsideChanges(self._copies, self._groups)
         self.__dict__[_MADE] = True
 
     @property
@@ -176,9 +186,7 @@ class MirroredModule(nn.Module):
             yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
-        """Compiles all copies with ``torch.compile`` at their first call in replicas; None undoes it.
-
-        Calls outside replicas are not compiled.
+        """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it.
 
         Raises:
             ConfigError: the module's forward is a collective, or it is part of a divided model.
@@ -201,48 +209,30 @@ class MirroredModule(nn.Module):
         return self._workers.num_replicas > 1
 
     def compare_weights(self) -> None:
-        """Checks that workers which should hold the same weights do. Every worker must call it.
-
-        Raises:
-            CollectiveError: a worker has other weights.
-        """
+        """Raises CollectiveError if another worker has other weights. Every worker must call it."""
         if not self._workers.is_single and not self.shards_weights:
             self._workers.add_digest(weights_digest(self.module))
             self._workers.all_gather_numbers("comparison of the weights")
 
     def align(self) -> bool:
-        """Before a run: brings what was set on the user's module, its training mode and frozen weights to all copies.
-
-        Every worker must call it.
+        """Before a run: brings what was set on the user's module to all copies. Every worker must call it.
 
         Returns:
-            Whether any copy has new weights or submodules, or weights in other memory.
+            Whether any copy has new weights, buffers or submodules, or weights in other memory.
         """
         moved = self.propagation.begin()
-        if moved:
-            self._outside_changes.look_again()
-        moved |= self._outside_changes.run_begins()
         fresh = self.propagation.take_fresh()
-        if fresh and not self._workers.is_single and not self.shards_weights:
-            self._take_from_chief(fresh)
-        return moved
-
-    def _take_from_chief(self, fresh: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Gives tensors that were added after mirroring the chief's values on all workers."""
-        check_agreement(
-            self._workers, "what was set on the model", [f"{each[0].dtype} {tuple(each[0].shape)}" for each in fresh]
-        )
+        if not fresh or self._workers.is_single or self.shards_weights:
+            return moved
+        shapes = [f"{first.dtype} {tuple(first.shape)}" for first, *_ in fresh]
+        check_agreement(self._workers, "what was set on the model", shapes)
         with torch.no_grad():
             self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
-            for mine, *others in fresh:
+            for first, *others in fresh:
                 for other in others:
-                    if other.data_ptr() != mine.data_ptr():
-                        other.copy_(mine)
-
-    @property
-    def outside_changes(self) -> OutsideChanges:
-        """Copies what is written into the user's module outside replicas to all copies."""
-        return self._outside_changes
+                    if other.data_ptr() != first.data_ptr():
+                        other.copy_(first)
+        return moved
 
     def begin_run(self) -> None:
         """Before each run: synchronises buffers if this run evaluates and the last one trained."""
@@ -252,32 +242,26 @@ class MirroredModule(nn.Module):
     def sync_buffers(self) -> None:
         """Writes the averages of floating-point buffers, and replica 0's other buffers, to all copies.
 
-        Every worker must call it. Afterwards each worker may read the state by itself until replicas train again.
-
-        Raises:
-            UsageError: called inside a replica.
+        Every worker must call it, outside replicas. Afterwards each worker may read the state by itself until replicas
+        train again.
         """
         self._outside("sync_buffers")
         self.propagation.follow()
-        self._outside_changes.spread()
         with torch.no_grad():
-            for buffers, mean in zip(self._buffer_copies(), self._buffer_averages.exchange(), strict=True):
+            for buffers, mean in zip(self._buffer_averages.buffers, self._buffer_averages.exchange(), strict=True):
                 for buffer in buffers:
                     buffer.copy_(mean)
         self._buffer_averages.note_equal()
-        self._outside_changes.note()
+        self.propagation.note()
 
     def exchange_buffers(self, *, always: bool = True) -> None:
-        """Averages the buffers of all workers for later reads, without changing the replicas' buffers.
-
-        Every worker must call it.
+        """Averages the buffers of all workers for later reads, without changing them. Every worker must call it.
 
         Args:
             always: exchange even if no run since the last exchange can have changed buffers.
         """
         if not self._workers.is_single and (always or self._buffer_averages.trained):
             self.propagation.follow()
-            self._outside_changes.spread()
             with torch.no_grad():
                 self._buffer_averages.exchange()
 
@@ -303,11 +287,11 @@ class MirroredModule(nn.Module):
             self.sync_buffers()
         return self
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the current copy by name; outside replicas, of the user's module."""
-        return self._here().named_parameters(prefix, recurse, remove_duplicate)
+    named_parameters = _method("named_parameters")
+    named_modules = _method("named_modules")
+    named_children = _method("named_children")
+    add_module = _method("add_module")
+    register_buffer = _method("register_buffer")
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -325,16 +309,6 @@ class MirroredModule(nn.Module):
         averages = self._averages()
         for name, buffer in named:
             yield name, averages.get(id(buffer), buffer)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The current copy's modules by name."""
-        yield from self._here().named_modules(memo, prefix, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The current copy's children by name."""
-        return self._here().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state of the current copy, with the plain module's keys; outside replicas, with averaged buffers.
@@ -356,11 +330,7 @@ class MirroredModule(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state into every copy.
-
-        Raises:
-            UsageError: it was called in a replica, or with ``assign=True``, which would separate the copies' weights.
-        """
+        """Loads a state into every copy. Outside replicas only, and not with ``assign=True``."""
         self._outside("load_state_dict")
         if assign:
             raise UsageError("load_state_dict(assign=True) would separate the replicas' weights; use assign=False")
@@ -370,8 +340,7 @@ class MirroredModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current copy; outside replicas, of all copies."""
-        # Otherwise the step guard takes this access to ".grad" for the step's own and waits for all replicas.
-        with DisableTorchFunction():
+        with DisableTorchFunction():  # otherwise the step guard takes this for an access by the step
             for duplicate in self._copies if get_replica_context() is None else [self._here()]:
                 duplicate.zero_grad(set_to_none)
 
@@ -383,11 +352,7 @@ class MirroredModule(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> MirroredModule:
-        """Does nothing if the module has this device and dtype.
-
-        Raises:
-            UsageError: it has another device or dtype.
-        """
+        """Does nothing if the module has this device and dtype; otherwise raises UsageError."""
         device, dtype, *_ = parse_to(*args, **kwargs)
         for tensor in self.module.parameters():
             converts = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
@@ -426,43 +391,19 @@ class MirroredModule(nn.Module):
         else:
             delattr(self._here(), name)
 
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Registers it on the current replica's copy; outside replicas, on all copies."""
-        self._here().register_buffer(name, tensor, persistent)
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers it on all copies. Outside replicas only."""
         self._outside("register_parameter")
         self._here().register_parameter(name, param)
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Registers it on the current replica's copy; outside replicas, on all copies."""
-        self._here().add_module(name, module)
-
-    def __getitem__(self, key: Any) -> Any:
-        return operator.getitem(self._as_container(), key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        operator.setitem(self._as_container(), key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        operator.delitem(self._as_container(), key)
-
-    def __len__(self) -> int:
-        return len(self._as_container())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._as_container())
-
-    def __reversed__(self) -> Iterator[Any]:
-        last_first: Iterator[Any] = reversed(self._as_container())
-        return last_first
-
-    def __contains__(self, key: object) -> bool:
-        return bool(key in self._as_container())
-
-    def __bool__(self) -> bool:
-        return bool(self._here())
+    __getitem__ = _operator(operator.getitem)
+    __setitem__ = _operator(operator.setitem)
+    __delitem__ = _operator(operator.delitem)
+    __contains__ = _operator(operator.contains)
+    __len__ = _operator(len)
+    __iter__ = _operator(iter)
+    __reversed__ = _operator(reversed)
+    __bool__ = _operator(bool)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._here())})
@@ -476,23 +417,16 @@ class MirroredModule(nn.Module):
     def __repr__(self) -> str:
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
 
-    def _as_container(self) -> Any:
-        """The current copy, for operators: Sequential and others have items."""
-        return self._here()
-
     def _here(self) -> nn.Module:
         context = get_replica_context()
         if context is None:
             return self._copies[0]
-        self._check_owner(context)
-        return self._copies[context.local_replica]
-
-    def _check_owner(self, context: ReplicaContext) -> None:
         if context.strategy is not self._owner:
             raise UsageError(
                 "this module was mirrored by another strategy than the one that runs this replica; "
                 "mirror it with the strategy whose run() calls it"
             )
+        return self._copies[context.local_replica]
 
     def _outside(self, method: str) -> None:
         if get_replica_context() is not None:
@@ -506,23 +440,19 @@ class MirroredModule(nn.Module):
             for leader in (group[0] for group in self._groups[1:]):
                 for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
                     other.copy_(mine)
-            for buffers in self._buffer_copies():
-                for buffer in buffers[1:]:
-                    buffer.copy_(buffers[0])
+            for first, *rest in self._buffer_averages.buffers:
+                for buffer in rest:
+                    buffer.copy_(first)
             self._buffer_averages.note_equal()
-        self._outside_changes.note()
-
-    def _buffer_copies(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        return zip(*(duplicate.buffers() for duplicate in self._copies), strict=True)
+        self.propagation.note()
 
     def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self.propagation.follow()
         with torch.no_grad():
-            self._outside_changes.spread()
-            copies, means = list(self._buffer_copies()), self._buffer_averages.read()
-            for buffers, mean in zip(copies, means, strict=True):
-                self._outside_changes.note_read(mean, buffers)
-            return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
+            copies, means = self._buffer_averages.buffers, self._buffer_averages.read()
+        for buffers, mean in zip(copies, means, strict=True):
+            self.propagation.note_read(mean, buffers)
+        return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
 
     def _averages(self) -> dict[int, torch.Tensor]:
         return {id(buffer): mean for buffer, mean in self._averaged_pairs()}
@@ -536,13 +466,11 @@ def mirror_module(
     module: nn.Module,
     devices: Sequence[LogicalDevice],
     workers: Communicator,
+    partition: PartitionPolicy,
+    peers: Callable[[], Iterable[Propagation]] = tuple,
     *,
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
-    pipeline: Pipelined | None = None,
-    is_part: bool = False,
-    shards_weights: bool = False,
-    peers: Callable[[], Iterable[Propagation]] = tuple,
 ) -> MirroredModule:
     """Makes a copy of ``module`` for each device. The first is ``module`` itself, moved to its device in place.
 
@@ -551,19 +479,42 @@ def mirror_module(
         module: the user's module.
         devices: the devices of the local replicas.
         workers: all workers; they get the chief's weights.
+        partition: which part of the model this worker holds.
+        peers: returns the propagations of all modules of the owner, which may have submodules in common.
         sync_batchnorm: batch norms take their statistics from the global batch; torch.nn.SyncBatchNorm always does.
         memory_format: "auto" is channels_last if there are 2-d convolutions; "preserve" leaves the weights as they are.
-        pipeline: runs a step through the module, where it is a stage that cannot be called by itself.
-        is_part: whether other workers hold other parts of the model.
-        shards_weights: whether each of ``workers`` has its own shard of the weights.
-        peers: returns the propagations of all modules of the owner, so that modules that share a layer still share it.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
         ConfigError: no such memory format; a module on the meta device.
         ClusterError: another worker has another module.
     """
-    _refuse_mirrored_parts(module)
+    _check_can_be_mirrored(module)
+    # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
+    convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
+    layout = _layout(module, memory_format)
+    with allocating_on(devices[0]):
+        _place(module, devices[0], layout)
+    if not workers.is_single and not partition.shards_weights:
+        check_agreement(workers, "the model", signature(module))
+        with torch.no_grad():
+            workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
+    watch_plain_steps()
+    copyings = Copyings(module, [device.torch_device for device in devices], storage_groups(devices), peers())
+    copies = [module]
+    for replica, device in enumerate(devices[1:], start=1):
+        with allocating_on(device):
+            copies.append(copyings[replica].of(module, type(module).__name__))
+    return MirroredModule(owner, copies, devices, workers, partition, peers, sync_batchnorm=sync_batchnorm)
+
+
+def _check_can_be_mirrored(module: nn.Module) -> None:
+    for name, part in (child for each in module.modules() for child in each._modules.items()):
+        if isinstance(part, MirroredModule):
+            raise UsageError(
+                f"{type(module).__name__} has a mirrored module in it, as {name!r}; put the plain module there "
+                "(mirrored.module), of which each replica has one copy, however many mirrored modules it is in"
+            )
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
@@ -571,71 +522,6 @@ def mirror_module(
             f"{type(module).__name__} is on the meta device and has no numbers yet; ls.ParallelStrategy gives such a "
             'model its first ones, for any other make it outside torch.device("meta")'
         )
-    # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
-    convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
-    layout = _layout(module, memory_format)
-    with allocating_on(devices[0]):
-        _place(module, devices[0], layout)
-    if not workers.is_single and not shards_weights:
-        check_agreement(workers, "the model", signature(module))
-        with torch.no_grad():
-            workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
-    watch_plain_steps()
-    groups = storage_groups(devices)
-    copies = _copies(module, devices, groups, peers)
-    return MirroredModule(
-        owner,
-        copies,
-        groups,
-        workers,
-        Propagation(
-            copies,
-            [device.torch_device for device in devices],
-            groups,
-            peers,
-            alone=len(copies) == 1 and (workers.is_single or is_part or shards_weights),
-        ),
-        pipeline,
-        is_part=is_part,
-        shards_weights=shards_weights,
-        sync_batchnorm=sync_batchnorm,
-    )
-
-
-def _copies(
-    module: nn.Module,
-    devices: Sequence[LogicalDevice],
-    groups: Sequence[Sequence[int]],
-    peers: Callable[[], Iterable[Propagation]],
-) -> list[nn.Module]:
-    source = {member: group[0] for group in groups for member in group}
-    copyings: dict[int, Copying] = {}
-    copies = [module]
-    for replica, device in enumerate(devices[1:], start=1):
-        leader = source[replica]
-        known: dict[int, Any] = {}
-        for peer in peers():
-            peer.fill(replica, known)
-        copying = copyings[replica] = Copying(
-            home_of(module),
-            device.torch_device,
-            alias=leader != replica,
-            leader=copyings.get(leader),
-            known=known,
-        )
-        with allocating_on(device):
-            copies.append(copying.of(module, type(module).__name__))
-    return copies
-
-
-def _refuse_mirrored_parts(module: nn.Module) -> None:
-    children = (child for part in module.modules() for child in part._modules.items())
-    for name, part in children:
-        if isinstance(part, MirroredModule):
-            raise UsageError(
-                f"{type(module).__name__} has a mirrored module in it, as {name!r}; put the plain module there "
-                "(mirrored.module), of which each replica has one copy, however many mirrored modules it is in"
-            )
 
 
 def signature(module: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Refuses what would count several times in a step: a plain optimizer's step, and settings of parameter groups.
+"""Refuses what would count several times in a step: the step of a plain optimizer, and changes of its settings.
 
 All local replicas share one optimizer, so a scheduler that is stepped in each of them would count once for each.
 """
@@ -16,15 +16,12 @@ from lockstep.errors import UsageError
 from lockstep.replicas.context import get_replica_context
 
 IN_LOCKSTEP = "_lockstep_part"
-"""The mark of an optimizer that a mirrored one steps itself, a slice of the user's."""
+"""An attribute of the slices of the user's optimizer, which a mirrored one steps."""
+_PLAIN = (int, float, str, bool, tuple, type(None))
 
 
 def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
-    """The hook.
-
-    Raises:
-        UsageError: a replica, one of several, steps an optimizer over mirrored parameters that is not mirrored.
-    """
+    """Raises UsageError if one of several replicas steps an optimizer over mirrored parameters that is not mirrored."""
     context = get_replica_context()
     if context is None or context.num_replicas_in_sync == 1 or IN_LOCKSTEP in optimizer.__dict__:
         return
@@ -38,15 +35,12 @@ def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
 
 @functools.cache
 def watch_plain_steps() -> None:
-    """Registers the hook, process-wide and once."""
+    """Has every step of a torch optimizer checked, process-wide; registered once."""
     register_optimizer_step_pre_hook(refuse_plain_step)
 
 
-_PLAIN = (int, float, str, bool, tuple, type(None))
-
-
 def plain_settings(optimizer: Optimizer) -> list[str]:
-    """What is alike in equal optimizers: a line for the kind, and one per group of parameters."""
+    """What equal optimizers have in common: a line for the kind, and one for each group of parameters."""
     groups = [
         ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if isinstance(value, _PLAIN))
         + f", {len(group['params'])} parameters"
@@ -56,14 +50,14 @@ def plain_settings(optimizer: Optimizer) -> list[str]:
 
 
 def guard_groups(optimizer: Optimizer) -> None:
-    """Refuses from now on what sets a hyperparameter in a replica, one of several of this process. Idempotent."""
+    """Refuses from now on that one of several replicas of this process sets a hyperparameter. Idempotent."""
     groups = optimizer.param_groups
     for at, group in enumerate(groups):
         if type(group) is dict:
             groups[at] = _Group(group)
 
 
-def _outside(name: str) -> Callable[..., Any]:
+def _checked(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
     def change(self: _Group, *args: Any, **kwargs: Any) -> Any:
@@ -81,16 +75,16 @@ def _outside(name: str) -> Callable[..., Any]:
 
 
 class _Group(dict[str, Any]):
-    """One group; copied and pickled as the plain dict that it stands for."""
+    """A group of parameters; copied and pickled as a plain dict."""
 
-    __setitem__ = _outside("__setitem__")
-    __delitem__ = _outside("__delitem__")
-    __ior__ = _outside("__ior__")
-    update = _outside("update")
-    setdefault = _outside("setdefault")
-    pop = _outside("pop")
-    popitem = _outside("popitem")
-    clear = _outside("clear")
+    __setitem__ = _checked("__setitem__")
+    __delitem__ = _checked("__delitem__")
+    __ior__ = _checked("__ior__")
+    update = _checked("update")
+    setdefault = _checked("setdefault")
+    pop = _checked("pop")
+    popitem = _checked("popitem")
+    clear = _checked("clear")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())

@@ -11,41 +11,37 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep._torch_compat import DisableTorchFunction
-from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.local import Copies, GradientExchange
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
 from lockstep.mirroring.gradients.user import GivenSums, forget
 from lockstep.mirroring.optim.kernels import HeldState
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
+
 FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
+"""Returns, by the id of each parameter of a mirrored module, its copies."""
 MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
 """Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
-
 _SCALER = "torch.amp.grad_scaler"
 
 
-class Owner(Protocol):
-    """The part of a strategy that an optimizer needs."""
+def _on_plain(name: str) -> Callable[..., Any]:
+    def register(self: MirroredOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.plain, name)(*args, **kwargs)
 
-    @property
-    def devices(self) -> tuple[LogicalDevice, ...]:
-        """The devices of the local replicas."""
-
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), /) -> Any:
-        """Runs ``fn`` in every replica."""
-
-    def local_results(self, value: Any, /) -> tuple[Any, ...]:
-        """The values that ``run`` returned, one for each local replica."""
+    register.__doc__ = "Registers the hook on the plain optimizer, which the hook receives; a step hook runs once."
+    return register
 
 
 class MirroredOptimizer(Optimizer):
@@ -55,10 +51,11 @@ class MirroredOptimizer(Optimizer):
         owner: the strategy.
         optimizer: the plain optimizer over parameters of mirrored modules.
         groups: the replicas that share a storage of the weights.
-        find_copies: returns a mapping from the id of each parameter of a mirrored module to its copies.
+        find_copies: returns the copies of each parameter of a mirrored module.
         make_exchange: makes the exchange of gradients.
 
     Attributes:
+        plain: the user's own optimizer.
         sums_after_runs: whether gradients that a run leaves are summed after it, so that a program outside replicas
             sees those of one device. ``Model`` calls ``update`` itself and does not need it.
     """
@@ -67,7 +64,7 @@ class MirroredOptimizer(Optimizer):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Strategy,
         optimizer: Optimizer,
         groups: Sequence[Sequence[int]],
         find_copies: FindCopies,
@@ -77,7 +74,7 @@ class MirroredOptimizer(Optimizer):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its closure many times a step; choose a first-order optimizer")
         self._owner = owner
-        self._plain = optimizer
+        self.plain = optimizer
         self._groups = groups
         self._find_copies = find_copies
         self._make_exchange = make_exchange
@@ -92,34 +89,25 @@ class MirroredOptimizer(Optimizer):
         self._prepare()
 
     @property
-    def plain(self) -> Optimizer:
-        """The user's own optimizer."""
-        return self._plain
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The plain optimizer's groups. In a replica they are read-only.
-
-        Raises:
-            UsageError: a GradScaler uses them in one of several replicas, which would all unscale.
-        """
+        """The plain optimizer's groups. In a replica they are read-only, and a GradScaler must not use them."""
         if get_replica_context() is not None and len(self._owner.devices) > 1 and _asked_by(_SCALER):
             raise UsageError(
                 "a GradScaler must unscale and step once for all replicas, and not in each; in the step keep "
                 "scaler.scale(loss).backward() and call optimizer.sum_gradients(), and after strategy.run "
                 "scaler.step(optimizer), scaler.update() and optimizer.zero_grad()"
             )
-        return self._plain.param_groups
+        return self.plain.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The plain optimizer's state; with ZeRO-1, that of this worker's pieces of the parameters."""
-        return self._plain.state
+        return self.plain.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The plain optimizer's defaults."""
-        return self._plain.defaults
+        return self.plain.defaults
 
     @property
     def times(self) -> tuple[UpdateTimes | None, ...]:
@@ -130,11 +118,8 @@ class MirroredOptimizer(Optimizer):
         """Sums the gradients over all replicas and updates all copies of the weights. Every replica must call it.
 
         Afterwards replica 0's parameters have the summed gradients and the other replicas' have none, so that without
-        ``zero_grad`` further gradients are added as on one device.
-
-        It may also be called outside replicas, on every worker. It then uses the gradients that ``sum_gradients`` left
-        on the user's module, with any changes since; if ``sum_gradients`` was not called since the last step, it sums
-        the gradients first.
+        ``zero_grad`` further gradients are added as on one device. Outside replicas every worker must call it; it then
+        uses the gradients that ``sum_gradients`` left on the user's module, or sums them first.
 
         Args:
             closure: called in each replica first; its result is returned. Only in a replica.
@@ -146,8 +131,7 @@ class MirroredOptimizer(Optimizer):
         context = get_replica_context()
         if context is None:
             return self._step_outside(closure)
-        self._check_owner(context)
-        self._check_whole()
+        self._check(context)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -193,16 +177,15 @@ class MirroredOptimizer(Optimizer):
         if context is None:
             self._owner.run(self.sum_gradients)
             return
-        self._check_owner(context)
-        self._check_whole()
+        self._check(context)
         self._given.take_back(context.local_replica)
         self._update.sum(context)
         self._holds_sums = True
 
     def give_sums(self, context: ReplicaContext) -> None:
-        """Gives the parameters of the calling replica the summed gradients, for a step that reads them.
+        """Gives the calling replica the summed gradients, for a step that reads them; ``step`` then uses replica 0's.
 
-        Every replica must call it. It does nothing in a replica that has the sums. ``step`` then uses replica 0's.
+        Every replica must call it. It does nothing in a replica that has the sums.
         """
         replica = context.local_replica
         if not self._given.given_to(replica):
@@ -222,21 +205,15 @@ class MirroredOptimizer(Optimizer):
         return self._parameters
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
-        """Clips the summed gradients to a global norm of ``clip_norm``; returns the norm before.
+        """Clips the summed gradients to a global norm, which may be infinite; returns the norm before.
 
         It gives what ``torch.nn.utils.clip_grad_norm_`` gives after ``sum_gradients``, but runs in the replicas'
         threads, since OpenMP threads of the caller would keep the replicas' cores busy for some milliseconds. Call it
         outside replicas, on every worker.
-
-        Args:
-            clip_norm: the largest norm; infinity does not clip.
-
-        Raises:
-            UsageError: it was called in a replica.
         """
         if get_replica_context() is not None:
             raise UsageError("clip_sums affects all replicas; call it outside strategy.run, after sum_gradients")
-        norms = self._owner.run(self._clip, (clip_norm,))
+        norms = self._run_in_replicas(self._update.clip, clip_norm)
         norm: torch.Tensor = self._owner.local_results(norms)[0]
         return norm
 
@@ -250,10 +227,9 @@ class MirroredOptimizer(Optimizer):
     ) -> StepResult:
         """A step that divides the summed gradients by the summed count. Every replica must call it.
 
-        All gradients are None afterwards. A summed count of 0 skips the update.
-
-        On GPUs the host reads nothing if torch has a fused kernel for the optimizer. The numbers of the result are then
-        tensors, and an update with a non-finite total is skipped, and all later ones until ``reset_nonfinite``.
+        All gradients are None afterwards. A summed count of 0 skips the update. On GPUs the host reads nothing if torch
+        has a fused kernel for the optimizer. The numbers of the result are then tensors, and an update with a
+        non-finite total is skipped, and all later ones until ``reset_nonfinite``.
 
         Args:
             context: the context of the calling replica.
@@ -265,8 +241,7 @@ class MirroredOptimizer(Optimizer):
             NonFiniteLossError: the summed loss is NaN or infinite; no weight has changed. It is not raised if the total
                 of the result is a tensor, which the reader must check.
         """
-        self._check_owner(context)
-        self._check_whole()
+        self._check(context)
         self._given.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
@@ -279,19 +254,17 @@ class MirroredOptimizer(Optimizer):
     @property
     def of_storages(self) -> tuple[Optimizer, ...]:
         """The plain optimizer and its copies for other storages of the weights."""
-        return self._update.updaters.of_storages
+        return self._update.optimizers.of_storages
 
     @property
     def not_fused(self) -> str | None:
         """Why torch's fused kernels for GPUs are not used; None if they are."""
-        return self._update.updaters.not_fused
+        return self._update.optimizers.not_fused
 
     def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which backward passes of these local replicas send no gradients to other workers.
 
-        Args:
-            module: the user's module. If this optimizer has none of its parameters, the block has no effect.
-            replicas: the numbers of the local replicas.
+        It has no effect if this optimizer has no parameter of ``module``, the user's.
         """
         own = {id(copies[0]) for copies in self._parameters}
         steps = any(id(parameter) in own for parameter in module.parameters())
@@ -309,38 +282,29 @@ class MirroredOptimizer(Optimizer):
             self._held.discard(block)
 
     def sum_after_run(self) -> None:
-        """After a run: sums the gradients of the replicas, so that the user's module has those of one device.
+        """After a run of the only worker: sums the gradients, so that the user's module has those of one device.
 
-        A program outside replicas can then read, change or clear them, and later backward passes add to them. Called
-        where one worker has all replicas.
+        A program outside replicas can then read, change or clear them, and later backward passes add to them.
         """
         held, self._was_held = self._was_held, bool(self._held)
         replicas = range(len(self._owner.devices))
-        if (
-            held
-            or not self.sums_after_runs
-            or self._holds_sums
-            or self._lost
-            or all(map(self._given.given_to, replicas))
-        ):
+        if held or self._sums_elsewhere() or all(map(self._given.given_to, replicas)):
             return
         if any(copy.grad is not None for copies in self._parameters for copy in copies[1:]):
             for replica in replicas:  # one that had no backward pass since may still have sums of before
                 self._given.take_back(replica)
-            self._owner.run(self._sum)
+            self._run_in_replicas(self._update.sum)
             self._summed_after_run = True
 
     def note_left(self) -> None:
         """After a run with several workers: notes which gradients this worker's replicas have."""
-        summed = not self.sums_after_runs or self._holds_sums or self._lost
-        self._left = None if summed or self._given.given_to(0) else self.gradient_marks()
+        self._left = None if self._sums_elsewhere() or self._given.given_to(0) else self.gradient_marks()
+
+    def _sums_elsewhere(self) -> bool:
+        return not self.sums_after_runs or self._holds_sums or bool(self._lost)
 
     def check_left(self) -> None:
-        """Before the next run: checks that the gradients of the last one were not changed.
-
-        Raises:
-            UsageError: they were changed and not cleared.
-        """
+        """Before the next run: raises UsageError if the gradients of the last one were changed and not cleared."""
         left, self._left = self._left, None
         if left is None or self.gradient_marks() in (left, None):
             return
@@ -352,16 +316,13 @@ class MirroredOptimizer(Optimizer):
                 "changed, and optimizer.zero_grad() to clear those of all replicas"
             )
 
-    def _sum(self) -> None:
-        context = get_replica_context()
-        if context is not None:
-            self._update.sum(context)
+    def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
+        return self._owner.run(_in_replica, (half, *args))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current replica; outside replicas, of all."""
         context = get_replica_context()
-        # Otherwise the replica's function mode sees every access to ".grad".
-        with DisableTorchFunction():
+        with DisableTorchFunction():  # otherwise the replica's function mode sees every access to ".grad"
             for copies in self._parameters:
                 for parameter in copies if context is None else [copies[context.local_replica]]:
                     if set_to_none or parameter.grad is None:
@@ -389,11 +350,7 @@ class MirroredOptimizer(Optimizer):
         return [(id(each), each._version) for each in gradients if each is not None]
 
     def run_failed(self, before: list[tuple[int, int]] | None) -> None:
-        """After a failed run: clears the gradients that replicas have added. Outside replicas only.
-
-        Args:
-            before: the ``gradient_marks`` before the run.
-        """
+        """After a failed run: clears the gradients that replicas have added since ``gradient_marks`` was ``before``."""
         if before is None or self.gradient_marks() != before:
             self.zero_grad()
             if before is not None:
@@ -404,78 +361,49 @@ class MirroredOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state. With ZeRO-1 it is gathered, and all workers must call it."""
-        with self._update.updaters.whole_state():
-            return self._plain.state_dict()
+        with self._update.optimizers.whole_state():
+            return self.plain.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state into the plain optimizer and its copies. With ZeRO-1 each worker keeps its pieces.
-
-        Raises:
-            UsageError: it was called in a replica.
-        """
+        """Loads a state into the plain optimizer and its copies. Outside replicas only."""
         if get_replica_context() is not None:
             raise UsageError("load_state_dict affects all replicas; call it outside strategy.run")
-        self._plain.load_state_dict(dict(state_dict))
-        self._update.updaters.reset()
+        self.plain.load_state_dict(dict(state_dict))
+        self._update.optimizers.reset()
 
     def held_state(self) -> list[HeldState]:
         """The state that this worker keeps: of whole parameters, or of its pieces."""
-        return self._update.updaters.held()
+        return self._update.optimizers.held()
 
     def take_held_state(self, held: Sequence[HeldState]) -> None:
         """Sets the state that ``held_state`` returned to other values."""
-        self._update.updaters.take_held(held)
+        self._update.optimizers.take_held(held)
 
     def align_copies(self) -> None:
         """Copies the plain optimizer's state, which was changed by hand, to the other storages."""
-        self._update.updaters.reset()
+        self._update.optimizers.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of a mirrored module to the plain optimizer.
-
-        Raises:
-            UsageError: its parameters belong to no mirrored module; the optimizer is unchanged.
-        """
-        self._update.updaters.join()
-        self._plain.add_param_group(param_group)
+        """Adds a group of parameters of a mirrored module to the plain optimizer."""
+        self._update.optimizers.join()
+        self.plain.add_param_group(param_group)
         try:
             self._prepare()
         except UsageError:
-            del self._plain.param_groups[-1]
+            del self.plain.param_groups[-1]
             self._prepare()
             raise
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers the hook on the plain optimizer, which the hook receives."""
-        return self._plain.register_load_state_dict_post_hook(hook, prepend)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Registers the hook on the plain optimizer; it runs once for each update."""
-        return self._plain.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Registers the hook on the plain optimizer; it runs once for each update."""
-        return self._plain.register_step_post_hook(hook)
+    register_state_dict_pre_hook = _on_plain("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _on_plain("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _on_plain("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _on_plain("register_load_state_dict_post_hook")
+    register_step_pre_hook = _on_plain("register_step_pre_hook")
+    register_step_post_hook = _on_plain("register_step_post_hook")
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the plain optimizer. Its methods affect all storages of the weights.
-
-        Raises:
-            UsageError: such a method was called in one of several replicas.
-        """
-        plain = self.__dict__.get("_plain")
+        """Attributes of the plain optimizer. Its methods affect all storages of the weights."""
+        plain = self.__dict__.get("plain")
         if plain is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(plain, name)
@@ -484,13 +412,13 @@ class MirroredOptimizer(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets attributes that only the plain optimizer has on it."""
         own = self.__dict__
-        if "_update" in own and name not in own and name in vars(self._plain) and not hasattr(type(self), name):
-            setattr(self._plain, name, value)
+        if "_update" in own and name not in own and name in vars(self.plain) and not hasattr(type(self), name):
+            setattr(self.plain, name, value)
         else:
             object.__setattr__(self, name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._plain)})
+        return sorted({*object.__dir__(self), *dir(self.plain)})
 
     def __getstate__(self) -> NoReturn:
         raise UsageError(
@@ -498,14 +426,14 @@ class MirroredOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"MirroredOptimizer({self._plain!r})"
+        return f"MirroredOptimizer({self.plain!r})"
 
     def _prepare(self) -> None:
-        guard_groups(self._plain)
+        guard_groups(self.plain)
         # Parameters of a layer that the user has replaced stay, as they do in a plain optimizer.
         mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
         found: list[Sequence[nn.Parameter]] = []
-        for group in self._plain.param_groups:
+        for group in self.plain.param_groups:
             for parameter in group["params"]:
                 copies = mirrored.get(id(parameter))
                 if copies is None:
@@ -519,7 +447,7 @@ class MirroredOptimizer(Optimizer):
         exchange = self._make_exchange(self._parameters, self._groups)
         self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
         self._update = LockstepUpdate(
-            self._plain,
+            self.plain,
             self._parameters,
             self._groups,
             exchange,
@@ -538,47 +466,35 @@ class MirroredOptimizer(Optimizer):
             self._holds_sums = True
             for replica in replicas:
                 self._given.take_back(replica, all_but_first=True)
-        if self._holds_sums:
-            self._check_only_sums()
-        else:
+        if not self._holds_sums:
             self.sum_gradients()
-        self._owner.run(self._apply)
-        self._holds_sums = False
-
-    def _apply(self) -> None:
-        context = get_replica_context()
-        if context is not None:
-            self._update.apply(context)
-
-    def _clip(self, clip_norm: float) -> torch.Tensor | None:
-        context = get_replica_context()
-        return None if context is None else self._update.clip(context, clip_norm)
-
-    def _check_only_sums(self) -> None:
-        if any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):
+        elif any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):
             raise UsageError(
                 "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "
                 "before the next backward pass"
             )
+        self._run_in_replicas(self._update.apply)
+        self._holds_sums = False
 
     def _check_whole(self) -> None:
         if self._lost:
             raise UsageError(self._lost)
 
-    def _check_owner(self, context: ReplicaContext) -> None:
+    def _check(self, context: ReplicaContext) -> None:
         if context.strategy is not self._owner:
             raise UsageError(
                 "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
             )
+        self._check_whole()
+
+
+def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
+    """Called in a replica."""
+    return half(get_replica_context(), *args)
 
 
 class _OfAllStorages:
-    """A method of the plain optimizer, such as schedule-free's ``train()`` and ``eval()``.
-
-    Args:
-        mirrored: the mirrored optimizer.
-        method: the method of the plain optimizer.
-    """
+    """A method of the plain optimizer, such as schedule-free's ``train()`` and ``eval()``."""
 
     def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
         self._mirrored = mirrored
@@ -586,10 +502,11 @@ class _OfAllStorages:
         functools.update_wrapper(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if get_replica_context() is not None and len(self._mirrored._owner.devices) > 1:
+        replicas = len(self._mirrored._owner.devices)
+        if get_replica_context() is not None and replicas > 1:
             raise UsageError(
-                f"{self._method.__qualname__} affects all replicas and was called in one of "
-                f"{len(self._mirrored._owner.devices)}; call it outside strategy.run"
+                f"{self._method.__qualname__} affects all replicas and was called in one of {replicas}; call it "
+                "outside strategy.run"
             )
         result = self._method(*args, **kwargs)
         if len(self._mirrored.of_storages) > 1:

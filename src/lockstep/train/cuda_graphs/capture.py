@@ -25,8 +25,7 @@ from lockstep._torch_compat import DisableTorchFunction, foreach_copy_, tree_lea
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import is_plain
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.device.cuda import DeviceGraph
-from lockstep.replicas.device.driver import DeviceDriver
+from lockstep.replicas.device.driver import DeviceDriver, DeviceGraph
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards

@@ -123,7 +123,7 @@ class GraphedSteps:
         try:
             kind = self._kind(batch, due, entering)
             if self._alike_in == epoch and (captured := self._captured(kind, self._capture, batch, due)) is not None:
-                self._setup.module.outside_changes.note_replay()
+                self._setup.module.propagation.note_replay()
                 return self._complete(captured.replay(batch, entering))
         except NotCapturableError as reason:
             self._give_up(reason)
