@@ -133,14 +133,14 @@ def test_after_an_error_in_the_block_the_write_is_finished(manager: CheckpointMa
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_removing_all_removes_the_folder(manager: CheckpointManager, tmp_path: Path):
+def test_removing_the_own_checkpoints_removes_the_empty_folder(manager: CheckpointManager, tmp_path: Path):
     manager.save(1)
     (tmp_path / "mine").touch()
-    manager.remove_all()
+    manager.remove_own(with_folder=True)
     assert names(tmp_path) == ["mine"]
 
     (tmp_path / "mine").unlink()
-    manager.remove_all()
+    manager.remove_own(with_folder=True)
     assert not tmp_path.exists()
 
 

@@ -174,11 +174,6 @@ class CheckpointManager:
         """Waits as ``wait`` does, at the end. Every worker must call it."""
         self.wait()
 
-    def remove_all(self) -> None:
-        """Removes all checkpoints, and the folder if it is then empty. Every worker must call it."""
-        self.wait()
-        run_on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
-
     def remove_own(self, *, with_folder: bool) -> None:
         """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
 
