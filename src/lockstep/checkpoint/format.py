@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from lockstep.atomic_files import atomic_folder
-from lockstep.checkpoint.weights import contiguous_tensors, read_weights
+from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
@@ -127,11 +127,14 @@ def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     Of these, modules get no weights, and in the states of others a ``TensorRef`` stands for each tensor. Raises
     CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
+    # Imported here: it takes 0.7 s, which a program that reads nothing need not wait.
+    from lockstep.checkpoint.sharded_io import TensorReader
+
     document = _read_document(path)
     files: dict[str, str] = document["weights"]
     try:
         tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in unread))
-        weights = {name: _read_module(path / file) for name, file in files.items() if name not in unread}
+        weights = {name: TensorReader(path / file).read_all() for name, file in files.items() if name not in unread}
         states: dict[str, Any] = unflatten(document["state"], tensors)
     except (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError) as error:
         raise damaged(path, str(error)) from error
@@ -189,14 +192,6 @@ def _read_state(folder: Path, unread: tuple[str, ...]) -> dict[str, Any]:
     reader = TensorReader(folder)
     left = [key for key in reader.tensors if key.startswith(unread)]
     return {**reader.read_all(without=left), **{key: TensorRef(key) for key in left}}
-
-
-def _read_module(path: Path) -> dict[str, torch.Tensor]:
-    if not path.is_dir():
-        return read_weights(path)
-    from lockstep.checkpoint.sharded_io import TensorReader
-
-    return TensorReader(path).read_all()
 
 
 def _record(document: Mapping[str, Any]) -> CheckpointRecord:

@@ -147,8 +147,7 @@ def _check_sendable(node: Any) -> None:
     elif type(node) not in _SENDABLE and not is_plain(node):
         raise DataError(
             "a worker has no batch, and the structure of the other workers' batches cannot be sent to it: it has a "
-            f"{type(node).__name__}; make batches of tuples, lists and dicts with dense tensors, numbers and strings, "
-            "or give every worker data"
+            f"{type(node).__name__}; make batches of tuples, lists and dicts with dense tensors, numbers and strings"
         )
 
 
@@ -181,8 +180,7 @@ def _check_equal(lengths: Sequence[Sequence[float]], names: Sequence[str]) -> No
             if value != values[0]:
                 raise ClusterError(
                     f"the workers' data differ: {name} has {_shown(value)} {unit}, {names[0]} has {_shown(values[0])}; "
-                    'give every worker the same data, or distribute it with shard="file" or "off" where each has its '
-                    "own"
+                    'give every worker the same data, or distribute its own with shard="file" or "off"'
                 )
 
 

@@ -316,8 +316,7 @@ def _claim_store(store: Store, spec: ClusterSpec) -> None:
         store.set(REFUSED_KEY, f"{this_process()}, of {own}")
         raise ClusterError(
             f"{spec.name(spec.index)} belongs to {own}, but the store at {spec.workers[0]} belongs to "
-            f"{_describe_job(**owner)}. Give all workers of a job the same cluster and job id, and every job its own "
-            "port"
+            f"{_describe_job(**owner)}. Give all workers of a job the same cluster and job id, and each job its port"
         )
 
 
