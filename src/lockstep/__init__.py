@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import InputContext
     from lockstep.data.sharding import has_rows
     from lockstep.replicas.context import ReplicaContext, get_replica_context
-    from lockstep.strategies.base import Strategy, get_strategy
+    from lockstep.strategies.base import Strategy, get_strategy, has_strategy, in_cross_replica_context
     from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
     from lockstep.strategies.parallel import ParallelStrategy
-    from lockstep.strategies.scope import has_strategy, in_cross_replica_context
     from lockstep.train import History, Model, callbacks
     from lockstep.train.callbacks import (
         BackupAndRestore,
@@ -89,12 +88,11 @@ _WHERE = {
     "lockstep.data.dataset": ("InputContext",),
     "lockstep.data.sharding": ("has_rows",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
-    "lockstep.strategies.base": ("Strategy", "get_strategy"),
+    "lockstep.strategies.base": ("Strategy", "get_strategy", "has_strategy", "in_cross_replica_context"),
     "lockstep.strategies.losses": ("compute_average_loss", "scale_regularization_loss"),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "lockstep.strategies.parallel": ("ParallelStrategy",),
-    "lockstep.strategies.scope": ("has_strategy", "in_cross_replica_context"),
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
         "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "ModelCheckpoint",

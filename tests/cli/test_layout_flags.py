@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from lockstep.cli.train import TrainingFlags
+from lockstep.cli.train import TrainMlm
 from lockstep.cli.training_flags import MeshFlags, mesh_table
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import MeshLayout
+from lockstep.recipes.mlm.config import MlmConfig
 
 
 def test_without_a_degree_nothing_is_divided():
@@ -74,9 +73,7 @@ def test_pipelines_that_cannot_run_are_refused(flags: MeshFlags, said: str):
 
 def test_devices_and_a_grid_do_not_go_together():
     with pytest.raises(ConfigError, match=r"--devices cpu:2 divides .*--pipeline 2 --tensor 2 gives .* leave one"):
-        TrainingFlags(
-            devices="cpu:2", output=Path(), check_exact=False, quiet=False, grid=MeshFlags(pipeline=2, tensor=2)
-        )
+        TrainMlm(devices="cpu:2", config=MlmConfig(), mesh=MeshFlags(pipeline=2, tensor=2))
 
 
 def test_the_table_has_a_row_for_each_replica():

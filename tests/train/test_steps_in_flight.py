@@ -10,8 +10,7 @@ from tests.stand_in import stand_in_gpus
 
 from lockstep.errors import NonFiniteLossError
 from lockstep.replicas.device.driver import AsyncScalars
-from lockstep.train.logs import RunningLoss
-from lockstep.train.loop import MOST_AHEAD, StepsInFlight, naming_step
+from lockstep.train.logs import MOST_AHEAD, RunningLoss, StepsInFlight, naming_step
 
 
 def test_steps_are_heard_of_in_order_and_two_late_at_the_most():

@@ -80,23 +80,14 @@ LOCKSTEP = Choices()
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The input of a search.
+    """The input of a search."""
 
-    Args:
-        shape: the model.
-        devices: number of devices.
-        device: their kind.
-        network: how they are connected.
-        batch: sequences in the global batch.
-        software: assumptions about the training program.
-    """
-
-    shape: ModelShape
-    devices: int
-    device: DeviceKind
-    network: Network
-    batch: int
-    software: Software = field(default_factory=Software)
+    shape: ModelShape  # the model
+    devices: int  # number of devices
+    device: DeviceKind  # their kind
+    network: Network  # how they are connected
+    batch: int  # sequences in the global batch
+    software: Software = field(default_factory=Software)  # assumptions about the training program
 
     def __post_init__(self) -> None:
         for name in ("devices", "batch"):

@@ -18,18 +18,12 @@ class SavedActivations:
 
     The defaults are those of fused programs (Megatron-LM's, by Korthikanti et al. 2022). A norm or an activation that
     is written as several operations saves more.
-
-    Args:
-        norms: hidden vectors that norms save, in the format of the residual stream.
-        projections: products that take a norm's output; under autocast each saves its own cast copy.
-        inner: feed-forward vectors.
-        masks: bytes of dropout masks per value of a hidden vector.
     """
 
-    norms: int = 2
-    projections: int = 2
-    inner: int = 2
-    masks: int = 2
+    norms: int = 2  # hidden vectors that norms save, in the format of the residual stream
+    projections: int = 2  # products that take a norm's output; under autocast each saves its own cast copy
+    inner: int = 2  # feed-forward vectors
+    masks: int = 2  # bytes of dropout masks per value of a hidden vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +192,7 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
 
 
 def known_shape(name: str) -> ModelShape:
-    """The model called ``name``, in any case, with or without an owner before it.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """The model called ``name``, in any case, with or without an owner before it; raises ConfigError if unknown."""
     short = name.rpartition("/")[2].lower().removesuffix("-uncased").removesuffix("-cased").removesuffix("-hf")
     if short not in KNOWN_SHAPES:
         raise ConfigError(

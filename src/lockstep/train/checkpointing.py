@@ -26,8 +26,8 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
+from lockstep.train.fit import TrainLoop
 from lockstep.train.logs import EpochTiming, History, RunningLoss
-from lockstep.train.loop import TrainLoop
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class TrainingState(StateAdapter):
         model: the model that is trained.
 
     Attributes:
-        position: where the training is.
         run: an identifier of this training, restored with its checkpoints.
     """
 
@@ -69,8 +68,7 @@ class TrainingState(StateAdapter):
 
     @property
     def _model(self) -> Model:
-        model = self._weak_model()
-        if model is None:
+        if (model := self._weak_model()) is None:
             raise UsageError("the Model of this state no longer exists; keep it as long as its checkpoints are in use")
         return model
 
@@ -100,17 +98,11 @@ class TrainingState(StateAdapter):
             self._position, self._fit = self.position, None
 
     def state(self) -> AdapterState:
-        """All of the state.
-
-        Raises:
-            UsageError: called in the middle of an accumulation cycle, whose gradients a checkpoint cannot hold.
-            NonFiniteLossError: of a step that a GPU was still computing.
-        """
         shared: dict[str, Any] = {
             "position": asdict(self.position),
             "run": self.run,
             "stopped": self._model.stop_training,
-            "history": _history_state(self._model.history),
+            "history": asdict(self._model.history),
         }
         if self._fit is None:
             return AdapterState(shared=shared)
@@ -129,11 +121,12 @@ class TrainingState(StateAdapter):
         """Any saved training fits: what a model has no use for is ignored."""
 
     def load(self, saved: SavedState) -> None:
-        """Restores the state. Loop, data and callbacks are restored during a fit only."""
+        """Loop, data and callbacks are restored during a fit only."""
         shared = saved.shared
         self.run = shared["run"]
         self._position = Position(**shared["position"])
-        self._model.history = _history(shared["history"])
+        history = shared["history"]
+        self._model.history = History(**{**history, "timing": [EpochTiming(**each) for each in history["timing"]]})
         if self._fit is None:
             return
         loop, data, callbacks = self._fit
@@ -147,25 +140,6 @@ class TrainingState(StateAdapter):
         load_states(loop.metrics.per_replica, saved.replicas, first=saved.first_replica, replicas=workers.num_replicas)
         callbacks.load_state_dict(shared["callbacks"])
         data.load_state_dict(saved.worker)
-
-
-def _history_state(history: History) -> dict[str, Any]:
-    return {
-        "history": {name: list(values) for name, values in history.history.items()},
-        "epoch": list(history.epoch),
-        "timing": [asdict(timing) for timing in history.timing],
-    }
-
-
-def _history(state: Mapping[str, Any]) -> History:
-    history = History()
-    history.history = {name: list(values) for name, values in state["history"].items()}
-    history.epoch = list(state["epoch"])
-    history.timing = [EpochTiming(**timing) for timing in state["timing"]]
-    return history
-
-
-_GROUP_BYTES = 32 * 2**20
 
 
 def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
@@ -194,18 +168,19 @@ def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.
 
 
 def _load_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads the weights of a sharded model: the chief reads group by group, and each worker takes its shards."""
+    """Loads the weights of a sharded model: the chief reads one tensor after another; each worker takes its shard."""
+    from lockstep.checkpoint.sharded_io import TensorShard
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
     part = sharded_module_of(module)
     described = part.described()
-    stored = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
-    for names in _grouped(described):
-        tensors = [torch.empty_like(described[name], device="cpu") for name in names]
-        run_on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
-        workers.broadcast("loaded weights", tensors)
-        for name, tensor in zip(names, tensors, strict=True):
-            part.take(name, tensor)
+    stored: Any = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
+    for name, like in described.items():
+        tensor = torch.empty_like(like, device="cpu")
+        shard = {name: TensorShard(tensor)}
+        run_on_chief(workers, "load the weights", lambda shard=shard: stored.read(shard))  # type: ignore[misc]
+        workers.broadcast("loaded weights", [tensor])
+        part.take(name, tensor)
 
 
 def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
@@ -223,27 +198,6 @@ def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
         ) from error
     check_fit(stored.tensors, described, path)
     return stored
-
-
-def _read(stored: TensorReader | None, names: list[str], into: list[Tensor]) -> None:
-    from lockstep.checkpoint.sharded_io import TensorShard
-
-    if stored is not None:
-        stored.read({name: TensorShard(tensor) for name, tensor in zip(names, into, strict=True)})
-
-
-def _grouped(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names in groups of at most ``_GROUP_BYTES``."""
-    names: list[str] = []
-    filled = 0
-    for name, tensor in described.items():
-        if names and filled + tensor.nbytes > _GROUP_BYTES:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += tensor.nbytes
-    if names:
-        yield names
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

@@ -134,13 +134,7 @@ class EnoughRecordedError(BaseException):
 
 
 class Recorder(Observer):
-    """Records the first strategy for which the program chose several devices.
-
-    Args:
-        run: on how many replicas, and with which interventions.
-        steps: number of updates to record.
-        send: called with each message, in order.
-    """
+    """Records the first strategy for which the program chose several devices; ``send`` gets each message, in order."""
 
     def __init__(self, run: RunConfig, *, steps: int, send: Callable[[Message], None]) -> None:
         self._run = run
