@@ -210,7 +210,9 @@ class BatchLayout:
         length = _leaf_rows(node)
         if length is not None:
             return _Interpretation(True) if length == rows else None
-        return _Interpretation(False) if _is_single(node) else None
+        numpy = sys.modules.get("numpy")
+        is_single = isinstance(node, (*SINGLE_VALUES, Tensor)) or (numpy and isinstance(node, numpy.generic))
+        return _Interpretation(False) if is_single else None
 
     def _interpret_sequence(self, node: Any, name: str, rows: int) -> _Interpretation | None:
         one_a_row = _Interpretation(True, {name: "rows"})
@@ -296,11 +298,6 @@ def _leaf_rows(leaf: Any) -> int | None:
         return rows_of(leaf)
     numpy = sys.modules.get("numpy")
     return len(leaf) if numpy and isinstance(leaf, numpy.ndarray) and leaf.ndim else None
-
-
-def _is_single(leaf: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return isinstance(leaf, (*SINGLE_VALUES, Tensor)) or (numpy is not None and isinstance(leaf, numpy.generic))
 
 
 def _all_text(node: Any) -> bool:

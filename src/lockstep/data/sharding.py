@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -232,13 +231,13 @@ def has_rows(batch: Any) -> bool:
 
 def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
     """``body``, one replica's part of a run, with a note on its errors if a tensor in ``view`` has no rows."""
-    return body if replicas == 1 else partial(_run, body, view, replicas)
 
+    def noted() -> Any:
+        try:
+            return body()
+        except Exception as error:
+            if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
+                error.add_note(_NOTE.format(replicas=replicas))
+            raise
 
-def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
-    try:
-        return body()
-    except Exception as error:
-        if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
-            error.add_note(_NOTE.format(replicas=replicas))
-        raise
+    return body if replicas == 1 else noted
