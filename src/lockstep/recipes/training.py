@@ -163,10 +163,8 @@ class LargestBatch:
 def largest_batch(task: Task, strategy: Strategy) -> LargestBatch:
     """Tries training steps, as ``Model.fit`` takes them, until it finds the largest global batch that fits in memory.
 
-    The search begins with the config's batch size; every row is as large as the largest of the data.
-
-    Raises:
-        DeviceMemoryError: not even one example per replica fits.
+    The search begins with the config's batch size; every row is as large as the largest of the data. It raises
+    DeviceMemoryError if not even one example per replica fits.
     """
     config, examples = task.config, task.train.num_rows
     model = compile_task(task, strategy)

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -74,7 +73,6 @@ class Precision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned."""
-        check_kind(state, dict[str, float], "the gradient scaler")
         self.scaler = torch.amp.GradScaler(self._device_type) if state else None
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))
