@@ -32,11 +32,9 @@ class Places:
     programs: Path  # folder of their programs
 
     def python(self, peer: Peer) -> Path:
-        """The interpreter of a peer's environment."""
         return self.environments / peer.name / "bin" / "python"
 
     def script(self, peer: Peer) -> Path:
-        """A peer's program."""
         return self.programs / f"train_{peer.name}.py"
 
 

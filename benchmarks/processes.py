@@ -49,7 +49,6 @@ class SpawnedBody(Launcher):
     preloaded: str = ""
 
     def launch(self, trial: Trial, folder: Path) -> RunningTrial:
-        """Starts ``trial.contender.processes`` processes."""
         return _SpawnedTrial(self, trial, folder)
 
 

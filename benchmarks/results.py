@@ -63,7 +63,6 @@ class Figures:
 
     @property
     def trained(self) -> int:
-        """Parameters that the optimizer changes."""
         return self.samples[0].trained
 
 

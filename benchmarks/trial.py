@@ -65,7 +65,6 @@ class Contender:
 
     @property
     def counted(self) -> bool:
-        """Whether it runs in every round."""
         return self.role != "check"
 
 
@@ -109,7 +108,6 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"contender {self.contender.name!r} on workload {self.workload.name!r}"
 
     @property

@@ -38,7 +38,6 @@ class SuiteOutcome:
 
     @property
     def text(self) -> str:
-        """One line."""
         counted = f"{self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped in {self.seconds:.0f} s"
         if not self.trouble:
             return counted

@@ -51,7 +51,6 @@ class Pace:
 
     @property
     def steps(self) -> int:
-        """All of them."""
         return self.warm_up + self.laps * self.lap_steps
 
     def ends_lap(self, step: int) -> bool:
@@ -69,7 +68,6 @@ class Setting:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors live."""
         return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:

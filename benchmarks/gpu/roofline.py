@@ -153,7 +153,6 @@ class Roofline:
 
     @property
     def ms(self) -> float:
-        """The larger of the two."""
         return max(self.compute_ms, self.traffic_ms)
 
 

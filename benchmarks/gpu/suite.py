@@ -103,11 +103,9 @@ class Planned:
 
     @property
     def key(self) -> tuple[str, str]:
-        """By which its outcome is found."""
         return self.workload.name, self.entrant.contender.name
 
     def absence(self, reason: str) -> Absence:
-        """That it did not run."""
         return Absence(workload=self.workload.name, contender=self.entrant.contender.name, reason=reason)
 
 

@@ -28,7 +28,6 @@ class Work:
 
     @property
     def trained(self) -> int:
-        """Parameters that an optimizer changes."""
         return sum(int(np.prod(variable.shape)) for variable in self.model.trainable_variables)
 
 

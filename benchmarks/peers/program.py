@@ -25,7 +25,7 @@ import numpy as np
 class Job:
     """What to do."""
 
-    workload: str  # its name
+    workload: str
     replicas: int  # among how many the global batch is divided
     warm_up: int  # steps before the timed ones
     steps: int  # timed steps

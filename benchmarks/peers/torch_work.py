@@ -30,7 +30,6 @@ class TorchWork:
 
     @property
     def trained(self) -> int:
-        """Parameters that an optimizer changes."""
         return trained_parameters(self.module)
 
 

@@ -75,7 +75,6 @@ class _Autocast(torch.nn.Module):
         self.inner = inner
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the module inside gives."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return self.inner(*inputs, **named)
 

@@ -45,7 +45,7 @@ _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")
 class LayoutWork:
     """The step that is measured: a GPT-2 whose weights outweigh the activations of its short sequences."""
 
-    layers: int = 8  # of the model
+    layers: int = 8
     hidden: int = 512  # width of a token's vector
     heads: int = 8  # attention heads
     vocabulary: int = 16384  # tokens that have an embedding
@@ -80,12 +80,10 @@ class MeasuredLayout:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
         return math.prod(self.asked.get(degree, 1) for degree in ("data", "pipeline", "tensor"))
 
     @property
     def name(self) -> str:
-        """What it is called."""
         return ", ".join(f"{name}={value}" for name, value in self.asked.items()) or "one worker"
 
     def planned(self, work: LayoutWork) -> Layout:
@@ -241,7 +239,7 @@ _MEANINGS = {
 class Row:
     """One layout, measured and expected."""
 
-    layout: MeasuredLayout  # which
+    layout: MeasuredLayout
     workers: tuple[WorkerMemory, ...]  # every worker's memory
     expected: Memory  # of the fullest
 

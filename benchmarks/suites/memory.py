@@ -84,7 +84,6 @@ class ReviewsWork:
 
     @property
     def title(self) -> str:
-        """For the report."""
         return (
             f"A training step of the reviews' classifier: {self.layers} layers of width {self.hidden}, "
             f"{self.vocabulary:,} tokens in its vocabulary, {self.rows} reviews of {self.tokens} tokens on "

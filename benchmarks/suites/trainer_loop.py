@@ -39,7 +39,7 @@ class ReviewsWork:
 
     config: ReviewsConfig  # the recipe's, with this contender's rows per device
     task: ReviewsTask  # model, rows, tokenizer
-    arguments: TrainingArguments  # of the Trainer
+    arguments: TrainingArguments
 
     @property
     def order(self) -> LengthGroupedSampler:

@@ -77,12 +77,10 @@ class WorkerSetup(LogsSpecs):
 
     @property
     def workers(self) -> int:
-        """Number of workers on this host."""
         return len(self._resources)
 
     @property
     def root_log_dir(self) -> str:
-        """The folder of the run."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -123,7 +121,6 @@ class ExitMonitor:
         return dict(self._ended_ns)
 
     def close(self) -> None:
-        """Ends the thread."""
         os.close(self._wake_write)
         self._thread.join()
         os.close(self._wake_read)

@@ -172,7 +172,6 @@ class Job:
             raise ConfigError(f"max_restarts={self.max_restarts} was given, expected 0 or more")
 
     def divide_this_host(self) -> Resources:
-        """The resources of each worker."""
         gpus = visible_gpus(os.environ, torch.cuda.device_count())
         return divide_host(
             os.environ,

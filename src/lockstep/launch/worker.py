@@ -35,13 +35,12 @@ GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
 class WorkerPaths:
     """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
 
-    folder: Path  # the folder of the files
+    folder: Path
     worker: int  # the worker's rank among the workers of all hosts
     attempt: int  # how often the workers had been restarted
 
     @property
     def log(self) -> Path:
-        """What the worker printed."""
         return self.file("log")
 
     @property
@@ -51,7 +50,6 @@ class WorkerPaths:
 
     @property
     def error(self) -> Path:
-        """The pickled exception."""
         return self.file("failure.pickle")
 
     @property
@@ -60,7 +58,6 @@ class WorkerPaths:
         return self.file("stacks.txt")
 
     def file(self, suffix: str) -> Path:
-        """The file with this suffix."""
         stem = f"worker-{self.worker}" if self.attempt == 0 else f"worker-{self.worker}.attempt-{self.attempt}"
         return self.folder / f"{stem}.{suffix}"
 

@@ -30,7 +30,7 @@ _BACKWARD = 2 / 3
 class Prediction:
     """The predicted step of a layout. The seconds add up to ``step_s``."""
 
-    layout: Layout  # the layout
+    layout: Layout
     memory: Memory  # memory of its fullest device
     compute_s: float  # computation of the slowest worker
     bubble_s: float  # time that it waits in the pipeline
@@ -43,7 +43,6 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s + self.data_s + self.update_s
 
     @property

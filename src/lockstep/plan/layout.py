@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from lockstep.errors import ConfigError
-from lockstep.plan.shapes import ModelShape, divisors, one_of
+from lockstep.plan.shapes import ModelShape, at_least_1, divisors, one_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"]
 CheckpointingName = Literal["none", "selective", "full"]
@@ -54,9 +54,7 @@ class Layout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipeline", "tensor", "microbatch_size", "microbatches", "stages_per_worker"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1")
+        at_least_1(self, "data", "pipeline", "tensor", "microbatch_size", "microbatches", "stages_per_worker")
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         given = f"stages_per_worker={self.stages_per_worker} was given with schedule={self.schedule!r}"
@@ -67,12 +65,10 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """(data, pipeline, tensor)."""
         return self.data, self.pipeline, self.tensor
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.data * self.pipeline * self.tensor
 
     @property

@@ -50,7 +50,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Peak memory."""
         backward = max(self.activations + self.beside_activations, self.backward_end)
         update = self.gradients + max(self.exchange, self.update)
         return self.weights + self.optimizer + self.buffers + max(backward, update)

@@ -117,7 +117,6 @@ class Hardware:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the devices are shares of the CPU."""
         return self.devices[0].kind == "CPU"
 
     @property

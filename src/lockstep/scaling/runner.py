@@ -223,7 +223,6 @@ class ScalingResult:
 
     @property
     def source(self) -> str:
-        """Where the data came from."""
         return self.samples[0].record.source
 
 

@@ -83,7 +83,6 @@ class PipelineSettings:
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
         return self.hidden // _HEAD
 
     def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
@@ -112,7 +111,7 @@ _RATE = 0.01
 class Sample:
     """What one trial gave."""
 
-    schedule: ScheduleName  # its name
+    schedule: ScheduleName
     round: int  # 0 for the first
     steps: tuple[PipelineTrace, ...]  # the timed steps, in seconds
 
@@ -181,8 +180,8 @@ def _model(settings: PipelineSettings) -> nn.Module:
 class Row:
     """A schedule over all its rounds."""
 
-    schedule: ScheduleName  # its name
-    stages_per_worker: int  # of the model
+    schedule: ScheduleName
+    stages_per_worker: int
     steps: int  # timed steps of all rounds
     step_ms: float  # from the first action to the last, median
     busy_ms: float  # of that, computing, on average over the workers, median
@@ -242,9 +241,9 @@ Progress = Callable[[Sample, int, int], None]
 class PipelineResult:
     """A run and how it was made."""
 
-    settings: PipelineSettings  # what was asked
+    settings: PipelineSettings
     date: str  # YYYY-MM-DD
-    machine: Machine  # where
+    machine: Machine
     command: str  # that makes the run again
     rows: tuple[Row, ...]  # one a schedule
     samples: tuple[Sample, ...]  # all of them

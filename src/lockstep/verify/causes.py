@@ -47,7 +47,7 @@ IsRounding = Callable[[Sequence[Difference]], bool]
 class Finding:
     """A cause that was found."""
 
-    cause: Cause  # its name
+    cause: Cause
     description: str  # what it is in this program
     tested: str  # how it was tested, with numbers
     advice: str  # what to change

@@ -139,7 +139,6 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """``amount / size``."""
         if self.amount == 0:
             return 0.0
         return self.amount / self.size if self.size > 0 else math.inf
@@ -171,7 +170,6 @@ class Tolerance:
         return max(self.relative * difference.size, NOISE_FACTOR * self.noise.get(difference.key, 0.0))
 
     def covers(self, difference: Difference) -> bool:
-        """Whether the difference may be rounding."""
         return difference.amount <= self.of(difference)
 
 
@@ -337,7 +335,6 @@ class Comparison:
 
     @property
     def differences(self) -> Iterator[Difference]:
-        """All differences, in order."""
         yield from self.initial
         for step in self.steps:
             yield from step.differences

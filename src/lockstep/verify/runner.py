@@ -67,7 +67,6 @@ class RunProcess:
         far.close()
 
     def receive(self) -> None:
-        """Receives one message."""
         try:
             message: Message = pickle.loads(self.connection.recv_bytes())
         except EOFError:

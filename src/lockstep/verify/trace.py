@@ -186,12 +186,10 @@ class ReplicaTrace:
         self._generator_state: Tensor | None = None
 
     def begin_run(self, number: int, arguments: Mapping[str, Tensor]) -> None:
-        """Records the shard of a run."""
         self._run, self._calls = number, 0
         self.current.arguments.update({(number, name): fingerprints(leaf) for name, leaf in arguments.items()})
 
     def record_call(self, module: str, inputs: Any, outputs: Any) -> None:
-        """Records a call of a mirrored module."""
         self._calls += 1
         for name, tensor in tensors_with_rows(inputs):
             self.current.inputs[self._run, self._calls, f"{module} input {name}"] = fingerprints(tensor)
