@@ -138,7 +138,7 @@ class ParallelStrategy(ThreadedStrategy):
         >>> import lockstep as ls
         >>> strategy = ls.ParallelStrategy()
         >>> strategy.grid
-        Grid(data=1, pipeline=1, tensor=1)
+        MeshLayout(data=1, pipeline=1, tensor=1)
     """
 
     def __init__(
