@@ -275,7 +275,7 @@ def _optimizer(optimizer: MirroredOptimizer) -> _Undo:
             parameters = group["params"]
             group.clear()
             group.update({"params": parameters, **_put_back(kept)})
-        optimizer.align_copies()
+        optimizer.storages.reset()
 
     return undo
 

@@ -154,7 +154,7 @@ class StorageOptimizers:
         return type(self.plain) in ELEMENTWISE and not any(hooks)
 
     @property
-    def of_storages(self) -> tuple[Optimizer, ...]:
+    def every(self) -> tuple[Optimizer, ...]:
         """The user's optimizer, and its copies for the other storages."""
         return tuple(self._by_leader.values())
 
@@ -189,7 +189,7 @@ class StorageOptimizers:
     def _choose_kernels(self, *, anew: bool = False) -> None:
         fused = self.not_fused is None
         if fused and (anew or not self._fused):  # fused kernels count steps on the device, others on the host
-            for optimizer in self.of_storages:
+            for optimizer in self.every:
                 for parameter, state in optimizer.state.items():
                     if isinstance(state.get("step"), torch.Tensor):
                         state["step"] = state["step"].to(parameter.device, torch.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +21,7 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
 from lockstep.mirroring.gradients.user import GivenSums, forget
-from lockstep.mirroring.optim.kernels import HeldState
+from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
 from lockstep.replicas.context import ReplicaContext, get_replica_context
@@ -29,8 +29,6 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
-FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
-"""Returns, by the id of each parameter of a mirrored module, its copies."""
 MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
 """Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
 _SCALER = "torch.amp.grad_scaler"
@@ -51,7 +49,7 @@ class MirroredOptimizer(Optimizer):
         owner: the strategy.
         optimizer: the plain optimizer over parameters of mirrored modules.
         groups: the replicas that share a storage of the weights.
-        find_copies: returns the copies of each parameter of a mirrored module.
+        find_copies: returns the copies of each parameter of a mirrored module, by the id of the user's.
         make_exchange: makes the exchange of gradients.
 
     Attributes:
@@ -67,7 +65,7 @@ class MirroredOptimizer(Optimizer):
         owner: Strategy,
         optimizer: Optimizer,
         groups: Sequence[Sequence[int]],
-        find_copies: FindCopies,
+        find_copies: Callable[[], Mapping[int, Copies]],
         make_exchange: MakeExchange,
     ) -> None:
         # Optimizer.__init__ is not called: all that it would set up is the plain optimizer's.
@@ -83,9 +81,9 @@ class MirroredOptimizer(Optimizer):
         self._summed_after_run = False
         self._held: set[object] = set()
         self._was_held = False
-        self._lost: str = ""
+        self._lost = False
         self._left: list[tuple[int, int]] | None = None
-        self._parameters: list[Sequence[nn.Parameter]] = []
+        self._parameters: list[Copies] = []
         self._prepare()
 
     @property
@@ -252,26 +250,20 @@ class MirroredOptimizer(Optimizer):
         self._update.skips.reset_nonfinite()
 
     @property
-    def of_storages(self) -> tuple[Optimizer, ...]:
+    def storages(self) -> StorageOptimizers:
         """The plain optimizer and its copies for other storages of the weights."""
-        return self._update.optimizers.of_storages
+        return self._update.optimizers
 
-    @property
-    def not_fused(self) -> str | None:
-        """Why torch's fused kernels for GPUs are not used; None if they are."""
-        return self._update.optimizers.not_fused
-
-    def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
-        """A block in which backward passes of these local replicas send no gradients to other workers.
+    @contextmanager
+    def held(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
+        """Inside the block backward passes of these local replicas send no gradients to other workers.
 
         It has no effect if this optimizer has no parameter of ``module``, the user's.
         """
         own = {id(copies[0]) for copies in self._parameters}
-        steps = any(id(parameter) in own for parameter in module.parameters())
-        return self._held_back(replicas) if steps else nullcontext()
-
-    @contextmanager
-    def _held_back(self, replicas: Sequence[int]) -> Iterator[None]:
+        if not any(id(parameter) in own for parameter in module.parameters()):
+            yield
+            return
         block = object()
         self._held.add(block)
         self._was_held = True
@@ -301,7 +293,7 @@ class MirroredOptimizer(Optimizer):
         self._left = None if self._sums_elsewhere() or self._given.given_to(0) else self.gradient_marks()
 
     def _sums_elsewhere(self) -> bool:
-        return not self.sums_after_runs or self._holds_sums or bool(self._lost)
+        return not self.sums_after_runs or self._holds_sums or self._lost
 
     def check_left(self) -> None:
         """Before the next run: raises UsageError if the gradients of the last one were changed and not cleared."""
@@ -336,7 +328,7 @@ class MirroredOptimizer(Optimizer):
         for replica in range(len(self._owner.devices)) if context is None else (context.local_replica,):
             self._given.forget(replica)
         self._holds_sums = self._summed_after_run = False
-        self._lost = ""
+        self._lost = False
         if context is None or context.local_replica == 0:
             with DisableTorchFunction():
                 forget(self._parameters)
@@ -353,15 +345,11 @@ class MirroredOptimizer(Optimizer):
         """After a failed run: clears the gradients that replicas have added since ``gradient_marks`` was ``before``."""
         if before is None or self.gradient_marks() != before:
             self.zero_grad()
-            if before is not None:
-                self._lost = (
-                    "a run failed while gradients of several runs were being added up, and they are lost; call "
-                    "optimizer.zero_grad() and begin the accumulation again"
-                )
+            self._lost = before is not None
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state. With ZeRO-1 it is gathered, and all workers must call it."""
-        with self._update.optimizers.whole_state():
+        with self.storages.whole_state():
             return self.plain.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -369,23 +357,11 @@ class MirroredOptimizer(Optimizer):
         if get_replica_context() is not None:
             raise UsageError("load_state_dict affects all replicas; call it outside strategy.run")
         self.plain.load_state_dict(dict(state_dict))
-        self._update.optimizers.reset()
-
-    def held_state(self) -> list[HeldState]:
-        """The state that this worker keeps: of whole parameters, or of its pieces."""
-        return self._update.optimizers.held()
-
-    def take_held_state(self, held: Sequence[HeldState]) -> None:
-        """Sets the state that ``held_state`` returned to other values."""
-        self._update.optimizers.take_held(held)
-
-    def align_copies(self) -> None:
-        """Copies the plain optimizer's state, which was changed by hand, to the other storages."""
-        self._update.optimizers.reset()
+        self.storages.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer."""
-        self._update.optimizers.join()
+        self.storages.join()
         self.plain.add_param_group(param_group)
         try:
             self._prepare()
@@ -432,27 +408,19 @@ class MirroredOptimizer(Optimizer):
         guard_groups(self.plain)
         # Parameters of a layer that the user has replaced stay, as they do in a plain optimizer.
         mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
-        found: list[Sequence[nn.Parameter]] = []
-        for group in self.plain.param_groups:
-            for parameter in group["params"]:
-                copies = mirrored.get(id(parameter))
-                if copies is None:
-                    raise UsageError(
-                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not "
-                        "mirrored; call strategy.mirror(module) first, keep what it returns, and give the optimizer "
-                        "that module's parameters"
-                    )
-                found.append(copies)
-        self._parameters = found
+        parameters = [parameter for group in self.plain.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if id(parameter) not in mirrored:
+                raise UsageError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not mirrored; "
+                    "call strategy.mirror(module) first, keep what it returns, and give the optimizer that module's "
+                    "parameters"
+                )
+        self._parameters = [mirrored[id(parameter)] for parameter in parameters]
         exchange = self._make_exchange(self._parameters, self._groups)
         self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
-        self._update = LockstepUpdate(
-            self.plain,
-            self._parameters,
-            self._groups,
-            exchange,
-            on_gpus=all(device.kind == "GPU" for device in self._owner.devices),
-        )
+        on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
+        self._update = LockstepUpdate(self.plain, self._parameters, self._groups, exchange, on_gpus=on_gpus)
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -478,7 +446,10 @@ class MirroredOptimizer(Optimizer):
 
     def _check_whole(self) -> None:
         if self._lost:
-            raise UsageError(self._lost)
+            raise UsageError(
+                "a run failed while gradients of several runs were being added up, and they are lost; call "
+                "optimizer.zero_grad() and begin the accumulation again"
+            )
 
     def _check(self, context: ReplicaContext) -> None:
         if context.strategy is not self._owner:
@@ -509,8 +480,8 @@ class _OfAllStorages:
                 "outside strategy.run"
             )
         result = self._method(*args, **kwargs)
-        if len(self._mirrored.of_storages) > 1:
-            self._mirrored.align_copies()
+        if len(self._mirrored.storages.every) > 1:
+            self._mirrored.storages.reset()
         return result
 
 

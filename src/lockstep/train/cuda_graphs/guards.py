@@ -121,7 +121,7 @@ class StepGuards:
     def _states_now(self) -> list[Any]:
         """The states of the optimizers of all storages; loading a state replaces all of them together."""
         optimizer = self._setup.optimizer
-        return [] if optimizer is None else [each.state for each in optimizer.of_storages]
+        return [] if optimizer is None else [each.state for each in optimizer.storages.every]
 
     def _addresses_now(self) -> list[int]:
         addresses = [tensor.data_ptr() for tensor in self._tensors]
