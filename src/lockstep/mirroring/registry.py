@@ -43,10 +43,8 @@ class MirroredObjects:
     """The mirrored modules, optimizers, metrics and variables of one strategy.
 
     They are held weakly: a mirrored module keeps its strategy alive, but the strategy does not keep the module alive.
-
-    Args:
-        make_exchange: makes the exchange of an optimizer's gradients, given its parameters' copies and storage groups.
-        partition: which part of a model this worker holds.
+    ``make_exchange`` makes the exchange of an optimizer's gradients, and ``partition`` says which part of a model this
+    worker holds.
     """
 
     def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
@@ -91,11 +89,7 @@ class MirroredObjects:
         sync_batchnorm: bool,
         memory_format: MemoryFormat,
     ) -> MirroredModule:
-        """Returns the mirrored module of ``module``; makes it if there is none.
-
-        Raises:
-            UsageError: it is mirrored by another strategy, or by this one with other settings.
-        """
+        """Returns the mirrored module of ``module``; makes it if there is none."""
         if isinstance(module, MirroredModule):
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
@@ -142,9 +136,11 @@ class MirroredObjects:
         mirrored = MirroredOptimizer(
             owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
         )
-        for former in [each for each in self._adopted if _have_in_common(each, mirrored)]:
-            self._adopted.remove(former)
-            self.optimizers.discard(former)
+        own = {id(copies[0]) for copies in mirrored.parameters}
+        for former in self._adopted[:]:
+            if any(id(copies[0]) in own for copies in former.parameters):
+                self._adopted.remove(former)
+                self.optimizers.discard(former)
         self.optimizers.add(mirrored)
         self._guarded = -1
         return mirrored
@@ -152,8 +148,8 @@ class MirroredObjects:
     def sum_after_run(self, strategy: Strategy) -> None:
         """After a run: sums the gradients that it leaves, so that a program outside sees those of one device.
 
-        With several workers, which would need an exchange after every run, they stay each worker's own, and the
-        optimizers note it. Optimizers that have parameters in common sum them in their steps.
+        With several workers, which would need an exchange after every run, they stay each worker's own. Optimizers that
+        have parameters in common sum them in their steps.
         """
         if not strategy.workers.is_single:
             for optimizer in self.optimizers:
@@ -220,9 +216,7 @@ class MirroredObjects:
     def align(self) -> None:
         """Before a run: brings to all copies what the user has changed outside replicas.
 
-        Raises:
-            UsageError: a variable's values were changed differently; or, with several workers, gradients were changed,
-                which are this worker's own.
+        Raises UsageError for values of variables, or with several workers gradients, that were changed.
         """
         for variable in self.variables:
             variable.check_unchanged()
@@ -357,8 +351,3 @@ class StepGradients:
         objects = self._objects()
         if objects is not None:
             objects.adopt(context.strategy, parameters[0])
-
-
-def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:
-    """Whether two optimizers have a parameter in common."""
-    return bool({id(copies[0]) for copies in first.parameters} & {id(copies[0]) for copies in second.parameters})
