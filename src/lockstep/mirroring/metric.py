@@ -24,7 +24,7 @@ from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.extras import require
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import ReplicaContext, own_context, refuse_in_replica
 
 Reduction = Callable[[Any], Any]
 _FORWARDED = ("update", "compute", "reset", "forward")
@@ -124,11 +124,6 @@ class MirroredMetric(nn.Module):
     In a replica ``update`` updates its own copy, and ``compute`` is a collective: every replica must call it, and all
     get the value of all rows since the last reset. Outside, ``compute``, states and what depends on them are of all
     replicas, and ``reset`` resets all. With several workers every one must call what reads states.
-
-    Args:
-        owner: the strategy.
-        copies: copies of the metric, one for each local replica.
-        workers: the workers whose rows are counted.
     """
 
     def __init__(self, owner: object, copies: Sequence[Any], workers: Communicator) -> None:
@@ -178,10 +173,7 @@ class MirroredMetric(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Sets the persistent states, and forgets all others. Outside replicas only."""
-        if get_replica_context() is not None:
-            raise UsageError(
-                "load_state_dict reaches all replicas; call it outside strategy.run, in cross-replica context"
-            )
+        refuse_in_replica("load_state_dict")
         self.reset()
         return self._copies[0].load_state_dict(state_dict, strict, assign)
 
@@ -294,10 +286,7 @@ class MirroredMetric(nn.Module):
         return self._copies if self._context() is None else [self._here()]
 
     def _context(self) -> ReplicaContext | None:
-        context = get_replica_context()
-        if context is not None and context.strategy is not self._owner:
-            raise UsageError("this metric was mirrored by another strategy than the one that runs this replica")
-        return context
+        return own_context(self._owner, "metric")
 
 
 class _Forwarded:

@@ -226,14 +226,7 @@ class Claims:
 
 
 class StepGuard:
-    """One replica's guard.
-
-    Args:
-        replica: its number among the local replicas.
-        ownership: the replicas of all mirrored tensors.
-        claims: what this run's replicas have used.
-        gradients: called when the step reads or assigns a ".grad".
-    """
+    """One replica's guard. ``claims`` is what this run's replicas have used."""
 
     def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: StepGradients) -> None:
         self._gradients = gradients

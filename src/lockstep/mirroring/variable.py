@@ -18,7 +18,7 @@ from lockstep.collectives.reduce import ReduceOp, reduce_across
 from lockstep.collectives.tensor_like import TensorLike, read_tensors
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import ReplicaContext, own_context
 from lockstep.replicas.device.streams import allocating_on
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
@@ -238,10 +238,7 @@ class MirroredVariable(TensorLike):
         self._versions = [each._version for each in self._values]
 
     def _context(self) -> ReplicaContext | None:
-        context = get_replica_context()
-        if context is not None and context.strategy is not self._owner:
-            raise UsageError("this variable belongs to another strategy than the one that runs this replica")
-        return context
+        return own_context(self._owner, "variable")
 
     def __repr__(self) -> str:
         how = f"aggregation={self.aggregation!r}, synchronization={self.synchronization!r}"

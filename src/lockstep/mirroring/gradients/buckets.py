@@ -105,14 +105,8 @@ class GradientMarks:
 class BucketExchange(GradientExchange):
     """Sums the gradients of one optimizer's parameters over all replicas of all workers.
 
-    Args:
-        parameters: for each parameter its copies, one for each local replica.
-        leaders: the local replicas that lead a storage group.
-        workers: the workers whose gradients are summed.
-        bucket_bytes: the largest bucket, except for one parameter that is larger.
-        stream: the connection to the other workers, for this optimizer alone.
-        travel_as: the dtype in which gradients in single precision are sent; None is their own.
-        marks: the events of the local replicas' devices.
+    ``stream`` is the connection to the other workers, for this optimizer alone. Gradients in single precision are sent as
+    ``travel_as``, if it is not None.
     """
 
     def __init__(
@@ -203,9 +197,8 @@ class BucketExchange(GradientExchange):
     def _finish(self, *, changed: bool, outdated: bool) -> None:
         """Sends the rest, waits for all buckets, and writes the sums to the leaders' ".grad".
 
-        Args:
-            changed: a gradient changed on some worker after its bucket was sent: send all again.
-            outdated: the parameters that are trained on some worker changed: plan and send again.
+        All are sent again if a gradient has changed on some worker after its bucket was sent, and planned again if other
+        parameters are trained there.
         """
         buckets = self._all_arrived()
         if outdated:

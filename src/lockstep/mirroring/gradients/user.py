@@ -41,10 +41,6 @@ class EngineHook:
 class HeldHook:
     """A hook of the user's, on a parameter of the user's module.
 
-    Args:
-        hook: the user's hook.
-        parameter: the parameter.
-
     Attributes:
         held: whether a run is in progress, in which the hook waits for the sum.
         stepped: whether a mirrored optimizer will sum the parameter's gradients.

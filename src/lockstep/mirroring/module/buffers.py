@@ -31,10 +31,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 class BufferAverages:
     """A mirrored module's buffers outside replicas: the mean of floating-point ones, replica 0's of others.
 
-    Args:
-        copies: one for each local replica. All workers begin with the same buffers.
-        workers: the workers over whose replicas buffers are averaged.
-
     Attributes:
         trained: whether replicas may have changed buffers since the last exchange; the same on all workers.
         passed: whether a local replica has called the module since the last exchange.

@@ -40,7 +40,7 @@ class Copying:
         home: the device of the user's module.
         device: the replica's.
         alias: share the storage of the parameters, instead of copying it.
-        leader: the copying for the replica whose storage is shared, or None for the user's own.
+        leader: the copying for the replica whose storage is shared; None for the user's own.
         known: the id of what has a copy for this replica already -> that copy.
     """
 
@@ -90,11 +90,7 @@ class KnowsCopies(Protocol):
 class Copyings(dict[int, Copying]):
     """The ``Copying`` of each replica, made when it is asked for.
 
-    Args:
-        module: the user's.
-        devices: one for each local replica.
-        groups: the replicas that share a storage of the weights.
-        peers: the mirrored modules that may have parts in common with what is copied.
+    ``peers`` are the mirrored modules that may have submodules in common with what is copied.
     """
 
     def __init__(

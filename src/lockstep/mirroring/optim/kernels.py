@@ -112,14 +112,10 @@ class HeldState:
 
 
 class StorageOptimizers:
-    """The user's optimizer and its copies for the other storages of the weights.
+    """The user's optimizer, over replica 0's parameters, and its copies for the other storages of the weights.
 
-    Args:
-        optimizer: the user's, over the first leader's parameters.
-        parameters: for each parameter its copies, one for each local replica.
-        leaders: the replicas that lead a storage group, replica 0 first.
-        sharing: the workers among whom the state is sharded, if there is one leader; None keeps all of it here.
-        on_gpus: use torch's fused kernels, if the optimizer has them and the user has not chosen others.
+    If there is one storage, its state may be sharded among workers. On GPUs it uses torch's fused kernels, if the
+    optimizer has them and the user has not chosen others.
     """
 
     def __init__(
@@ -288,12 +284,9 @@ class StorageOptimizers:
             self._sharded.take_weights()
 
     def step_slice(self, leader: int, chosen: Sequence[nn.Parameter], skip: torch.Tensor | None = None) -> None:
-        """Updates only ``chosen``; disjoint slices may be updated at the same time. Sharded ones as ``step`` does.
+        """Updates only ``chosen``, parameters of the leader's storage; disjoint slices may be updated at the same time.
 
-        Args:
-            leader: the replica that leads the storage.
-            chosen: some of its parameters.
-            skip: 1.0, on the device, if this update must change nothing; only if ``not_fused`` is None.
+        The device skips the update if ``skip`` is 1.0; only if ``not_fused`` is None.
         """
         optimizer = self._by_leader[leader]
         wanted = {id(parameter) for parameter in chosen}

@@ -24,7 +24,7 @@ from lockstep.mirroring.gradients.user import GivenSums, forget
 from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -44,13 +44,6 @@ def _on_plain(name: str) -> Callable[..., Any]:
 
 class MirroredOptimizer(Optimizer):
     """An optimizer whose ``step`` updates all replicas. Made by ``strategy.mirror(optimizer)``.
-
-    Args:
-        owner: the strategy.
-        optimizer: the plain optimizer over parameters of mirrored modules.
-        groups: the replicas that share a storage of the weights.
-        find_copies: returns the copies of each parameter of a mirrored module, by the id of the user's.
-        make_exchange: makes the exchange of gradients.
 
     Attributes:
         plain: the user's own optimizer.
@@ -126,10 +119,10 @@ class MirroredOptimizer(Optimizer):
             UsageError: it was called in a replica of another strategy, or outside replicas with a closure, or gradients
                 were added after ``sum_gradients``.
         """
-        context = get_replica_context()
+        context = own_context(self._owner, "optimizer")
         if context is None:
             return self._step_outside(closure)
-        self._check(context)
+        self._check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -171,11 +164,11 @@ class MirroredOptimizer(Optimizer):
             >>> round(float(norm), 4)  # of (4, 4) for the weights and 4 for the bias
             6.9282
         """
-        context = get_replica_context()
+        context = own_context(self._owner, "optimizer")
         if context is None:
             self._owner.run(self.sum_gradients)
             return
-        self._check(context)
+        self._check_whole()
         self._given.take_back(context.local_replica)
         self._update.sum(context)
         self._holds_sums = True
@@ -209,8 +202,7 @@ class MirroredOptimizer(Optimizer):
         threads, since OpenMP threads of the caller would keep the replicas' cores busy for some milliseconds. Call it
         outside replicas, on every worker.
         """
-        if get_replica_context() is not None:
-            raise UsageError("clip_sums affects all replicas; call it outside strategy.run, after sum_gradients")
+        refuse_in_replica("clip_sums")
         norms = self._run_in_replicas(self._update.clip, clip_norm)
         norm: torch.Tensor = self._owner.local_results(norms)[0]
         return norm
@@ -239,7 +231,8 @@ class MirroredOptimizer(Optimizer):
             NonFiniteLossError: the summed loss is NaN or infinite; no weight has changed. It is not raised if the total
                 of the result is a tensor, which the reader must check.
         """
-        self._check(context)
+        own_context(self._owner, "optimizer")
+        self._check_whole()
         self._given.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
@@ -354,8 +347,7 @@ class MirroredOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state into the plain optimizer and its copies. Outside replicas only."""
-        if get_replica_context() is not None:
-            raise UsageError("load_state_dict affects all replicas; call it outside strategy.run")
+        refuse_in_replica("load_state_dict")
         self.plain.load_state_dict(dict(state_dict))
         self.storages.reset()
 
@@ -450,13 +442,6 @@ class MirroredOptimizer(Optimizer):
                 "a run failed while gradients of several runs were being added up, and they are lost; call "
                 "optimizer.zero_grad() and begin the accumulation again"
             )
-
-    def _check(self, context: ReplicaContext) -> None:
-        if context.strategy is not self._owner:
-            raise UsageError(
-                "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
-            )
-        self._check_whole()
 
 
 def _in_replica(half: Callable[..., Any], *args: Any) -> Any:

@@ -198,12 +198,7 @@ def balance(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
 class LockstepUpdate:
     """Sums gradients over all replicas and updates every storage of the weights alike.
 
-    Args:
-        optimizer: the user's optimizer, over replica 0's parameters.
-        parameters: for each parameter its copies, one for each local replica.
-        groups: the replicas that share a storage of the weights, replica 0's group first; the first of each leads it.
-        exchange: how the gradients are summed.
-        on_gpus: whether all replicas are on GPUs, where the host reads nothing that it need not.
+    The first replica of each group leads it. If all replicas are on GPUs, the host reads nothing that it need not.
     """
 
     def __init__(
