@@ -124,8 +124,8 @@ class ShardingGroup:
     def fill(self, shares: Shares, flats: Mapping[int, torch.Tensor], what: str) -> None:
         """Writes the owners' values into every worker's ``flats``. All workers must call it.
 
-        ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers, which
-        have this worker's own values. Pieces of other parameters are left out.
+        ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers,
+        which have this worker's own values. Pieces of other parameters are left out.
         """
         present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
         longest = max(sum(piece.size for piece in own) for own in present)

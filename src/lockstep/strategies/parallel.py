@@ -250,7 +250,7 @@ class ParallelStrategy(ThreadedStrategy):
         if self._shard_optimizer:
             sharing = self._job.make_sharing(parameters, peers, self._parts.kinds(firsts))
         return PartExchange(
-            between_replicas,
+            between_replicas=between_replicas,
             workers=self.workers,
             holders=self._groups.job if shared else self._groups.replica,
             counted=self._parts.counted(firsts),

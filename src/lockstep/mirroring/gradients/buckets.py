@@ -105,8 +105,8 @@ class GradientMarks:
 class BucketExchange(GradientExchange):
     """Sums the gradients of one optimizer's parameters over all replicas of all workers.
 
-    ``stream`` is the connection to the other workers, for this optimizer alone. Gradients in single precision are sent as
-    ``travel_as``, if it is not None.
+    ``stream`` is the connection to the other workers, for this optimizer alone. Gradients in single precision are sent
+    as ``travel_as``, if it is not None.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class BucketExchange(GradientExchange):
         self._stream = stream
         self._travel_as = travel_as
         self._marks = marks
+        self.keeps_sums = workers.is_chief
         self._overlaps = True
         self._warned = False
         self._held: Counter[int] = Counter()
@@ -190,15 +191,11 @@ class BucketExchange(GradientExchange):
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         return joined_norm(norms)
 
-    @property
-    def keeps_sums(self) -> bool:
-        return self._workers.is_chief
-
     def _finish(self, *, changed: bool, outdated: bool) -> None:
         """Sends the rest, waits for all buckets, and writes the sums to the leaders' ".grad".
 
-        All are sent again if a gradient has changed on some worker after its bucket was sent, and planned again if other
-        parameters are trained there.
+        All are sent again if a gradient has changed on some worker after its bucket was sent, and planned again if
+        other parameters are trained there.
         """
         buckets = self._all_arrived()
         if outdated:

@@ -152,8 +152,8 @@ class _Node:
 class Propagation:
     """Has the copies of one mirrored module, the first of which is the user's, follow it.
 
-    ``peers`` returns the propagations of all modules of the strategy, which may have submodules in common. ``alone`` says
-    that there is no other copy, here or on other workers, that would have to follow.
+    ``peers`` returns the propagations of all modules of the strategy, which may have submodules in common. ``alone``
+    says that there is no other copy, here or on other workers, that would have to follow.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class Propagation:
     def begin(self) -> bool:
         """Before a run: brings to all copies what was set on the user's module since the last one.
 
-        Returns whether any copy has other weights, buffers or submodules than before, or weights in other memory. Raises
-        UsageError if something was set that cannot be copied.
+        Returns whether any copy has other weights, buffers or submodules than before, or weights in other memory.
+        Raises UsageError if something was set that cannot be copied.
         """
         if self._alone:
             return False
