@@ -257,8 +257,7 @@ class MirroredObjects:
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
             self._without_optimizer_cache = None
-            ownership = Ownership(self.modules, replicas)
-            gradients = StepGradients(self)
+            ownership, gradients = Ownership(self.modules), StepGradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards

@@ -114,10 +114,9 @@ class _Known:
 class Ownership:
     """Which replica each tensor of the mirrored modules belongs to. Made again when a module has changed."""
 
-    def __init__(self, modules: Iterable[MirroredModule], replicas: int) -> None:
+    def __init__(self, modules: Iterable[MirroredModule]) -> None:
         self.known: dict[int, _Known] = {}
         self.weights: dict[int, list[ref[nn.Parameter]]] = {}
-        self.foreign: list[set[int]] = [set() for _ in range(replicas)]
         self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
             name_of, divided = type(module.module).__name__, module.is_part or module.shards_weights
@@ -125,18 +124,14 @@ class Ownership:
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
                     self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of, divided)
-                    for other in range(replicas):
-                        if other != replica:
-                            self.foreign[other].add(id(tensor))
                 for parameter in copy.parameters():
                     self.weights.setdefault(_storage(parameter), []).append(ref(parameter))
 
     def weight_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is, or looks into, the memory of a mirrored weight."""
-        found = self.weights.get(_storage(tensor))
-        if not found:
-            return False
-        return any((weight := each()) is not None and _storage(weight) == _storage(tensor) for each in found)
+        storage = _storage(tensor)
+        found = (each() for each in self.weights.get(storage, ()))
+        return any(weight is not None and _storage(weight) == storage for weight in found)
 
 
 class _Written:
@@ -232,9 +227,9 @@ class StepGuard:
         self._gradients = gradients
         self._replica = replica
         self._ownership = ownership
-        self._foreign = ownership.foreign[replica]
         self._known = ownership.known
         self._own = {number for number, known in ownership.known.items() if known.replica == replica}
+        self._foreign = ownership.known.keys() - self._own
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -317,7 +312,7 @@ class StepGuard:
         if get_replica_context() is None:  # a merge_call: for all replicas, on the user's own objects
             return
         known = self._known.get(id(tensor))
-        if known is not None and known.tensor() is tensor:
+        if known is not None and known.is_of(tensor):
             self._check_foreign(func, tensor, known)
         elif tensor.requires_grad and torch.is_grad_enabled() and not self._ownership.divided:
             self._check_unmirrored(tensor)
