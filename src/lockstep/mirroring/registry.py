@@ -168,10 +168,9 @@ class MirroredObjects:
             return
         self._warned_of_own = True
         warnings.warn(
-            "the run leaves gradients of parameters that no mirrored optimizer holds, and outside replicas each worker "
-            "has its own replicas' alone; to update weights from them, read .grad in the step, where it is the sum of "
-            "all replicas, or mirror an optimizer over them and call its sum_gradients() on every worker. Parameters "
-            "that are not trained are frozen with requires_grad_(False)",
+            "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; to "
+            "update weights from them, read .grad in the step, or mirror an optimizer over them and call its "
+            "sum_gradients() on every worker; freeze parameters that are not trained with requires_grad_(False)",
             stacklevel=4,
         )
 

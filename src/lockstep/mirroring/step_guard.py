@@ -74,9 +74,9 @@ def refuse_forward_mode() -> None:
     context = get_replica_context()
     if context is not None and len(context.strategy.devices) > 1:
         raise UsageError(
-            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {call_site()}; torch has "
-            f"one of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
-            "(torch.func.vjp, jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
+            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {call_site()}; "
+            f"torch has one for all {len(context.strategy.devices)} replicas; use reverse mode (torch.func.vjp, "
+            "jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
         )
 
 
@@ -264,9 +264,8 @@ class StepGuard:
             return PROCEED
         if func in _HOOKS:
             raise UsageError(
-                f"the step registers a hook on {known.name!r}, a weight that each replica has a copy of, at "
-                f"{call_site()}; register it once outside strategy.run, on the plain module's parameter, and it will "
-                "see the sum of all replicas' gradients"
+                f"the step registers a hook on the weight {known.name!r} at {call_site()}; register it once outside "
+                "strategy.run, on the plain module's parameter: it will see the sum of all replicas' gradients"
             )
         if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
             return PROCEED  # "weight.data *= mask" has been made in place, and assigns what is there
@@ -296,8 +295,7 @@ class StepGuard:
             if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
                 raise UsageError(
                     f"the step asks torch.autograd.grad for the gradient of {known.name!r}, which has a hook, at "
-                    f"{call_site()}: it would have to see the sum of all replicas' gradients, this is one replica's; "
-                    "remove the hook, and change what torch.autograd.grad gives"
+                    f"{call_site()}, and has one replica's; remove the hook, and change what torch.autograd.grad gives"
                 )
         return PROCEED
 
@@ -344,9 +342,8 @@ class StepGuard:
             other = self._claims.other(generator, self._replica)
             if other is not None:
                 raise UsageError(
-                    f"{self._both(other)} draw from one torch.Generator ({call_site()}), and which draws "
-                    "first differs from run to run; leave generator= out, since each replica draws from its own, or "
-                    "give each one its own with ls.PerReplica"
+                    f"{self._both(other)} draw from one torch.Generator ({call_site()}), whose order differs from "
+                    "run to run; leave generator= out, or give each replica its own with ls.PerReplica"
                 )
 
     def _check_metric(self, *_: Any) -> Any:
@@ -368,9 +365,8 @@ class StepGuard:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
         if isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and get_replica_context() is not None:
             raise UsageError(
-                f"an embedding with max_norm={max_norm} changes its weights in the forward pass, each replica by the "
-                "rows of its own shard; leave max_norm out, and scale the weights after strategy.run, under "
-                "torch.no_grad()"
+                f"an embedding with max_norm={max_norm} changes its weights in the forward pass, each replica by its "
+                "own rows; leave max_norm out, and scale the weights after strategy.run, under torch.no_grad()"
             )
         return PROCEED
 
@@ -445,7 +441,7 @@ def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write
             raise UsageError(
                 f"the step changes a weight in place ({getattr(first.func, '__name__', first.func)}) by values that "
                 f"differ between replica 0 and replica {replica}; reduce them first with "
-                'ls.get_replica_context().all_reduce("sum", value), so that all replicas write the same'
+                'ls.get_replica_context().all_reduce("sum", value)'
             )
     with DisableTorchFunction():
         if not workers.is_single:

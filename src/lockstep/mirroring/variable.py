@@ -120,9 +120,9 @@ class MirroredVariable(TensorLike):
             return total
         if self.aggregation == "none" and not (_equal(self._values) if on_write else self._workers.num_replicas == 1):
             raise UsageError(
-                f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has a value of each "
-                "replica's own, and was read outside replicas, where one is expected; take them all with "
-                'strategy.local_results(variable), or make it with aggregation="sum", "mean" or "only_first"'
+                f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has no one value "
+                'outside replicas; take all with strategy.local_results(variable), or make it with aggregation="sum", '
+                '"mean" or "only_first"'
             )
         first = self._values[0].clone()
         if not on_write:
@@ -219,8 +219,7 @@ class MirroredVariable(TensorLike):
         if self.synchronization == "on_write" and isinstance(value, PerReplica):
             raise ConfigError(
                 'an "on_write" variable was given a PerReplica outside replicas, and its copies would differ; give one '
-                "value, such as strategy.reduce(...) of it, write it inside strategy.run, or make the variable with "
-                'synchronization="on_read"'
+                'value, write it inside strategy.run, or make the variable with synchronization="on_read"'
             )
         return _one_each(value, len(self._values))
 

@@ -61,8 +61,7 @@ class HeldHook:
         if not self.stepped:
             raise UsageError(
                 f"a parameter of shape {tuple(given.shape)} has a hook ({_name(self.hook)}), and no mirrored optimizer "
-                "sums its gradients, so that the hook would see one replica's; call optimizer = "
-                "strategy.mirror(optimizer) over it, or remove the hook"
+                "sums its gradients; call optimizer = strategy.mirror(optimizer) over it, or remove the hook"
             )
         parameter = self._parameter()
         with DisableTorchFunction():
@@ -130,9 +129,8 @@ def run_hooks(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
             if each.calls > 1:
                 raise UsageError(
                     f"{each.calls} backward passes have gone through a parameter of shape {tuple(parameter.shape)} "
-                    f"that has a hook ({_name(each.hook)}) since the last update; on one device it sees each by "
-                    "itself, and in replicas only their sum is known; remove the hook, and change the gradients after "
-                    "optimizer.sum_gradients(), before optimizer.step()"
+                    f"that has a hook ({_name(each.hook)}), and replicas have only their sum; remove it, and change "
+                    "the gradients after optimizer.sum_gradients(), before optimizer.step()"
                 )
             each.calls = 0
         if parameter.grad is None:

@@ -47,9 +47,8 @@ class SyncBatchNorm:
             output = forward(self, *args, **kwargs)
         if not statistics.called:
             raise ConfigError(
-                f"{type(self).__name__} computes its output in training without torch.nn.functional.batch_norm, so "
-                "sync_batchnorm=True cannot take its statistics over all replicas; call that function in its "
-                "forward, put the module in eval(), or mirror without sync_batchnorm"
+                f"{type(self).__name__} computes its output in training without torch.nn.functional.batch_norm; call "
+                "that in its forward, put the module in eval(), or mirror without sync_batchnorm"
             )
         if before is not None and not statistics.seen:
             batches.copy_(before)
@@ -103,9 +102,8 @@ class _StatisticsOfAll(TorchFunctionMode):
         if self._given is not None and (input.numel() != self._given.numel() or input.shape[1] != channels):
             raise ConfigError(
                 f"{type(self._module).__name__} takes batch statistics of a tensor of shape {tuple(input.shape)}, and "
-                f"was given one of shape {tuple(self._given.shape)} with {channels} channels; sync_batchnorm=True can "
-                "take statistics over all replicas only of the whole input, one for each channel; mirror without "
-                "sync_batchnorm"
+                f"was given one of shape {tuple(self._given.shape)} with {channels} channels; sync_batchnorm needs "
+                "the whole input, one for each channel; mirror without sync_batchnorm"
             )
         dims = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -144,9 +142,8 @@ class RefusingOtherBatchNorms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.batch_norm and (kwargs["training"] if "training" in kwargs else len(args) > 5 and args[5]):
             raise ConfigError(
-                "the module calls torch.nn.functional.batch_norm in training outside a torch.nn.BatchNorm, so "
-                "sync_batchnorm=True cannot find it; make its class a subclass of torch.nn.BatchNorm1d, 2d or 3d, "
-                "or mirror without sync_batchnorm"
+                "the module calls torch.nn.functional.batch_norm in training outside a torch.nn.BatchNorm; make its "
+                "class a subclass of torch.nn.BatchNorm1d, 2d or 3d, or mirror without sync_batchnorm"
             )
         return func(*args, **kwargs)
 
@@ -171,9 +168,8 @@ def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = Batch
         if isinstance(part, kind) and not isinstance(part, SyncBatchNorm):
             if "forward" in part.__dict__:
                 raise ConfigError(
-                    f"the {type(part).__name__} {name!r} has a forward of its own, set on the object, so "
-                    "sync_batchnorm=True cannot take its statistics over all replicas; define it in a subclass of "
-                    f"{type(part).__name__}, or mirror without sync_batchnorm"
+                    f"the {type(part).__name__} {name!r} has a forward of its own, set on the object; define it in a "
+                    f"subclass of {type(part).__name__}, or mirror without sync_batchnorm"
                 )
             own: Any = type(part)  # mypy takes the class for no Hashable
             part.__class__ = synchronised(own)

@@ -124,8 +124,7 @@ class BufferAverages:
         names = [name for name, buffer in first.named_buffers() if buffer.is_floating_point()]
         raise UsageError(
             f"the buffers of {type(first).__name__} ({', '.join(names[:3])}{', ...' if names[3:] else ''}) may differ "
-            "between the workers since they were averaged last, and a read outside replicas does not wait for other "
-            "workers; call mirrored.sync_buffers() on every worker first, then read them on any"
+            "between the workers, and a read does not wait for them; call mirrored.sync_buffers() on every worker first"
         )
 
     def _own(self, buffers: Sequence[BufferCopies]) -> list[BufferCopies]:

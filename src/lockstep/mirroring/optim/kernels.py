@@ -205,9 +205,8 @@ class StorageOptimizers:
         fresh = [each for group in self.plain.param_groups for each in group["params"] if id(each) not in self._known]
         if fresh:
             raise UsageError(
-                f"the optimizer's groups have {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}) "
-                "that were not in them when it was mirrored; make a new optimizer over the module's parameters, and "
-                "hand it to strategy.mirror or compile"
+                f"the optimizer's groups have {len(fresh)} new parameters (the first is {tuple(fresh[0].shape)}); "
+                "make a new optimizer over the module's parameters, and hand it to strategy.mirror or compile"
             )
         if self.plain.state is not self._state:  # the user loaded a state_dict into the plain optimizer
             self.reset()

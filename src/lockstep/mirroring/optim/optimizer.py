@@ -296,9 +296,8 @@ class MirroredOptimizer(Optimizer):
         gradients = [each.grad for copies in self._parameters for each in copies if each.grad is not None]
         if any(bool(each.count_nonzero()) for each in gradients):
             raise UsageError(
-                "gradients were changed outside replicas after a run, where each worker has only the gradients of its "
-                "own replicas; call optimizer.sum_gradients() on every worker before they are read or "
-                "changed, and optimizer.zero_grad() to clear those of all replicas"
+                "gradients were changed outside replicas after a run, where they are this worker's own; call "
+                "optimizer.sum_gradients() on every worker before they are read or changed, or optimizer.zero_grad()"
             )
 
     def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
