@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pickle import PickleError
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.mirroring.module.propagation import Propagation
 
 _DEEPCOPY: Any = torch.Tensor.__deepcopy__
 
@@ -80,13 +83,6 @@ class Copying:
             ) from error
 
 
-class KnowsCopies(Protocol):
-    """Something that knows the copies of a mirrored module's parts."""
-
-    def fill(self, replica: int, known: dict[int, Any], /) -> None:
-        """Adds to ``known`` the ids of parts, with the replica's copies."""
-
-
 class Copyings(dict[int, Copying]):
     """The ``Copying`` of each replica, made when it is asked for.
 
@@ -98,7 +94,7 @@ class Copyings(dict[int, Copying]):
         module: nn.Module,
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
-        peers: Iterable[KnowsCopies],
+        peers: Iterable[Propagation],
     ) -> None:
         self._module = module
         self._devices = devices

@@ -271,15 +271,15 @@ class Propagation:
             known.setdefault(id(part), duplicate)
         for node in self._nodes:
             if node.home is not None:
-                if self._twin(node, replica) is not None:
-                    known.setdefault(id(node.value), _item(self._twin(node.home, replica), node.key))
+                if self._counterpart(node, replica) is not None:
+                    known.setdefault(id(node.value), _item(self._counterpart(node.home, replica), node.key))
             elif node.registry in ("_parameters", "_buffers"):
-                theirs = (self._twin(node, replica) if node.kept else None) or {}
+                theirs = (self._counterpart(node, replica) if node.kept else None) or {}
                 for name, tensor in node.kept.items():
                     if tensor is not None and theirs.get(name) is not None:
                         known.setdefault(id(tensor), theirs[name])
         for node, key in self._arrays:
-            array, theirs = _item(node.kept, key), _item(self._twin(node, replica), key)
+            array, theirs = _item(node.kept, key), _item(self._counterpart(node, replica), key)
             if _is_array(array) and type(theirs) is type(array):
                 known.setdefault(id(array), theirs)
 
@@ -320,8 +320,8 @@ class Propagation:
         self._arrays: list[tuple[_Node, Any]] = []
         self._held: list[tuple[Container, Any, Any]] = []
         seen: set[int] = set()
-        for number, (part, *twins) in enumerate(zip(*self._parts, strict=True)):
-            if part in twins:  # a mirrored metric is one object in all copies, and has its own replicas
+        for number, (part, *copies) in enumerate(zip(*self._parts, strict=True)):
+            if part in copies:  # a mirrored metric is one object in all copies, and has its own replicas
                 continue
             for name in ("", *_REGISTRIES):
                 content = _registry(part, name)
@@ -341,7 +341,7 @@ class Propagation:
         followers, leaders = range(1, len(self._copies)), self._leaders[1:]
         self._num_buffers = len(buffers)
         self._slots: list[tuple[_Place, list[_Place]]] = [
-            ((node.live, name), [(self._twin(node, replica), name) for replica in replicas])
+            ((node.live, name), [(self._counterpart(node, replica), name) for replica in replicas])
             for slots, replicas in ((buffers, followers), (weights if leaders else [], leaders))
             for node, name in slots
         ]
@@ -424,7 +424,7 @@ class Propagation:
         copyings = Copyings(self._copies[0], self._devices, self._groups, (self, *self._peers()))
         kinds = list(enumerate(zip(map(type, self._parts[0]), self._kinds, strict=True)))
         for replica, parts in enumerate(self._parts[1:], start=1):
-            contents = [self._twin(node, replica) for node in differing]  # before anything changes
+            contents = [self._counterpart(node, replica) for node in differing]  # before anything changes
             copying = None if plain and all(each is not None for each in contents) else copyings[replica]  # likewise
             for at, (kind, former) in kinds:
                 if kind is not former:  # a parametrization changes it
@@ -446,18 +446,18 @@ class Propagation:
     def _bring_whole(self, node: _Node, replica: int, copying: Copying) -> None:
         """Where the copy has something else in the place of a container: copies the outermost such container."""
         while node.home is not None:
-            home = self._twin(node.home, replica)
+            home = self._counterpart(node.home, replica)
             if home is not None and not isinstance(home, tuple):
                 home[node.key] = copying.of(node.value, _label(node.home, node.key))
                 return
             node = node.home
 
-    def _twin(self, node: _Node, replica: int) -> Container | None:
+    def _counterpart(self, node: _Node, replica: int) -> Container | None:
         """The replica's counterpart of a node; None if the copy has something of another type there."""
         if node.home is None:
             number, name = node.key
             return _registry(self._parts[replica][number], name)
-        home = self._twin(node.home, replica)
+        home = self._counterpart(node.home, replica)
         value = None if home is None else _item(home, node.key)
         return _content(value) if type(value) is type(node.value) else None
 
@@ -508,7 +508,7 @@ class Propagation:
                 moved |= now[1] != was[1]
             else:
                 node, key = self._arrays[index - len(self._slots)]
-                others = [(self._twin(node, replica), key) for replica in range(1, len(self._copies))]
+                others = [(self._counterpart(node, replica), key) for replica in range(1, len(self._copies))]
             _write(value, others)
         if moved:
             self._share_weights()

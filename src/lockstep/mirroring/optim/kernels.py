@@ -75,40 +75,14 @@ def _prepare_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-class _DenseGradients:
-    """Watches for sparse gradients, which fused kernels do not take."""
-
-    def __init__(self, parameters: Sequence[Copies]) -> None:
-        self._unseen = list(parameters)
-        self._sparse = False
-
-    @property
-    def all_dense(self) -> bool:
-        """Whether no parameter has had a sparse gradient yet. Looks only at those that had none before."""
-        unseen, self._unseen = self._unseen, []
-        for copies in unseen:
-            gradients = [copy.grad for copy in copies if copy.grad is not None]
-            self._sparse |= any(gradient.is_sparse for gradient in gradients)
-            if not gradients:
-                self._unseen.append(copies)
-        return not self._sparse
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldState:
-    """The part of the optimizer's state for one parameter that a worker holds.
+    """The part of the optimizer's state for one parameter that a worker holds."""
 
-    Args:
-        parameter: the whole parameter.
-        start: the first of its elements, in row-major order, that the state is about.
-        part: a parameter of those elements; the parameter itself if the state is about all.
-        values: by name; those of the shape of ``part`` have one for each element. Empty before the first step.
-    """
-
-    parameter: nn.Parameter
-    start: int
-    part: nn.Parameter
-    values: Mapping[str, Any]
+    parameter: nn.Parameter  # the whole
+    start: int  # the first of its elements, in row-major order, that the state is about
+    part: nn.Parameter  # of those elements; the parameter itself if the state is about all
+    values: Mapping[str, Any]  # by name; those of the shape of ``part`` have one for each element
 
 
 class StorageOptimizers:
@@ -129,7 +103,8 @@ class StorageOptimizers:
     ) -> None:
         self.plain = optimizer
         self._on_gpus = on_gpus and all(_is_plain(copies[0]) for copies in parameters)
-        self._gradients = _DenseGradients(parameters)
+        self._without_gradient = list(parameters)
+        self._has_sparse = False
         self._fused = False
         self._parameters = parameters
         self._known = {id(copies[0]) for copies in parameters}
@@ -161,7 +136,13 @@ class StorageOptimizers:
             return "the weights are no plain floating-point tensors on GPUs"
         if not self.divisible:
             return f"{type(self.plain).__name__} has hooks on its step, or is not torch's own"
-        return _why_not_fused(self.plain) or (None if self._gradients.all_dense else "they take no sparse gradients")
+        unseen, self._without_gradient = self._without_gradient, []
+        for copies in unseen:  # whether a gradient is sparse is looked at once
+            gradients = [copy.grad for copy in copies if copy.grad is not None]
+            self._has_sparse |= any(gradient.is_sparse for gradient in gradients)
+            if not gradients:
+                self._without_gradient.append(copies)
+        return _why_not_fused(self.plain) or ("they take no sparse gradients" if self._has_sparse else None)
 
     def reset(self) -> None:
         """Makes the copies again, with the state that the user's optimizer has now (after load_state_dict)."""

@@ -71,31 +71,7 @@ class UpdateTimes:
         return self.updated_s - self.exchanged_s
 
 
-_NUM_MARKS = len(UpdateTimes.__dataclass_fields__)
-
-
-class UpdateClock:
-    """One replica's stopwatch over its updates."""
-
-    def __init__(self) -> None:
-        self._marks: list[float] = []
-
-    def start(self, now_s: float) -> None:
-        """The replica has arrived."""
-        self._marks = [now_s]
-
-    def mark(self, now_s: float) -> None:
-        """The next part is done."""
-        self._marks.append(now_s)
-
-    def finish(self, now_s: float) -> None:
-        """All are done. What was not marked until now was done while this replica waited."""
-        self._marks += [now_s] * (_NUM_MARKS - len(self._marks))
-
-    @property
-    def times(self) -> UpdateTimes | None:
-        """The last update's; None before the first, and after one that was skipped or failed."""
-        return UpdateTimes(*self._marks) if len(self._marks) == _NUM_MARKS else None
+_NUM_MOMENTS = len(UpdateTimes.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -225,12 +201,12 @@ class LockstepUpdate:
         self._slices: dict[int, tuple[int, ...]] = {}
         for group in groups:
             self._slices |= dict(zip(group, balance(sizes, len(group)), strict=True))
-        self._clocks = tuple(UpdateClock() for _ in self._leader_of)
+        self._moments: list[list[float]] = [[] for _ in self._leader_of]  # of the last update, by replica
 
     @property
     def times(self) -> tuple[UpdateTimes | None, ...]:
-        """The times of the last update, one item for each replica."""
-        return tuple(clock.times for clock in self._clocks)
+        """The times of the last update, one item for each replica; None if it was skipped or failed."""
+        return tuple(UpdateTimes(*each) if len(each) == _NUM_MOMENTS else None for each in self._moments)
 
     def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which no backward pass of these local replicas sends gradients to other workers."""
@@ -315,18 +291,18 @@ class LockstepUpdate:
         self, context: ReplicaContext, totals: Totals, clip_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> StepResult:
         replica = context.local_replica
-        leader, mine, clock = self._leader_of[replica], self._slices[replica], self._clocks[replica]
-        clock.start(time.perf_counter())
+        leader, mine = self._leader_of[replica], self._slices[replica]
+        moments = self._moments[replica] = [time.perf_counter()]
         result: StepResult = context.meet("optimizer update", totals, self._open)
-        clock.mark(time.perf_counter())
+        moments.append(time.perf_counter())
         if result.skipped is True:
             return result
         self._exchange.run(context, mine)
-        clock.mark(time.perf_counter())
+        moments.append(time.perf_counter())
         if scaler is not None:
             finish = partial(self._finish_scaled, result, clip_norm, scaler)
             result = context.meet("scaled optimizer update", None, finish)
-            clock.finish(time.perf_counter())
+            moments += [time.perf_counter()] * (_NUM_MOMENTS - len(moments))
             return result
         gradients = self._gradients(mine, leader)
         divide(gradients, _divisor(result.count))
@@ -340,9 +316,9 @@ class LockstepUpdate:
         if self.optimizers.divisible:
             chosen = [self._parameters[index][leader] for index in mine]
             self.optimizers.step_slice(leader, chosen, on_device(result.skipped))
-            clock.mark(time.perf_counter())
+            moments.append(time.perf_counter())
         context.meet("end of the optimizer update", None, self._close)
-        clock.finish(time.perf_counter())
+        moments += [time.perf_counter()] * (_NUM_MOMENTS - len(moments))
         return StepResult(result.total, result.count, _reported(norm, result.skipped), result.skipped)
 
     def _open(self, totals: list[Totals]) -> StepResult:
