@@ -26,7 +26,7 @@ from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
 from lockstep.mirroring.module.propagation import Propagation
-from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
+from lockstep.mirroring.optim.misuse import guard_groups, plain_settings, watch_plain_steps
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
@@ -89,6 +89,7 @@ class MirroredObjects:
         module = self._partition.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
+            watch_plain_steps()
             self.follow()
             mirrored = mirror_module(
                 strategy,

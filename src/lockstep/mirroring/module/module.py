@@ -29,7 +29,6 @@ from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
 from lockstep.mirroring.module.compile import Compilation, CompiledCopies
 from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
 from lockstep.mirroring.module.propagation import Propagation
-from lockstep.mirroring.optim.misuse import watch_plain_steps
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import get_replica_context, own_context, refuse_in_replica
 from lockstep.replicas.device.streams import allocating_on
@@ -292,8 +291,7 @@ class MirroredModule(nn.Module):
         Raises:
             UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
         """
-        here = self._here()
-        named = here.named_buffers(prefix, recurse, remove_duplicate)
+        named = self._here().named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
             yield from named
             return
@@ -472,7 +470,6 @@ def mirror_module(
         check_agreement(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
-    watch_plain_steps()
     copyings = Copyings(module, [device.torch_device for device in devices], storage_groups(devices), peers())
     copies = [module]
     for replica, device in enumerate(devices[1:], start=1):
