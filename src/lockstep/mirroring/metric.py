@@ -54,12 +54,7 @@ def states_of(metric: Any) -> list[dict[str, Any]]:
 
 
 def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
-    """One new metric with the states of all replicas.
-
-    Args:
-        local: the same metric on each local replica, in replica order.
-        states: its ``states_of`` on each replica of all workers, in replica order.
-    """
+    """One new metric with the states of all replicas, given the local metrics and ``states_of`` it on all replicas."""
     base = next((metric for metric in local if any(part.update_count for part in nested_metrics(metric))), local[0])
     # States can be large, and are replaced, not written: the copy shares them.
     own = (state for part in nested_metrics(base) for state in part.metric_state.values())
@@ -101,10 +96,7 @@ def _merge_into(part: Any, sources: Sequence[Any]) -> None:
 
 
 def _in_order_of_updates(lists: Sequence[list[Any]], updates: Sequence[int]) -> list[Any]:
-    """What all replicas' first updates added, then their second, ...: the order in which one device has the rows.
-
-    Every update of a replica has added as many items, so all states of a metric get the same order.
-    """
+    """What all replicas' first updates added, then their second, ...: the order in which one device has the rows."""
     sizes = [len(items) // count for items, count in zip(lists, updates, strict=True)]
     return [
         item
@@ -319,10 +311,7 @@ def mirror_metric(
 ) -> MirroredMetric:
     """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one.
 
-    What it has counted so far is counted once.
-
-    Raises:
-        UsageError: merged states cannot give the metric's value.
+    What it has counted so far is counted once. Raises UsageError if merged states cannot give the metric's value.
     """
     if isinstance(vars(metric).get("update"), _Forwarded):
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")
@@ -351,11 +340,7 @@ def check_kind(metric: Any) -> None:
 
 
 def _ungroup(metric: Any) -> None:
-    """Has each metric of a collection update itself.
-
-    torchmetrics lets those of one collection share their states that have equal ones after the first update. Those of a
-    small shard may be equal by chance.
-    """
+    """Has each metric of a collection update itself: torchmetrics shares states that are equal, maybe by chance."""
     if not hasattr(metric, "_enable_compute_groups") or isinstance(metric._enable_compute_groups, list):
         return
     for part in nested_metrics(metric):

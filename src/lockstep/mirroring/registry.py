@@ -42,8 +42,6 @@ class MirroredObjects:
     """The mirrored modules, optimizers, metrics and variables of one strategy.
 
     They are held weakly: a mirrored module keeps its strategy alive, but the strategy does not keep the module alive.
-    ``make_exchange`` makes the exchange of an optimizer's gradients, and ``partition`` says which part of a model this
-    worker holds.
     """
 
     def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
@@ -201,10 +199,7 @@ class MirroredObjects:
             yield from zip(*(duplicate.parameters() for duplicate in module.copies), strict=True)
 
     def align(self) -> None:
-        """Before a run: brings to all copies what the user has changed outside replicas.
-
-        Raises UsageError for values of variables, or with several workers gradients, that were changed.
-        """
+        """Before a run: brings to all copies what the user has changed outside replicas, or refuses it."""
         for variable in self.variables:
             variable.check_unchanged()
         for module in self.modules:

@@ -189,10 +189,7 @@ class Claims:
             self._watched[id(tensor), replica] = tensor.register_hook(EngineHook(refuse))  # type: ignore[no-untyped-call]
 
     def other_writer(self, tensor: torch.Tensor, replica: int) -> int | None:
-        """Notes a write; returns another replica that has written to the same memory in this run, or None.
-
-        Memory counts and not objects, since replicas have their own views of one tensor, such as the rows of a batch.
-        """
+        """Notes a write; returns another replica that has written to the same memory in this run, or None."""
         try:
             storage, start = tensor.untyped_storage(), tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of torch.func
@@ -426,8 +423,7 @@ class _Write:
 def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write]) -> None:
     """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
 
-    Raises:
-        UsageError: the replicas would not write the same. If workers would not, their next exchange says so.
+    Raises UsageError if replicas would not write the same; if workers would not, their next exchange says so.
     """
     first, *others = writes
     if is_random(first.func):

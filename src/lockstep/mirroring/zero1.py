@@ -208,10 +208,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Takes the weights of all pieces from their owners. All workers must call it.
-
-        Those without a gradient were not updated, on any worker: gradients are summed.
-        """
+        """Takes the weights of all pieces that have gradients from their owners. All workers must call it."""
         stepped = {number: each.data for number, each in enumerate(self._parameters) if each.grad is not None}
         for dtype in sorted({each.dtype for each in stepped.values()}, key=str):
             weights = {number: each for number, each in stepped.items() if each.dtype == dtype}

@@ -52,16 +52,13 @@ _Taken = tuple[torch.Tensor, torch.Tensor | None, int]
 def plan_buckets(
     sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int, sent: Container[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Divides parameters into buckets: their gradients are sent in one flat tensor, which is faster than many.
+    """Divides parameters into buckets, whose gradients are sent in one flat tensor.
 
     Args:
         sizes: bytes of each parameter's gradient.
         kinds: what must be equal inside a bucket: the dtype.
         bucket_bytes: the largest bucket; a larger parameter is alone.
         sent: the numbers of the parameters that have gradients; None is all of them.
-
-    Returns:
-        The numbers of the parameters in each bucket, in the order of the sums.
 
     Example:
         >>> plan_buckets([4, 4, 4], ["float32"] * 3, 8)
@@ -103,11 +100,7 @@ class GradientMarks:
 
 
 class BucketExchange(GradientExchange):
-    """Sums the gradients of one optimizer's parameters over all replicas of all workers.
-
-    ``stream`` is the connection to the other workers, for this optimizer alone. Gradients in single precision are sent
-    as ``travel_as``, if it is not None.
-    """
+    """Sums the gradients of one optimizer over all replicas of all workers, over its own connection, ``stream``."""
 
     def __init__(
         self,
@@ -139,9 +132,7 @@ class BucketExchange(GradientExchange):
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         """Exchanges the sums, and completes the exchange of gradients. Every worker must call it.
 
-        Raises:
-            CollectiveError: another worker has other settings of the optimizer, other frozen parameters, or other
-                weights, as far as their first bytes show it.
+        Raises CollectiveError if another worker has other settings, frozen parameters or first bytes of weights.
         """
         self._workers.add_digest(self._digest(settings))
         changed = any(bucket.changed for bucket in self._in_flight)
@@ -192,11 +183,7 @@ class BucketExchange(GradientExchange):
         return joined_norm(norms)
 
     def _finish(self, *, changed: bool, outdated: bool) -> None:
-        """Sends the rest, waits for all buckets, and writes the sums to the leaders' ".grad".
-
-        All are sent again if a gradient has changed on some worker after its bucket was sent, and planned again if
-        other parameters are trained there.
-        """
+        """Sends the rest, or all again, waits for all buckets, and writes the sums to the leaders' ".grad"."""
         buckets = self._all_arrived()
         if outdated:
             self._make_plan()

@@ -55,20 +55,12 @@ class GradientExchange(ABC):
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         """The total and the count over all replicas, given the local replicas' sums. Called once, while these wait.
 
-        Args:
-            total: the sum of the local replicas' losses.
-            count: what the summed loss is to be divided by, of the local replicas.
-            settings: returns the optimizer's settings, which must be equal on all workers.
+        ``settings`` returns the optimizer's settings, which must be equal on all workers.
         """
 
     @abstractmethod
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        """Leaves the sums in the leaders' ".grad" and no gradient in the others'. Every replica must call it.
-
-        Args:
-            context: the context of the calling replica.
-            mine: the numbers of the parameters in the calling replica's slice.
-        """
+        """Leaves the sums of a slice of the parameters in the leaders' ".grad". Every replica must call it."""
 
     @abstractmethod
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -175,10 +167,9 @@ def choose_sum(devices: Sequence[torch.device], *, nccl: bool) -> Literal["nccl"
 
 
 def sum_by_copies(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Sums the leaders' gradients on the first one's device and gives every leader the total, on its own.
+    """Gives every leader the sum of the leaders' gradients, added on the first one's device. Called once.
 
-    Called once, while all replicas wait. In the gradients' own memory if possible, so that no share of a GPU is charged
-    with another's gradients.
+    In the gradients' own memory if possible, so that no share of a GPU is charged with another's gradients.
     """
     in_place: list[Copies] = []
     others: list[Copies] = []
@@ -206,10 +197,7 @@ def _are_own(copies: Copies, leaders: Sequence[int]) -> bool:
 
 
 def _has_layout_of(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether the elements lie in the same order. The stride of a dimension of one element says nothing.
-
-    A convolution in channels_last gives 1x1 and depthwise weights gradients of other such strides than theirs.
-    """
+    """Whether the elements lie in the same order; the stride of a dimension of one element says nothing."""
     strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
     return all(length == 1 or own == theirs for length, own, theirs in strides)
 
@@ -300,15 +288,9 @@ def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def plan_runs(sizes: Sequence[int], kinds: Sequence[str], most_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Which gradients share a flat tensor where nothing is computed meanwhile: between the devices of one process.
+    """Which gradients share a flat tensor between the devices of one process, where nothing is computed meanwhile.
 
-    Args:
-        sizes: the bytes of each gradient.
-        kinds: what must be equal in a run: the dtype.
-        most_bytes: the largest run; a larger gradient is alone.
-
-    Returns:
-        The numbers in each run, ascending; the runs of a kind are together.
+    A gradient larger than ``most_bytes`` is alone. The runs of a kind, which is a dtype, are together.
 
     Example:
         >>> plan_runs([4, 4, 4, 9], ["a", "b", "a", "a"], 8)

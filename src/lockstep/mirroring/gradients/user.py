@@ -71,10 +71,7 @@ class HeldHook:
 
 
 def hold(parameters: Iterable[nn.Parameter], stepped: Callable[[], set[int]]) -> list[HeldHook]:
-    """Before a run: the user's hooks on parameters wait from now on, also those registered since the last run.
-
-    ``stepped`` returns the ids of the parameters whose gradients a mirrored optimizer sums.
-    """
+    """Before a run: the user's hooks on parameters wait from now on. ``stepped`` returns what optimizers will sum."""
     held: list[HeldHook] = []
     known: set[int] | None = None
     for parameter in parameters:
@@ -114,12 +111,9 @@ def forget(parameters: Sequence[Copies]) -> None:
 
 
 def run_hooks(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Calls the hooks that wait with the sums of the first leader, and gives the other leaders the result.
+    """Calls the hooks that wait with the sums of the first leader, and gives the other leaders the result. Called once.
 
-    Called once, while all replicas wait, for the parameters that ``hooked`` returned.
-
-    Raises:
-        UsageError: several backward passes were added up, of which the hook would have seen each.
+    Raises UsageError if several backward passes were added up, of which the hook would have seen each.
     """
     first, *others = leaders
     for copies in parameters:

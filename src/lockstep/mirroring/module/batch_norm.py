@@ -158,11 +158,7 @@ def synchronised(kind: type[BatchNormBase]) -> type[BatchNormBase]:
 def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = BatchNormBase) -> nn.Module:
     """Has every batch norm of this kind inside ``module`` take its statistics over all replicas. In place.
 
-    Each batch norm stays the same object with the same parameters, buffers, hooks and keys; its class becomes a
-    subclass of its class.
-
-    Raises:
-        ConfigError: a batch norm whose forward was replaced on the object.
+    Only their classes change, to subclasses. Raises ConfigError if a forward was replaced on an object.
     """
     for name, part in module.named_modules():
         if isinstance(part, kind) and not isinstance(part, SyncBatchNorm):

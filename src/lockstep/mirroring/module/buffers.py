@@ -74,10 +74,7 @@ class BufferAverages:
         return found
 
     def read(self) -> list[torch.Tensor]:
-        """The averages, in the order of the buffers, without other workers.
-
-        Raises UsageError if buffers of any worker may have changed since the last exchange.
-        """
+        """The averages without other workers; raises UsageError if buffers may have changed since the last exchange."""
         buffers = self.buffers
         if self._workers.is_single:
             return [_mean(copies) for copies in buffers]

@@ -64,10 +64,7 @@ class Copying:
         self._memo: dict[int, Any] = dict(known or {})
 
     def of(self, value: Any, name: str) -> Any:
-        """The replica's copy of ``value``, a module or anything that is set on one; tied weights stay tied.
-
-        Raises UsageError, with the name, if it cannot be copied.
-        """
+        """The replica's copy of a module or anything set on one, which ``name`` names in errors; ties survive."""
         is_parameter = isinstance(value, nn.Parameter)
         for parameter in value.parameters() if isinstance(value, nn.Module) else [value] if is_parameter else ():
             if id(parameter) not in self._memo:
@@ -84,10 +81,7 @@ class Copying:
 
 
 class Copyings(dict[int, Copying]):
-    """The ``Copying`` of each replica, made when it is asked for.
-
-    ``peers`` are the mirrored modules that may have submodules in common with what is copied.
-    """
+    """The ``Copying`` of each replica, made when it is asked for. ``peers`` may have submodules in common with it."""
 
     def __init__(
         self,
@@ -114,11 +108,7 @@ class Copyings(dict[int, Copying]):
 
 
 class _CopyingTensors(TorchFunctionMode):
-    """Has deepcopy copy tensors with a history too, without it, and move tensors of the home device to the replica's.
-
-    A tensor with a history is what hooks compute from the parameters at every call (weight_norm, pruning), or what was
-    kept of a call.
-    """
+    """Has deepcopy detach tensors with a history (weight_norm, pruning), and move those on the home device."""
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
         super().__init__()

@@ -176,11 +176,7 @@ class MirroredModule(nn.Module):
             yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
-        """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it.
-
-        Raises:
-            ConfigError: the module's forward is a collective, or it is part of a divided model.
-        """
+        """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it."""
         if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shards_weights):
             raise ConfigError(
                 "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
@@ -207,8 +203,7 @@ class MirroredModule(nn.Module):
     def align(self) -> bool:
         """Before a run: brings what was set on the user's module to all copies. Every worker must call it.
 
-        Returns:
-            Whether any copy has new weights, buffers or submodules, or weights in other memory.
+        Returns whether any copy has new weights, buffers or submodules, or weights in other memory.
         """
         moved = self.propagation.begin()
         fresh = self.propagation.take_fresh()
@@ -232,8 +227,7 @@ class MirroredModule(nn.Module):
     def sync_buffers(self) -> None:
         """Writes the averages of floating-point buffers, and replica 0's other buffers, to all copies.
 
-        Every worker must call it, outside replicas. Afterwards each worker may read the state by itself until replicas
-        train again.
+        Every worker must call it. Then each may read the state by itself until replicas train again.
         """
         refuse_in_replica("sync_buffers")
         self.propagation.follow()
@@ -247,8 +241,7 @@ class MirroredModule(nn.Module):
     def exchange_buffers(self, *, always: bool = True) -> None:
         """Averages the buffers of all workers for later reads, without changing them. Every worker must call it.
 
-        Args:
-            always: exchange even if no run since the last exchange can have changed buffers.
+        Unless ``always``, only if a run since the last exchange can have changed buffers.
         """
         if not self._workers.is_single and (always or self._buffer_averages.trained):
             self.propagation.follow()

@@ -202,10 +202,7 @@ class StorageOptimizers:
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside the block the user's optimizer has the state of all its parameters.
-
-        If it is sharded among workers, all of them must call it.
-        """
+        """Inside the block the user's optimizer has the state of all parameters. A collective, if it is sharded."""
         if self._sharded is None:
             yield
             return

@@ -174,10 +174,7 @@ class MirroredOptimizer(Optimizer):
         self._holds_sums = True
 
     def give_sums(self, context: ReplicaContext) -> None:
-        """Gives the calling replica the summed gradients, for a step that reads them; ``step`` then uses replica 0's.
-
-        Every replica must call it. It does nothing in a replica that has the sums.
-        """
+        """Gives the calling replica the sums, for a step that reads them. Every replica must call it."""
         replica = context.local_replica
         if not self._given.given_to(replica):
             self._check_whole()
@@ -196,11 +193,10 @@ class MirroredOptimizer(Optimizer):
         return self._parameters
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
-        """Clips the summed gradients to a global norm, which may be infinite; returns the norm before.
+        """Clips the sums to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does; returns the norm before.
 
-        It gives what ``torch.nn.utils.clip_grad_norm_`` gives after ``sum_gradients``, but runs in the replicas'
-        threads, since OpenMP threads of the caller would keep the replicas' cores busy for some milliseconds. Call it
-        outside replicas, on every worker.
+        Call it outside replicas, on every worker. It runs in the replicas' threads, since OpenMP threads of the caller
+        would keep the replicas' cores busy for some milliseconds.
         """
         refuse_in_replica("clip_sums")
         norms = self._run_in_replicas(self._update.clip, clip_norm)
@@ -249,10 +245,7 @@ class MirroredOptimizer(Optimizer):
 
     @contextmanager
     def held(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
-        """Inside the block backward passes of these local replicas send no gradients to other workers.
-
-        It has no effect if this optimizer has no parameter of ``module``, the user's.
-        """
+        """Inside the block backward passes through ``module`` in these local replicas send no gradients."""
         own = {id(copies[0]) for copies in self._parameters}
         if not any(id(parameter) in own for parameter in module.parameters()):
             yield
@@ -267,10 +260,7 @@ class MirroredOptimizer(Optimizer):
             self._held.discard(block)
 
     def sum_after_run(self) -> None:
-        """After a run of the only worker: sums the gradients, so that the user's module has those of one device.
-
-        A program outside replicas can then read, change or clear them, and later backward passes add to them.
-        """
+        """After a run of the only worker: sums the gradients, so that the user's module has those of one device."""
         held, self._was_held = self._was_held, bool(self._held)
         replicas = range(len(self._owner.devices))
         if held or self._sums_elsewhere() or all(map(self._given.given_to, replicas)):
