@@ -261,7 +261,7 @@ class StepGuard:
             return PROCEED
         if func in _HOOKS:
             raise UsageError(
-                f"the step registers a hook on the weight {known.name!r} at {call_site()}; register it once outside "
+                f"the step registers a hook on {known.name!r} at {call_site()}; register it once outside "
                 "strategy.run, on the plain module's parameter: it will see the sum of all replicas' gradients"
             )
         if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):

@@ -186,7 +186,7 @@ class StorageOptimizers:
         fresh = [each for group in self.plain.param_groups for each in group["params"] if id(each) not in self._known]
         if fresh:
             raise UsageError(
-                f"the optimizer's groups have {len(fresh)} new parameters (the first is {tuple(fresh[0].shape)}); "
+                f"the optimizer's groups got {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}); "
                 "make a new optimizer over the module's parameters, and hand it to strategy.mirror or compile"
             )
         if self.plain.state is not self._state:  # the user loaded a state_dict into the plain optimizer
