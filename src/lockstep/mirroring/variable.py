@@ -219,7 +219,7 @@ class MirroredVariable(TensorLike):
         if self.synchronization == "on_write" and isinstance(value, PerReplica):
             raise ConfigError(
                 'an "on_write" variable was given a PerReplica outside replicas, and its copies would differ; give '
-                'strategy.reduce(...) of it, write it inside strategy.run, or make the variable with synchronization="on_read"'
+                'strategy.reduce(...) of it, write it inside strategy.run, or use synchronization="on_read"'
             )
         return _one_each(value, len(self._values))
 
